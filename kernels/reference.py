@@ -1,0 +1,138 @@
+r"""Kernels in plain torch: the CPU path, and the ground truth every faster kernel is tested against.
+
+Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
+doi:10.1145/2063384.2063405) is a keyed bijection of 128-bit counters. All of it is integer arithmetic, so its
+values are the same on every device.
+"""
+
+__all__ = ["philox_4x32", "sign_block", "sketched_matmul"]
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+SIGNS_PER_CALL = 128  # four words of 32 bits
+
+# Rows of int64 temporaries are generated in slabs of about this many counters, to bound the peak memory.
+_SLAB = 1 << 16
+
+
+def _mulhilo(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low words of ``multiplier * x`` for 32-bit words held in int64.
+
+    The multiplier exceeds 2^31, so it is used less 2^32: the product then fits a signed 64-bit integer, and the
+    high word is short by exactly ``x``.
+    """
+    product = x * (multiplier - (1 << 32))
+    return ((product >> 32) + x) & _MASK, product & _MASK
+
+
+def philox_4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor],  # int64 holding 32-bit words, shapes that broadcast
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # the same
+    """Ten rounds of Philox-4x32.
+
+    Args:
+        counter: Four words in ``[0, 2^32)`` as int64 tensors that broadcast together.
+        seed: The 64-bit key.
+
+    Returns:
+        Four words in ``[0, 2^32)`` as int64 tensors.
+
+    Cost: some 120 integer operations for 128 random bits.
+
+    Example:
+        >>> zero = torch.zeros((), dtype=torch.int64)
+        >>> [hex(word.item()) for word in philox_4x32((zero, zero, zero, zero), seed=0)]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(_ROUNDS):
+        hi0, lo0 = _mulhilo(_MULTIPLIERS[0], c0)
+        hi1, lo1 = _mulhilo(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def sign_block(
+    seed: int,
+    stream: int,
+    tag: int,
+    rows: range,
+    cols: range,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:  # (len(rows), len(cols)), entries +1 and -1
+    """Draw one block of a random sign matrix, without drawing the rest.
+
+    Entry (i, j) takes bit ``j % 32`` of word ``j % 128 // 32`` of the Philox call with counter
+    ``(i, j // 128, stream, tag)`` and key ``seed``; a set bit is a minus sign, as in IEEE 754.
+
+    Args:
+        seed: The 64-bit key.
+        stream: Third counter word: which matrix of this seed.
+        tag: Fourth counter word: kind and version of the stream.
+        rows: Contiguous range of row indices, step 1.
+        cols: Contiguous range of column indices, step 1.
+        dtype: Floating dtype of the result.
+        device: Device of the result; the drawing happens there.
+
+    Returns:
+        A tensor of shape ``(len(rows), len(cols))``.
+
+    Cost: one Philox call for each row and each 128 columns touched.
+
+    Example:
+        >>> sign_block(0, 0, 0, range(2), range(3), dtype=torch.float32, device="cpu").abs().sum().item()
+        6.0
+    """
+    out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
+    if out.numel() == 0 or out.is_meta:
+        return out
+    first, last = cols.start // SIGNS_PER_CALL, (cols.stop - 1) // SIGNS_PER_CALL + 1
+    offset = cols.start - first * SIGNS_PER_CALL
+    block = torch.arange(first, last, dtype=torch.int64, device=device)
+    bit = torch.arange(32, dtype=torch.int64, device=device)
+    high = torch.tensor([stream, tag], dtype=torch.int64, device=device)
+    slab = max(1, _SLAB // (last - first))
+    for start in range(0, len(rows), slab):
+        stop = min(start + slab, len(rows))
+        row = torch.arange(rows.start + start, rows.start + stop, dtype=torch.int64, device=device)
+        words = torch.stack(
+            philox_4x32((row[:, None], block, high[0], high[1]), seed), dim=-1
+        )  # (rows, blocks, 4)
+        bits = (words[..., None] >> bit & 1).flatten(1)  # (rows, 128 * blocks)
+        out[start:stop] = 1 - 2 * bits[:, offset : offset + len(cols)]
+    return out
+
+
+def sketched_matmul(
+    x: Tensor,  # (rows, in)
+    S1: Tensor,  # (in, R)
+    U1: Tensor,  # (R, out)
+    S2: Tensor,  # (R, out)
+    U2: Tensor,  # (in, R)
+    bias: Tensor | None = None,  # (out,)
+    scale: float = 1.0,
+) -> Tensor:  # (rows, out)
+    """``scale (x S1 U1 + x U2 S2) + bias`` as four products, in an order autograd prices right.
+
+    Gradients of U1 and U2 are computed only if they require them, so fixed sketches cost no product backward.
+
+    Example:
+        >>> ones = torch.ones(2, 2)
+        >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5)
+        tensor([[4., 4.],
+                [4., 4.]])
+    """
+    left, right = x @ S1, x @ U2
+    if bias is None:
+        return torch.addmm((left * scale) @ U1, right, S2, alpha=scale)
+    return torch.addmm(torch.addmm(bias, left, U1, alpha=scale), right, S2, alpha=scale)

@@ -1,0 +1,85 @@
+"""Panther's exceptions and warnings.
+
+Every message states the rule, the values that broke it, and the fix. Each class also derives from the built-in
+exception a torch user would expect, so ``except ValueError`` and the like keep working.
+"""
+
+__all__ = [
+    "DTypeError",
+    "DistributedError",
+    "FormatError",
+    "MissingExtraError",
+    "NumericalWarning",
+    "PantherError",
+    "PerformanceWarning",
+    "ShapeError",
+    "SketchMismatchError",
+    "require_extra",
+]
+
+from importlib import import_module
+from types import ModuleType
+
+
+class PantherError(Exception):
+    """Base of all errors raised by Panther."""
+
+
+class ShapeError(PantherError, ValueError):
+    """A size or a shape breaks a rule."""
+
+
+class DTypeError(PantherError, TypeError):
+    """A dtype breaks a rule, or two dtypes do not go together."""
+
+
+class SketchMismatchError(PantherError, RuntimeError):
+    """Two sketches that must be one and the same are not: another seed, scale, version or content."""
+
+
+class FormatError(PantherError, ValueError):
+    """A file is not what Panther's inference format says it should be."""
+
+
+class DistributedError(PantherError, RuntimeError):
+    """Processes disagree, are missing, or died."""
+
+
+class MissingExtraError(PantherError, ImportError):
+    """An optional dependency is not installed."""
+
+
+class PerformanceWarning(UserWarning):
+    """The request works, but a plain alternative would be smaller or faster."""
+
+
+class NumericalWarning(UserWarning):
+    """The result is less accurate than its dtype allows."""
+
+
+def require_extra(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or say how to install it.
+
+    Args:
+        module: Name to import, such as ``"sklearn.datasets"``.
+        extra: The extra of ``panther-sketch`` that brings it.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        MissingExtraError: If it is not installed.
+
+    Example:
+        >>> require_extra("json", "demo").dumps([1])
+        '[1]'
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module + ".").startswith(error.name + "."):
+            raise  # the extra is there, something that it needs is not
+        raise MissingExtraError(
+            f"{module.split('.')[0]} is needed here and is not installed: "
+            f"run pip install 'panther-sketch[{extra}]'"
+        ) from error

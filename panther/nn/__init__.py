@@ -1,0 +1,6 @@
+"""Sketched layers and their functional forms."""
+
+from . import functional
+from .linear import SKLinear
+
+__all__ = ["SKLinear", "functional"]

@@ -1,0 +1,69 @@
+r"""Factors of a sketched layer fitted to a dense weight; A is the weight as (in, out).
+
+Three ways: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367), which fits the sketches too; least
+squares for given sketches; and the unbiased estimator, which costs one product and is far from the weight when R is
+small. All compute in float32 at least.
+"""
+
+__all__ = ["lstsq_factors", "svd_factors", "unbiased_factors"]
+
+import math
+
+import torch
+from torch import Tensor
+
+from panther.sketch import signs
+
+
+def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """S1, U1, S2, U2 with ``S1 U1 + U2 S2`` the truncated SVD of A of rank min(2 R, in, out).
+
+    Singular directions go alternately to (S1, U1) and (U2, S2), their singular value split evenly. Columns that are
+    left over get zero S, so they add nothing, and random signs for U, so they can still learn.
+    """
+    P, sigma, Qt = torch.linalg.svd(A, full_matrices=False)
+    r = min(2 * R, len(sigma))
+    root = sigma[:r].sqrt()
+    left, right = P[:, :r] * root, root[:, None] * Qt[:r]  # (in, r), (r, out)
+    level = right.square().mean().sqrt().item() or 1.0
+
+    def on_device(stream: int, rows: int, cols: int) -> Tensor:
+        return level * signs(seed, stream, range(rows), range(cols), dtype=A.dtype, device=A.device)
+
+    S1, S2 = A.new_zeros(A.shape[0], R), A.new_zeros(R, A.shape[1])
+    U1, U2 = on_device(0, R, A.shape[1]), on_device(1, A.shape[0], R)
+    first, second = (r + 1) // 2, r // 2
+    S1[:, :first], U1[:first] = left[:, 0::2], right[0::2]
+    U2[:, :second], S2[:second] = left[:, 1::2], right[1::2]
+    return S1, U1, S2, U2
+
+
+def lstsq_factors(A: Tensor, U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
+    r"""S1 and S2 that minimise ||A - S1 U1 - U2 S2||_F, those of least norm.
+
+    With P1 the projector on the rows of U1 and P2 on the columns of U2, the residual is (I - P2) A (I - P1). The part
+    both halves can reach, P2 A P1, is split entry by entry in the singular bases of U1 and U2, where the problem
+    separates into scalar ones of the form d1 m + d2 n = c.
+    """
+    V1, d1, Y1t = _compact_svd(U1)  # U1 = V1 diag(d1) Y1^T
+    X2, d2, V2t = _compact_svd(U2)  # U2 = X2 diag(d2) V2^T
+    AY = A @ Y1t.mT  # (in, r1)
+    XA = X2.mT @ A  # (r2, out)
+    shared = XA @ Y1t.mT  # (r2, r1)
+    weight = d1.square() + d2[:, None].square()
+    S1 = (((AY - X2 @ shared) / d1) + X2 @ (shared * d1 / weight)) @ V1.mT
+    S2 = V2t.mT @ ((XA - shared @ Y1t) / d2[:, None] + (shared * d2[:, None] / weight) @ Y1t)
+    return S1, S2
+
+
+def unbiased_factors(A: Tensor, U1: Tensor, U2: Tensor, low_rank: int) -> tuple[Tensor, Tensor]:
+    """S1 = A U1^T and S2 = U2^T A for sign sketches of entries +-1, scaled so that the layer's mean weight is A."""
+    root = math.sqrt(low_rank)
+    return A @ U1.mT / root, U2.mT @ A / root
+
+
+def _compact_svd(U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SVD without the directions that are zero to rounding (sketches larger than the layer have some)."""
+    left, sigma, right = torch.linalg.svd(U, full_matrices=False)
+    kept = sigma > sigma[0] * max(U.shape) * torch.finfo(U.dtype).eps
+    return left[:, kept], sigma[kept], right[kept]

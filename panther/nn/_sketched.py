@@ -1,0 +1,205 @@
+"""What every sketched layer shares: a seed, the two modes, and how both are saved and loaded.
+
+*Seeded*: the sketches are fixed, a function of ``seed``; they are buffers outside the state_dict. *Fitted*: they are
+Parameters like any other. ``sketch_seed``, in the state_dict, says which: (seed or -1, num_terms, stream version,
+checksum of the three).
+"""
+
+__all__ = ["SketchedModule"]
+
+import struct
+import zlib
+from abc import abstractmethod
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from panther.errors import SketchMismatchError
+from panther.sketch import STREAM_VERSION
+
+_FITTED = -1
+
+
+def _keep_sketched_forward(module: nn.Module, args: Any) -> None:
+    """Does nothing; see SketchedModule.__init__."""
+
+
+class SketchedModule(nn.Module):
+    """Base of sketched layers. Subclasses say what their sketches are; the life cycle is here."""
+
+    sketch_names: tuple[str, ...]
+    """Names of the sketches, which are attributes of the layer."""
+
+    seed: int | None
+    """The seed of a seeded layer, None for a fitted one. The truth; the buffer ``sketch_seed`` mirrors it."""
+
+    num_terms: int
+    sketch_seed: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # nn.TransformerEncoderLayer's fast path reads `.weight` of its linear layers instead of calling them, and
+        # is off as soon as one of them has a hook.
+        self.register_forward_pre_hook(_keep_sketched_forward)
+
+    @abstractmethod
+    def sketch_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape of each sketch, by name."""
+
+    @abstractmethod
+    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The sketch ``name`` of the present seed."""
+
+    @abstractmethod
+    def sketch_like(self) -> Tensor:
+        """The parameter whose dtype and device the sketches share."""
+
+    def stacked_to_factors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Translate the stacked keys of other libraries' checkpoints, if ``state`` has them."""
+        return state
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the sketches are Parameters, fitted to data, instead of functions of a seed."""
+        return self.seed is None
+
+    def freeze_sketches_(self) -> Self:
+        """Stop training the sketches of a fitted layer; those of a seeded one are fixed anyway."""
+        for name in self.sketch_names:
+            getattr(self, name).requires_grad_(False)
+        return self
+
+    def set_seeded_(self, seed: int) -> None:
+        """Make the layer seeded, with the sketches of ``seed``."""
+        like = self.sketch_like()
+        self.seed = seed
+        for name in self.sketch_names:
+            sketch = self.draw_sketch(name, dtype=like.dtype, device=like.device)
+            self._parameters.pop(name, None)
+            self.register_buffer(name, sketch, persistent=False)
+        self._mirror_seed()
+
+    def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
+        """Make the layer fitted, with the given sketches as Parameters."""
+        self.seed = None
+        for name in self.sketch_names:
+            self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
+            self.register_parameter(name, nn.Parameter(sketches[name]))
+        self._mirror_seed()
+
+    def refresh_sketches_(self) -> bool:
+        """Adopt ``sketch_seed`` if it was changed in place, by a broadcast say, and draw its sketches.
+
+        Returns:
+            Whether it had changed.
+
+        Raises:
+            SketchMismatchError: If it is no valid record, or says fitted for a seeded layer or the reverse.
+        """
+        seed = self._read_record(self.sketch_seed, "sketch_seed")
+        if seed == self.seed:
+            return False
+        if seed is None or self.seed is None:
+            raise SketchMismatchError(
+                f"sketch_seed says {_mode(seed)} and the layer is {_mode(self.seed)}: load a whole state_dict to change "
+                "the mode"
+            )
+        self.set_seeded_(seed)
+        return True
+
+    def _mirror_seed(self) -> None:
+        record = self._record(self.seed)
+        device = self.sketch_like().device
+        self.register_buffer("sketch_seed", torch.tensor(record, dtype=torch.int64, device=device))
+
+    def _record(self, seed: int | None) -> list[int]:
+        head = [_FITTED if seed is None else seed, self.num_terms, STREAM_VERSION]
+        return [*head, zlib.crc32(struct.pack("<3q", *head))]
+
+    def _read_record(self, record: Tensor, key: str) -> int | None:
+        """The seed a valid record holds, None for fitted."""
+        seed, num_terms, version, checksum = values = record.tolist()
+        if zlib.crc32(struct.pack("<3q", *values[:3])) != checksum:
+            raise SketchMismatchError(
+                f"{key}={values} does not match its checksum, as when seeds are averaged or the file is damaged: use "
+                "models that share their seeds, or a sound checkpoint"
+            )
+        if version != STREAM_VERSION:
+            raise SketchMismatchError(
+                f"{key} is of stream version {version} and this Panther knows {STREAM_VERSION}: use the Panther that "
+                "wrote it, or a newer one"
+            )
+        if num_terms != self.num_terms:
+            raise SketchMismatchError(
+                f"{key} was saved with num_terms={num_terms} and the layer has num_terms={self.num_terms}: build the "
+                f"layer with num_terms={num_terms}"
+            )
+        return None if seed == _FITTED else seed
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load everything or nothing, in the checkpoint's mode, and draw the sketches anew."""
+        state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        state = self.stacked_to_factors(state)
+        fitted, seed = "U1" in state, self.seed
+        record = state.get("sketch_seed")
+        if (
+            isinstance(record, Tensor)
+            and record.shape == (4,)
+            and not (record.is_meta or isinstance(record, FakeTensor))
+        ):
+            seed = self._read_record(record, prefix + "sketch_seed")
+            fitted = seed is None
+
+        expected = {
+            name: p.shape
+            for name, p in self._parameters.items()
+            if p is not None and name not in self.sketch_names
+        }
+        expected["sketch_seed"] = torch.Size((4,))
+        if fitted:
+            expected |= {name: torch.Size(shape) for name, shape in self.sketch_shapes().items()}
+
+        missing = [prefix + name for name in expected if name not in state]
+        unexpected = [prefix + name for name in state if name not in expected]
+        wrong = [
+            f"size mismatch for {prefix}{name}: copying a param with shape {tuple(state[name].shape)} from checkpoint, "
+            f"the shape in current model is {tuple(shape)}."
+            for name, shape in expected.items()
+            if name in state and state[name].shape != shape
+        ]
+        if missing and not strict:  # none of this layer is loaded, so none may pass as loaded
+            missing = [prefix + name for name in expected]
+        missing_keys += missing
+        error_msgs += wrong
+        if strict:
+            unexpected_keys += unexpected
+        if missing or wrong or (unexpected and strict):
+            return
+
+        if fitted and not self.is_fitted:
+            like = self.sketch_like()
+            self.set_fitted_({name: like.new_empty(shape) for name, shape in self.sketch_shapes().items()})
+        elif not fitted and (self.is_fitted or seed != self.seed):
+            self.set_seeded_(seed)  # type: ignore[arg-type]
+        state = {prefix + name: state[name] for name in expected}
+        super()._load_from_state_dict(
+            state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if not self.is_fitted:
+            self.set_seeded_(self.seed)  # type: ignore[arg-type]
+
+
+def _mode(seed: int | None) -> str:
+    return "fitted" if seed is None else "seeded"

@@ -1,0 +1,422 @@
+r"""SKLinear, a linear layer whose weight is a sum of sketched low-rank terms.
+
+.. math:: y = x W + b, \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
+
+with trained :math:`S_{1,i}` (in, k) and :math:`S_{2,i}` (k, out) and fixed random signs :math:`U = \pm 1/\sqrt k`.
+Reference: S. P. Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching",
+2017, arXiv:1710.07850.
+"""
+
+__all__ = ["SKLinear"]
+
+import math
+import warnings
+from typing import Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from panther.errors import DTypeError, PerformanceWarning, ShapeError
+from panther.nn._fitting import lstsq_factors, svd_factors, unbiased_factors
+from panther.nn._sketched import SketchedModule
+from panther.nn.functional import sketched_linear
+from panther.sketch import check_seed, signs
+
+_INITS = ("svd", "lstsq", "random")
+
+
+class SKLinear(SketchedModule):
+    r"""A drop-in for :class:`torch.nn.Linear` with a sketched weight.
+
+    Two ways to give its size: ``SKLinear(in_features, out_features, sketch_size)``, one term of rank ``sketch_size``;
+    or ``SKLinear(in_features, out_features, num_terms, low_rank)``, L terms of rank k. With ``R = num_terms *
+    low_rank`` the layer stores ``S1`` (in, R) and ``S2`` (R, out) and draws ``U1`` (R, out) and ``U2`` (in, R) from its
+    seed. At fixed R, ``num_terms`` changes only the scale of the sum.
+
+    A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. A *fitted* one, from :meth:`from_linear`
+    with ``init="svd"`` or from ``W_init``, has trained U1 and U2, saved with the rest; it is a rank-2R factorisation.
+
+    Args:
+        in_features: Size of each input sample.
+        out_features: Size of each output sample.
+        num_terms: Number of terms L.
+        low_rank: Rank k of each of a term's two halves.
+        W_init: Dense weight of shape (out, in) to start from: the layer is fitted to it by truncated SVD. For a seeded
+            layer near a weight, use :meth:`from_linear` with ``init="lstsq"``.
+        bias: Whether to learn an additive bias.
+        dtype: Floating dtype; None is torch's default.
+        device: None is torch's default.
+        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
+        seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
+
+    Shape:
+        Input ``(*, in_features)``, output ``(*, out_features)``.
+
+    Attributes:
+        S1, S2: Trained factors, (in, R) and (R, out), drawn so that W has nn.Linear's variance.
+        U1, U2: Sketches, (R, out) and (in, R): buffers of exactly +-1 when seeded, Parameters when fitted.
+        bias: (out,) or None.
+        scale: The number that multiplies S1 U1 + U2 S2: 1/(2 L sqrt(k)) when seeded, 1 when fitted.
+        seed: Python int, None when fitted.
+
+    Raises:
+        ShapeError: If a size is not positive, both or neither size form is given, or W_init has another shape.
+        DTypeError: If ``dtype`` is not floating.
+
+    Warns:
+        PerformanceWarning: If the dense layer would be no larger.
+
+    Cost: ``4 R (in + out)`` flops a row forward and 1.5 times that backward, against ``2 in out`` and twice that dense.
+
+    Example:
+        >>> import torch
+        >>> layer = SKLinear(1024, 1024, num_terms=1, low_rank=16)
+        >>> layer(torch.randn(8, 1024)).shape
+        torch.Size([8, 1024])
+        >>> sum(p.numel() for p in layer.parameters())
+        33792
+    """
+
+    sketch_names = ("U1", "U2")
+    U1: Tensor
+    U2: Tensor
+
+    @overload
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sketch_size: int,
+        /,
+        *,
+        W_init: Tensor | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_terms: int,
+        low_rank: int,
+        W_init: Tensor | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        sketch_size: int,
+        W_init: Tensor | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        _size: int | None = None,  # sketch_size of the three-number form, num_terms of the four-number one
+        low_rank: int | None = None,
+        W_init: Tensor | None = None,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        num_terms: int | None = None,
+        sketch_size: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = _positive("in_features", in_features)
+        self.out_features = _positive("out_features", out_features)
+        self.num_terms, self.low_rank = _terms_and_rank(_size, low_rank, num_terms, sketch_size)
+        if dtype is not None and not dtype.is_floating_point:
+            raise DTypeError(f"dtype={dtype} must be a floating dtype: use torch.float32, say")
+        if W_init is not None and W_init.shape != (out_features, in_features):
+            raise ShapeError(
+                f"W_init must have nn.Linear's shape (out_features, in_features) = ({out_features}, {in_features}), not "
+                f"{tuple(W_init.shape)}: transpose it, or change the sizes"
+            )
+        seed = check_seed(seed)
+        R = self.num_terms * self.low_rank
+        if 2 * R * (in_features + out_features) >= in_features * out_features:
+            warnings.warn(
+                f"SKLinear({in_features}, {out_features}) with R = num_terms * low_rank = {R} multiplies by "
+                f"2 R (in + out) = {2 * R * (in_features + out_features):,} numbers, a dense layer by in * out = "
+                f"{in_features * out_features:,}: use a smaller sketch, or nn.Linear",
+                PerformanceWarning,
+                stacklevel=2,
+            )
+        self.S1 = nn.Parameter(torch.empty(in_features, R, dtype=dtype, device=device))
+        self.S2 = nn.Parameter(torch.empty(R, out_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.set_seeded_(seed)
+        self.reset_parameters()
+        if W_init is not None:
+            self._fit_svd_(W_init)
+
+    @property
+    def scale(self) -> float:
+        """The number that multiplies S1 U1 + U2 S2."""
+        return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (*, in_features) to (*, out_features)."""
+        dtype = self.S1.dtype  # the sketches follow it where mixed precision casts parameters but not buffers
+        return sketched_linear(
+            x, self.S1, self.U1.to(dtype), self.S2, self.U2.to(dtype), self.bias, scale=self.scale
+        )
+
+    def reset_parameters(self) -> None:
+        """Draw S1, S2 and bias anew, from torch's generator, and the sketches again, from the seed that stands.
+
+        W gets the variance of nn.Linear's default, 1 / (3 in). A fitted layer starts from fresh signs and stays fitted.
+        """
+        if self.is_fitted:
+            seed = check_seed(None)
+            with torch.no_grad():
+                for stream, U in enumerate((self.U1, self.U2)):
+                    level = (
+                        2 * self.num_terms
+                    ) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
+                    sign = signs(
+                        seed, stream, range(U.shape[0]), range(U.shape[1]), dtype=U.dtype, device=U.device
+                    )
+                    U.copy_(level * sign)
+        else:
+            level = 1.0
+            self.set_seeded_(self.seed)  # type: ignore[arg-type]
+        # W has variance s^2 / (2 L) when S1 and S2 have variance s^2; uniform on (-a, a) has variance a^2 / 3.
+        bound = level * math.sqrt(2 * self.num_terms / self.in_features)
+        nn.init.uniform_(self.S1, -bound, bound)
+        nn.init.uniform_(self.S2, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -1 / math.sqrt(self.in_features), 1 / math.sqrt(self.in_features))
+
+    @property
+    def weight(self) -> Tensor:  # (out, in)
+        """The dense effective weight, for inspection: differentiable, computed at each access in 4 R in out flops."""
+        return self.scale * (self.S1 @ self.U1 + self.U2 @ self.S2).mT
+
+    @property
+    def S1s(self) -> Tensor:  # (L, in, k)
+        """S1 by terms: a view."""
+        return self.S1.detach().unflatten(1, (self.num_terms, self.low_rank)).movedim(1, 0)
+
+    @property
+    def S2s(self) -> Tensor:  # (L, k, out)
+        """S2 by terms: a view."""
+        return self.S2.detach().unflatten(0, (self.num_terms, self.low_rank))
+
+    @property
+    def U1s(self) -> Tensor:  # (L, k, out)
+        """U1 by terms, scaled so that the layer's formula holds: +-1/sqrt(k) when seeded."""
+        return (self.U1.detach() * self._stacked_scale).unflatten(0, (self.num_terms, self.low_rank))
+
+    @property
+    def U2s(self) -> Tensor:  # (L, in, k)
+        """U2 by terms, scaled so that the layer's formula holds: +-1/sqrt(k) when seeded."""
+        return (
+            (self.U2.detach() * self._stacked_scale)
+            .unflatten(1, (self.num_terms, self.low_rank))
+            .movedim(1, 0)
+        )
+
+    @property
+    def _stacked_scale(self) -> float:
+        return 2 * self.num_terms * self.scale
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, num_terms: int, low_rank: int, init: str = "svd", *, seed: int | None = None
+    ) -> Self:
+        r"""A sketched layer near a dense one, on its device and in its dtype; the dense one is left as it is.
+
+        Args:
+            linear: The layer to approximate.
+            num_terms: Number of terms L.
+            low_rank: Rank k of each half of a term; R = L k.
+            init: ``"svd"``, fitted: the best approximation of rank 2R, whose four factors are trained and saved.
+                ``"lstsq"``, seeded: the best S1 and S2 for the seed's sketches, of least norm.
+                ``"random"``, seeded: the unbiased estimator. Its error exceeds the weight itself while R is below
+                about the width, so it is for studies, not for keeping a model.
+            seed: As in the constructor; with ``"svd"`` it gives signs to columns that the weight leaves unused.
+
+        Raises:
+            ValueError: If ``init`` is unknown.
+            TypeError: If ``linear`` is not an nn.Linear.
+
+        Cost: ``"svd"`` an SVD of the weight, O(in out min(in, out)); ``"lstsq"`` O(R in out + R^2 (in + out)).
+
+        Example:
+            >>> import torch
+            >>> dense = torch.nn.Linear(64, 48)
+            >>> layer = SKLinear.from_linear(dense, num_terms=1, low_rank=4, init="lstsq")
+            >>> layer.is_fitted
+            False
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
+        if init not in _INITS:
+            raise ValueError(f"init={init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
+        weight = linear.weight.detach()
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            num_terms,
+            low_rank,
+            bias=linear.bias is not None,
+            dtype=weight.dtype,
+            device=weight.device,
+            seed=seed,
+        )
+        if init == "svd":
+            layer._fit_svd_(weight)
+        else:
+            A = _at_least_float32(weight).mT
+            U1, U2 = layer.U1.to(A.dtype), layer.U2.to(A.dtype)
+            if init == "lstsq":
+                S1, S2 = lstsq_factors(A / layer.scale, U1, U2)
+            else:
+                S1, S2 = unbiased_factors(A, U1, U2, layer.low_rank)
+            with torch.no_grad():
+                layer.S1.copy_(S1)
+                layer.S2.copy_(S2)
+        if linear.bias is not None:
+            with torch.no_grad():
+                layer.bias.copy_(linear.bias)  # type: ignore[union-attr]
+        return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """The nn.Linear with this layer's effective weight and bias, copied.
+
+        Example:
+            >>> import torch
+            >>> layer, x = SKLinear(256, 128, 4), torch.randn(2, 256)
+            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
+            True
+        """
+        linear = nn.Linear(
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            device=self.S1.device,
+            dtype=self.S1.dtype,
+        )
+        with torch.no_grad():
+            linear.weight.copy_(self.weight)
+            if self.bias is not None:
+                linear.bias.copy_(self.bias)
+        return linear.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Sizes and mode, as shown by print."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
+            f"low_rank={self.low_rank}, bias={self.bias is not None}, "
+            + ("fitted" if self.is_fitted else f"seed={self.seed}")
+        )
+
+    def sketch_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape of each sketch, by name."""
+        return {"U1": tuple(self.S2.shape), "U2": tuple(self.S1.shape)}  # type: ignore[dict-item]
+
+    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """U1 or U2 of the present seed, entries +-1."""
+        rows, cols = self.sketch_shapes()[name]
+        stream = self.sketch_names.index(name)
+        return signs(self.seed, stream, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
+
+    def sketch_like(self) -> Tensor:
+        """The parameter whose dtype and device the sketches share."""
+        return self.S1
+
+    def stacked_to_factors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Translate S1s, U1s, S2s, U2s: to this layer's seed if they are its sketches, else to a fitted layer."""
+        stacked = {"S1s": self.S1s, "U1s": self.U1s, "S2s": self.S2s, "U2s": self.U2s}
+        if any(name not in state or state[name].shape != view.shape for name, view in stacked.items()):
+            return state
+        L = self.num_terms
+        factors = {name: value for name, value in state.items() if name not in stacked}
+        for name in ("S1", "U2"):  # (L, in, k) -> (in, R)
+            factors[name] = state[name + "s"].movedim(0, 1).flatten(1)
+        for name in ("S2", "U1"):  # (L, k, out) -> (R, out)
+            factors[name] = state[name + "s"].flatten(0, 1)
+        seed = None if self.seed is None or not self._are_own_sketches(factors) else self.seed
+        if seed is None:
+            factors |= {name: factors[name] / (2 * L) for name in self.sketch_names}
+        else:
+            factors = {name: value for name, value in factors.items() if name not in self.sketch_names}
+        return factors | {"sketch_seed": torch.tensor(self._record(seed))}
+
+    def _are_own_sketches(self, factors: dict[str, Tensor]) -> bool:
+        root = math.sqrt(self.low_rank)
+        return all(
+            torch.equal(
+                (factors[name] * root).round(), own := self.draw_sketch(name, dtype=U.dtype, device=U.device)
+            )
+            and torch.allclose(factors[name] * root, own, rtol=4 * torch.finfo(U.dtype).eps)
+            for name in self.sketch_names
+            for U in (factors[name],)
+        )
+
+    def _fit_svd_(self, weight: Tensor) -> None:
+        """Make the layer fitted, the truncated SVD of ``weight``; the present seed signs unused columns."""
+        S1, U1, S2, U2 = svd_factors(
+            _at_least_float32(weight.detach().to(self.S1.device)).mT,
+            self.S1.shape[1],
+            self.seed,  # type: ignore[arg-type]
+        )
+        with torch.no_grad():
+            self.S1.copy_(S1)
+            self.S2.copy_(S2)
+        self.set_fitted_({"U1": U1.to(self.S1.dtype), "U2": U2.to(self.S1.dtype)})
+
+
+def _at_least_float32(weight: Tensor) -> Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    if value.__index__() < 1:
+        raise ShapeError(f"{name}={value} must be at least 1")
+    return value.__index__()
+
+
+def _terms_and_rank(
+    size: int | None, low_rank: int | None, num_terms: int | None, sketch_size: int | None
+) -> tuple[int, int]:
+    """L and k from either form."""
+    rule = "give either sketch_size, as SKLinear(in, out, sketch_size), or both num_terms and low_rank"
+    if size is not None and num_terms is not None:
+        raise ShapeError(f"a third number ({size}) and num_terms={num_terms} are given: {rule}")
+    if num_terms is None and low_rank is not None:
+        num_terms = size
+    elif size is not None:
+        if sketch_size is not None:
+            raise ShapeError(f"a third number ({size}) and sketch_size={sketch_size} are given: {rule}")
+        sketch_size = size
+    given = f"num_terms={num_terms}, low_rank={low_rank}, sketch_size={sketch_size}"
+    if sketch_size is not None:
+        if num_terms is not None or low_rank is not None:
+            raise ShapeError(f"{given}: {rule}")
+        return 1, _positive("sketch_size", sketch_size)
+    if num_terms is None or low_rank is None:
+        raise ShapeError(f"{given}: {rule}")
+    return _positive("num_terms", num_terms), _positive("low_rank", low_rank)

@@ -1,0 +1,154 @@
+"""The contract of all sketching operators: a random d x m matrix S that is a function of a seed."""
+
+__all__ = ["SketchingOperator", "TransposedSketch"]
+
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from panther.errors import DTypeError, ShapeError
+from panther.sketch.streams import check_seed
+
+
+def _check_size(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    if value.__index__() < 0:
+        raise ShapeError(f"{name}={value} must not be negative")
+    return value.__index__()
+
+
+class SketchingOperator(ABC):
+    """A random matrix S of shape (d, m), d the sketch size, defined by a seed.
+
+    ``S @ A`` sketches the columns of A, ``A @ S.T`` its rows; both take batched right-hand sides and are
+    differentiable in A. Unless ``scale=False``, S is isometric in expectation: E ||S x||^2 = ||x||^2.
+
+    Args:
+        d: Sketch size, the number of rows.
+        m: Number of columns, the dimension that is sketched.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
+        stream: Independent matrices of one seed differ in their stream.
+        scale: Whether to scale to an isometry in expectation.
+        dtype: Floating dtype; None is torch's default.
+        device: Where products take place; None is torch's default.
+
+    Raises:
+        ShapeError: If a size is negative.
+        DTypeError: If ``dtype`` is not a floating one.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        m: int,
+        *,
+        seed: int | None = None,
+        stream: int = 0,
+        scale: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.shape = torch.Size((_check_size("d", d), _check_size("m", m)))
+        self.seed = check_seed(seed)
+        self.stream = stream
+        self.scale = scale
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        if not self.dtype.is_floating_point:
+            raise DTypeError(f"dtype={self.dtype} must be a floating dtype: use torch.float32, say")
+
+    @abstractmethod
+    def block(self, rows: slice | range, cols: slice | range) -> Tensor:
+        """The entries at ``rows`` and ``cols`` (contiguous), drawn without the others."""
+
+    def dense(self) -> Tensor:  # (d, m)
+        """The whole matrix."""
+        return self.block(slice(None), slice(None))
+
+    @property
+    def T(self) -> "TransposedSketch":
+        """The transpose, as an operator."""
+        return TransposedSketch(self)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same sketch on another device or in another dtype."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.device = self.device if device is None else torch.device(device)
+        twin.dtype = self.dtype if dtype is None else dtype
+        return twin
+
+    def __matmul__(self, A: Tensor) -> Tensor:
+        """``S @ A`` for A of shape (m,) or (*batch, m, n)."""
+        self._check_operand(A, dim=-2 if A.ndim > 1 else -1, size=self.shape[1])
+        return self.dense() @ A
+
+    def _apply_transposed(self, A: Tensor) -> Tensor:
+        """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
+        self._check_operand(A, dim=-2 if A.ndim > 1 else -1, size=self.shape[0])
+        return self.dense().mT @ A
+
+    def _check_operand(self, A: Tensor, dim: int, size: int) -> None:
+        if not isinstance(A, Tensor) or A.ndim == 0:
+            raise TypeError(f"a sketch multiplies tensors of one or more dimensions, not {type(A).__name__}")
+        if A.shape[dim] != size:
+            raise ShapeError(
+                f"dimension {dim} of the operand, of shape {tuple(A.shape)}, must be {size} to meet a sketch of "
+                f"shape {tuple(self.shape)}: transpose the operand or change the sketch's size"
+            )
+        if A.dtype != self.dtype:
+            raise DTypeError(f"operand is {A.dtype} and the sketch {self.dtype}: use S.to(dtype={A.dtype})")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``A @ S`` and ``torch.matmul`` with a tensor on the left."""
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul) and isinstance(
+            args[0], Tensor
+        ):
+            A, S = args
+            return (S.T @ A.mT).mT if A.ndim > 1 else S.T @ A
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.shape[0]}, {self.shape[1]}, seed={self.seed}, dtype={self.dtype}, "
+            f"device='{self.device}')"
+        )
+
+
+class TransposedSketch:
+    """The transpose of a sketching operator; ``A @ S.T`` is its reason to be."""
+
+    def __init__(self, base: SketchingOperator) -> None:
+        self.T = base
+        self.shape = base.shape[::-1]
+        self.seed, self.dtype, self.device = base.seed, base.dtype, base.device
+
+    def dense(self) -> Tensor:  # (m, d)
+        """The whole matrix."""
+        return self.T.dense().mT
+
+    def block(self, rows: slice | range, cols: slice | range) -> Tensor:
+        """The entries at ``rows`` and ``cols``, drawn without the others."""
+        return self.T.block(cols, rows).mT
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "TransposedSketch":
+        """The same on another device or in another dtype."""
+        return self.T.to(device, dtype).T
+
+    def __matmul__(self, A: Tensor) -> Tensor:
+        """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
+        return self.T._apply_transposed(A)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``A @ S.T`` with a tensor on the left."""
+        return SketchingOperator.__torch_function__.__func__(cls, func, types, args, kwargs)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"{self.T!r}.T"

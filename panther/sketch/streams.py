@@ -1,0 +1,99 @@
+"""Random streams: sketches as functions of an integer seed.
+
+Key of the Philox-4x32-10 generator: the seed. Counter: ``(row, column block, stream, tag)`` with
+``tag = version * 2^16 + kind``. The same seed gives the same numbers on every rank, device and torch version, and a
+block of a sketch can be drawn without the rest.
+"""
+
+__all__ = ["STREAM_VERSION", "Kind", "check_seed", "draw_seed", "signs"]
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from panther.kernels import sign_block
+
+# Changing what a seed means is a new version; layers and checkpoints carry theirs.
+STREAM_VERSION = 1
+_SEED_LIMIT = 1 << 63
+
+
+class Kind(IntEnum):
+    """What a stream holds; part of the counter, so that two kinds of one seed are independent."""
+
+    SIGN = 1
+
+
+def draw_seed() -> int:
+    """Draw a seed in ``[0, 2^63)`` from torch's default CPU generator, which ``torch.manual_seed`` governs.
+
+    Works under the meta device and under fake tensors too: a seed is always a real number.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> seed = draw_seed()
+        >>> 0 <= seed < 2**63
+        True
+    """
+    with _disable_current_modes():
+        return int(torch.randint(_SEED_LIMIT - 1, (), dtype=torch.int64, device="cpu"))
+
+
+def check_seed(seed: int | None) -> int:
+    """Return ``seed`` as a Python int, drawn by :func:`draw_seed` if it is None.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is outside ``[0, 2^63)``.
+
+    Example:
+        >>> check_seed(7)
+        7
+    """
+    if seed is None:
+        return draw_seed()
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer or None, not {type(seed).__name__}: pass seed=0, say")
+    seed = seed.__index__()
+    if not 0 <= seed < _SEED_LIMIT:
+        raise ValueError(f"seed={seed} must be in [0, 2^63): pass seed % 2**63")
+    return seed
+
+
+def signs(
+    seed: int,
+    stream: int,
+    rows: range,
+    cols: range,
+    *,
+    version: int = STREAM_VERSION,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:  # (len(rows), len(cols))
+    """Entries +1 and -1 of a sign stream at the given rows and columns.
+
+    Args:
+        seed: In ``[0, 2^63)``.
+        stream: Which matrix of this seed.
+        rows: Contiguous range of rows.
+        cols: Contiguous range of columns.
+        version: Version of the stream.
+        dtype: Floating dtype; None is torch's default.
+        device: None is torch's default.
+
+    Returns:
+        A tensor of shape ``(len(rows), len(cols))``.
+
+    Cost: one Philox call for each row and each 128 columns touched.
+
+    Example:
+        >>> whole = signs(0, 0, range(4), range(300))
+        >>> bool((signs(0, 0, range(1, 3), range(200, 300)) == whole[1:3, 200:]).all())
+        True
+    """
+    tag = (version << 16) + Kind.SIGN
+    device = torch.get_default_device() if device is None else device
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return sign_block(seed, stream, tag, rows, cols, dtype=dtype, device=device)
