@@ -1,0 +1,55 @@
+# `make demo` and `make test` need Python 3.11 or newer with venv and pip, and nothing else.
+#   PYTHON=python3.12   the interpreter that makes .venv
+#   TORCH_INDEX=URL     where torch comes from, https://download.pytorch.org/whl/cpu say; pip's own index if empty
+#   ARGS="..."          passed on to `panther demo`, pytest or the benchmarks
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+INSTALL = $(PIP) install -c constraints.txt
+
+.PHONY: demo test lint docs bench clean
+
+demo: .venv/.demo-stamp
+	.venv/bin/panther demo $(ARGS)
+
+test: .venv/.all-stamp
+	.venv/bin/pytest $(ARGS)
+
+lint: .venv/.all-stamp
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+docs: .venv/.all-stamp
+	.venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+bench: .venv/.all-stamp
+	.venv/bin/python benchmarks/run.py $(ARGS)
+
+# Leaves .venv, which is only slow to make again; `rm -r .venv` removes it.
+clean:
+	rm -rf build dist panther_sketch.egg-info docs/_build docs/api/generated \
+	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
+	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# torch first and alone: see constraints.txt. Without its dependencies, because an index that holds only torch may not
+# have them; the next step brings them.
+.venv/.torch-stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Panther needs Python 3.11 or newer, and '$(PYTHON)' is not: run make PYTHON=python3.11, say" >&2; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
+	touch $@
+
+.venv/.demo-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
+	$(INSTALL) 'setuptools>=77'
+	$(INSTALL) --no-build-isolation -e '.[demo]'
+	touch $@
+
+.venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
+	$(INSTALL) 'setuptools>=77'
+	$(INSTALL) --no-build-isolation -e '.[demo,test,docs,bench,dev]'
+	touch $@
