@@ -29,9 +29,7 @@ def backend() -> str:
     """
     choice = os.environ.get("PANTHER_KERNELS", "auto")
     if choice not in _CHOICES:
-        raise ValueError(
-            f"PANTHER_KERNELS={choice!r} must be one of {', '.join(_CHOICES)}: unset it for auto"
-        )
+        raise ValueError(f"PANTHER_KERNELS={choice!r} must be one of {', '.join(_CHOICES)}: unset it for auto")
     if choice == "triton":
         # No Triton kernel is part of this version, so the explicit wish cannot be met, whatever is installed.
         raise RuntimeError(

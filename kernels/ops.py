@@ -48,11 +48,10 @@ def sketched_matmul(
         >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5).shape
         torch.Size([2, 2])
     """
-    if x.shape[0] < _JOIN_ROWS_PER_RANK * S1.shape[1]:
+    # A compiled graph may serve any batch, so it must not branch on one; Inductor fuses what the chain writes twice.
+    if torch.compiler.is_compiling() or x.shape[0] < _JOIN_ROWS_PER_RANK * S1.shape[1]:
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
-    if (
-        U1.requires_grad or U2.requires_grad
-    ):  # all four are trained: joining wastes nothing under plain autograd
+    if U1.requires_grad or U2.requires_grad:  # all four are trained: joining wastes nothing under plain autograd
         return _joined(x, torch.cat((S1, U2), 1), torch.cat((U1, S2), 0), bias, scale)[0]
     return _JoinedWithFixedSketches.apply(x, S1, U1, S2, U2, bias, scale)
 
@@ -75,19 +74,17 @@ class _JoinedWithFixedSketches(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
-    ) -> Tensor:
+    def forward(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float) -> Tensor:
         return _joined(x, torch.cat((S1, U2), 1), torch.cat((U1, S2), 0), bias, scale)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, bias, ctx.scale = inputs
+        *tensors, _, ctx.scale = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, S1, U1, S2, U2 = ctx.saved_tensors
         R = S1.shape[1]
         inner = (grad @ torch.cat((U1, S2), 0).mT) * ctx.scale  # (rows, 2R), gradient of x [S1 | U2]

@@ -105,9 +105,7 @@ def sign_block(
     for start in range(0, len(rows), slab):
         stop = min(start + slab, len(rows))
         row = torch.arange(rows.start + start, rows.start + stop, dtype=torch.int64, device=device)
-        words = torch.stack(
-            philox_4x32((row[:, None], block, high[0], high[1]), seed), dim=-1
-        )  # (rows, blocks, 4)
+        words = torch.stack(philox_4x32((row[:, None], block, high[0], high[1]), seed), dim=-1)  # (rows, blocks, 4)
         bits = (words[..., None] >> bit & 1).flatten(1)  # (rows, 128 * blocks)
         out[start:stop] = 1 - 2 * bits[:, offset : offset + len(cols)]
     return out

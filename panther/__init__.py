@@ -4,7 +4,26 @@
 >>> layer = pr.nn.SKLinear(1024, 1024, num_terms=1, low_rank=16)  # drop-in for nn.Linear
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import errors, nn, sketch
 from ._version import __version__
+from .nn.io import load_compressed, save_compressed
 
-__all__ = ["__version__", "errors", "nn", "sketch"]
+if TYPE_CHECKING:
+    from . import distributed
+
+_LAZY = ("distributed",)  # PEP 562: imported when first asked for
+
+__all__ = ["__version__", "distributed", "errors", "load_compressed", "nn", "save_compressed", "sketch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

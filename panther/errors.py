@@ -80,6 +80,5 @@ def require_extra(module: str, extra: str) -> ModuleType:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the extra is there, something that it needs is not
         raise MissingExtraError(
-            f"{module.split('.')[0]} is needed here and is not installed: "
-            f"run pip install 'panther-sketch[{extra}]'"
+            f"{module.split('.')[0]} is needed here and is not installed: run pip install 'panther-sketch[{extra}]'"
         ) from error

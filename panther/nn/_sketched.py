@@ -104,11 +104,38 @@ class SketchedModule(nn.Module):
             return False
         if seed is None or self.seed is None:
             raise SketchMismatchError(
-                f"sketch_seed says {_mode(seed)} and the layer is {_mode(self.seed)}: load a whole state_dict to change "
+                f"sketch_seed says {_mode(seed)} and the layer is {_mode(self.seed)}: load a state_dict to change "
                 "the mode"
             )
         self.set_seeded_(seed)
         return True
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if _has_values(self.sketch_seed) and self.sketch_seed.tolist() != self._record(self.seed):
+            self._settle_record()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _settle_record(self) -> None:
+        """Make ``sketch_seed`` and the layer agree again, if it is plain how.
+
+        A valid record was written by a broadcast, and is adopted. Averages of models with one seed (SWA and EMA with
+        their buffers) leave a rounded record beside sound sketches: it is written anew. Where the sketches were
+        averaged over different seeds the record stays broken, so that loading it fails.
+        """
+        try:
+            self.refresh_sketches_()
+        except SketchMismatchError:
+            like = self.sketch_like()
+            sound = (
+                int(self.sketch_seed[0]) == _FITTED
+                if self.is_fitted
+                else all(
+                    torch.equal(getattr(self, name), self.draw_sketch(name, dtype=like.dtype, device=like.device))
+                    for name in self.sketch_names
+                )
+            )
+            if sound:
+                self._mirror_seed()
 
     def _mirror_seed(self) -> None:
         record = self._record(self.seed)
@@ -163,9 +190,7 @@ class SketchedModule(nn.Module):
             fitted = seed is None
 
         expected = {
-            name: p.shape
-            for name, p in self._parameters.items()
-            if p is not None and name not in self.sketch_names
+            name: p.shape for name, p in self._parameters.items() if p is not None and name not in self.sketch_names
         }
         expected["sketch_seed"] = torch.Size((4,))
         if fitted:
@@ -194,11 +219,13 @@ class SketchedModule(nn.Module):
         elif not fitted and (self.is_fitted or seed != self.seed):
             self.set_seeded_(seed)  # type: ignore[arg-type]
         state = {prefix + name: state[name] for name in expected}
-        super()._load_from_state_dict(
-            state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if not self.is_fitted:
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _mode(seed: int | None) -> str:

@@ -2,6 +2,8 @@
 
 __all__ = ["sketched_linear"]
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,14 +49,14 @@ def sketched_linear(
         >>> sketched_linear(x, S1, U1, U1, S1, scale=0.5).shape
         torch.Size([5, 4])
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x, S1, U1, S2, U2, bias = (_autocast(tensor) for tensor in (x, S1, U1, S2, U2, bias))  # type: ignore[assignment]
     _check(x, S1, U1, S2, U2, bias)
     if x.is_nested:
         # Nested tensors support linear, and little else of what is needed here.
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)
         return F.linear(left * scale, U1.mT, bias) + F.linear(right * scale, S2.mT)
-    rows = x.reshape(-1, S1.shape[0]) if x.numel() else x.reshape(x.shape[:-1].numel(), S1.shape[0])
+    rows = x.reshape(math.prod(x.shape[:-1]), S1.shape[0])
     return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*x.shape[:-1], U1.shape[1])
 
 
@@ -77,11 +79,7 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
         raise ShapeError(f"bias must have shape ({out_features},), not {tuple(bias.shape)}")
     if x.dim() == 0 or x.size(-1) != in_features:
         shape = "a nested tensor" if x.is_nested else tuple(x.shape)
-        raise ShapeError(
-            f"the last dimension of the input, {shape}, must be in_features={in_features}: reshape it"
-        )
+        raise ShapeError(f"the last dimension of the input, {shape}, must be in_features={in_features}: reshape it")
     if x.dtype != S1.dtype:
-        raise DTypeError(
-            f"the input is {x.dtype} and the layer {S1.dtype}: cast one of them, x.to({S1.dtype}) or "
-            f"layer.to({x.dtype}), or run under torch.autocast"
-        )
+        other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
+        raise DTypeError(f"the input is {x.dtype} and the layer {S1.dtype}: cast the input, x.to({S1.dtype}){other}")

@@ -125,7 +125,7 @@ class SKLinear(SketchedModule):
         seed: int | None = None,
     ) -> None: ...
 
-    def __init__(
+    def __init__(  # type: ignore[misc]  # num_terms is the third number or a keyword, and only the keyword needs low_rank
         self,
         in_features: int,
         out_features: int,
@@ -148,8 +148,8 @@ class SKLinear(SketchedModule):
             raise DTypeError(f"dtype={dtype} must be a floating dtype: use torch.float32, say")
         if W_init is not None and W_init.shape != (out_features, in_features):
             raise ShapeError(
-                f"W_init must have nn.Linear's shape (out_features, in_features) = ({out_features}, {in_features}), not "
-                f"{tuple(W_init.shape)}: transpose it, or change the sizes"
+                f"W_init must have nn.Linear's shape (out_features, in_features) = ({out_features}, {in_features}), "
+                f"not {tuple(W_init.shape)}: transpose it, or change the sizes"
             )
         seed = check_seed(seed)
         R = self.num_terms * self.low_rank
@@ -177,9 +177,7 @@ class SKLinear(SketchedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Map (*, in_features) to (*, out_features)."""
         dtype = self.S1.dtype  # the sketches follow it where mixed precision casts parameters but not buffers
-        return sketched_linear(
-            x, self.S1, self.U1.to(dtype), self.S2, self.U2.to(dtype), self.bias, scale=self.scale
-        )
+        return sketched_linear(x, self.S1, self.U1.to(dtype), self.S2, self.U2.to(dtype), self.bias, scale=self.scale)
 
     def reset_parameters(self) -> None:
         """Draw S1, S2 and bias anew, from torch's generator, and the sketches again, from the seed that stands.
@@ -190,12 +188,8 @@ class SKLinear(SketchedModule):
             seed = check_seed(None)
             with torch.no_grad():
                 for stream, U in enumerate((self.U1, self.U2)):
-                    level = (
-                        2 * self.num_terms
-                    ) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
-                    sign = signs(
-                        seed, stream, range(U.shape[0]), range(U.shape[1]), dtype=U.dtype, device=U.device
-                    )
+                    level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
+                    sign = signs(seed, stream, range(U.shape[0]), range(U.shape[1]), dtype=U.dtype, device=U.device)
                     U.copy_(level * sign)
         else:
             level = 1.0
@@ -230,11 +224,7 @@ class SKLinear(SketchedModule):
     @property
     def U2s(self) -> Tensor:  # (L, in, k)
         """U2 by terms, scaled so that the layer's formula holds: +-1/sqrt(k) when seeded."""
-        return (
-            (self.U2.detach() * self._stacked_scale)
-            .unflatten(1, (self.num_terms, self.low_rank))
-            .movedim(1, 0)
-        )
+        return (self.U2.detach() * self._stacked_scale).unflatten(1, (self.num_terms, self.low_rank)).movedim(1, 0)
 
     @property
     def _stacked_scale(self) -> float:
@@ -366,9 +356,7 @@ class SKLinear(SketchedModule):
     def _are_own_sketches(self, factors: dict[str, Tensor]) -> bool:
         root = math.sqrt(self.low_rank)
         return all(
-            torch.equal(
-                (factors[name] * root).round(), own := self.draw_sketch(name, dtype=U.dtype, device=U.device)
-            )
+            torch.equal((factors[name] * root).round(), own := self.draw_sketch(name, dtype=U.dtype, device=U.device))
             and torch.allclose(factors[name] * root, own, rtol=4 * torch.finfo(U.dtype).eps)
             for name in self.sketch_names
             for U in (factors[name],)

@@ -105,9 +105,7 @@ class SketchingOperator(ABC):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``A @ S`` and ``torch.matmul`` with a tensor on the left."""
-        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul) and isinstance(
-            args[0], Tensor
-        ):
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul) and isinstance(args[0], Tensor):
             A, S = args
             return (S.T @ A.mT).mT if A.ndim > 1 else S.T @ A
         return NotImplemented
@@ -135,9 +133,7 @@ class TransposedSketch:
         """The entries at ``rows`` and ``cols``, drawn without the others."""
         return self.T.block(cols, rows).mT
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "TransposedSketch":
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "TransposedSketch":
         """The same on another device or in another dtype."""
         return self.T.to(device, dtype).T
 

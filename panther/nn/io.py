@@ -1,0 +1,301 @@
+"""The one inference format: a folder with ``model.safetensors`` and ``panther.json``.
+
+The tensors are the model's state_dict, each stored once. The JSON holds the format's version, what is needed to build
+every sketched module (name, class, constructor arguments, mode, dtype) and the aliases of shared tensors. Nothing is
+pickled, so a file from a stranger can at worst be refused.
+"""
+
+__all__ = ["load_compressed", "save_compressed"]
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from panther._version import __version__
+from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
+from panther.nn._sketched import SketchedModule
+from panther.nn.linear import SKLinear
+
+_FORMAT, _VERSION = "panther", 1
+_WEIGHTS, _MANIFEST = "model.safetensors", "panther.json"
+
+# Only these classes are ever built from a file, each from these arguments.
+_CLASSES: dict[str, tuple[Callable[..., SketchedModule], Callable[[Any], dict[str, Any]]]] = {
+    "SKLinear": (
+        SKLinear,
+        lambda layer: {
+            "in_features": layer.in_features,
+            "out_features": layer.out_features,
+            "num_terms": layer.num_terms,
+            "low_rank": layer.low_rank,
+            "bias": layer.bias is not None,
+        },
+    )
+}
+_ARGUMENT_TYPES = {"in_features": int, "out_features": int, "num_terms": int, "low_rank": int, "bias": bool}
+
+
+def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
+    """Write a model with sketched layers to a folder, for inference.
+
+    Seeded sketches cost their seed; tensors that are shared are stored once. Both files are written beside their final
+    names and renamed when whole, so a crash leaves an older save readable.
+
+    Args:
+        model: Any module, with sketched layers or without.
+        dir: Folder to write to, made if missing; its ``model.safetensors`` and ``panther.json`` are replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FormatError: If the state_dict holds something other than tensors, or a tensor on the meta device.
+        OSError: If the folder cannot be written.
+
+    Example:
+        >>> import tempfile, torch, panther as pr
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 64, 2), torch.nn.ReLU())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pr.save_compressed(model, folder)
+        ...     plain = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.ReLU())
+        ...     restored = pr.load_compressed(path, plain)
+        >>> x = torch.randn(2, 256)
+        >>> torch.equal(model(x), restored(x))
+        True
+    """
+    tensors, aliases = _unique_tensors(model)
+    modules: dict[str, dict[str, Any]] = {}
+    first_name: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, SketchedModule):
+            continue
+        if module in first_name:
+            modules[name] = {"alias_of": first_name[module]}
+            continue
+        first_name[module] = name
+        kind = type(module).__name__
+        if kind not in _CLASSES or type(module) is not _CLASSES[kind][0]:
+            raise FormatError(f"module {name!r} is a {kind}, which the format does not know: it knows {_known()}")
+        modules[name] = {
+            "class": kind,
+            "args": _CLASSES[kind][1](module),
+            "mode": "fitted" if module.is_fitted else "seeded",
+            "dtype": str(module.sketch_like().dtype).removeprefix("torch."),
+        }
+    manifest = {
+        "format": _FORMAT,
+        "format_version": _VERSION,
+        "panther_version": __version__,
+        "weights": _WEIGHTS,
+        "modules": modules,
+        "aliases": aliases,
+    }
+    folder = Path(dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights, text = folder / (_WEIGHTS + ".tmp"), folder / (_MANIFEST + ".tmp")
+    try:
+        save_file(tensors, weights, metadata={"format": "pt"})
+        text.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for part in (weights, text):
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(weights, folder / _WEIGHTS)
+        os.replace(text, folder / _MANIFEST)
+    finally:
+        weights.unlink(missing_ok=True)
+        text.unlink(missing_ok=True)
+    return folder
+
+
+def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """Turn a model of the original architecture into the saved one, in place.
+
+    Modules that the folder names as sketched are replaced. All weights take the saved dtype and the device they had in
+    ``model`` (the CPU, for a model on the meta device). Everything is checked before anything is changed.
+
+    Args:
+        dir: Folder written by :func:`save_compressed`.
+        model: The architecture, with dense or with sketched layers.
+
+    Returns:
+        ``model``, with the saved layers and weights. If ``model`` is itself a layer to replace, the new layer.
+
+    Raises:
+        FormatError: If a file is missing, foreign, damaged or truncated, or does not fit the model.
+        SketchMismatchError: If a seed is damaged.
+
+    Example:
+        See :func:`save_compressed`.
+    """
+    folder = Path(dir)
+    manifest = _read_manifest(folder / _MANIFEST)
+    state = _read_tensors(folder, manifest["weights"])
+    for alias, name in manifest["aliases"].items():
+        if name not in state or alias in state:
+            raise FormatError(f"{folder / _MANIFEST} makes {alias!r} an alias of {name!r}: the weights disagree")
+        state[alias] = state[name]
+
+    built = _build_modules(manifest["modules"], model, state)
+    prefixes = tuple(name + "." if name else "" for name in built)
+    state = {key: value for key, value in state.items() if not key.startswith(prefixes)}
+    ours = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
+    _check_fit(state, ours, folder)
+    if "" in built:
+        return built[""]
+
+    for name, module in built.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, module)
+    # strict=False: the sketched layers are loaded already, and the rest was found to fit.
+    placed = {key: value.to("cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
+    model.load_state_dict(placed, strict=False, assign=True)
+    _tie(model, manifest["aliases"])
+    return model
+
+
+def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state_dict with each tensor once, and the other names it goes by."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise FormatError(f"state_dict entry {name!r} is a {type(value).__name__}: only tensors can be saved")
+        if value.is_meta:
+            raise FormatError(f"{name!r} is on the meta device and has no values: load or initialise the model first")
+        place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
+        if value.numel() and place in seen:
+            aliases[name] = seen[place]
+        else:
+            seen[place] = name
+            tensors[name] = value.detach().contiguous()
+    storages: set[int] = set()
+    for name, value in tensors.items():  # views of one storage that differ: safetensors wants them apart
+        if value.numel():
+            pointer = value.untyped_storage().data_ptr()
+            if pointer in storages:
+                tensors[name] = value.clone()
+            storages.add(pointer)
+    return tensors, aliases
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing: give a folder that pr.save_compressed wrote") from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read as JSON ({error}): the save is damaged, write it again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise FormatError(f"{path} is not Panther's: its 'format' must be {_FORMAT!r}")
+    if manifest.get("format_version") != _VERSION:
+        raise FormatError(
+            f"{path} has format_version {manifest.get('format_version')!r} and this Panther reads {_VERSION}: "
+            "use the Panther that wrote it, or a newer one"
+        )
+    weights, modules, aliases = (manifest.get(key) for key in ("weights", "modules", "aliases"))
+    if not isinstance(weights, str) or weights in ("", ".", "..") or set(weights) & set("/\\:\0"):
+        raise FormatError(f"{path} names the weights file {weights!r}: it must be a plain file name in that folder")
+    if not isinstance(modules, dict) or not all(isinstance(spec, dict) for spec in modules.values()):
+        raise FormatError(f"{path}: 'modules' must map names to objects")
+    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+        raise FormatError(f"{path}: 'aliases' must map names to names")
+    return manifest
+
+
+def _read_tensors(folder: Path, weights: str) -> dict[str, Tensor]:
+    path = folder / weights
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing: give a folder that pr.save_compressed wrote") from None
+    except (SafetensorError, OSError) as error:
+        raise FormatError(
+            f"{path} is no sound safetensors file ({error}): the save is damaged, write it again"
+        ) from None
+
+
+def _build_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> dict[str, SketchedModule]:
+    """The sketched modules by name, loaded; ``model`` is not touched."""
+    present = dict(model.named_modules(remove_duplicate=False))
+    built: dict[str, SketchedModule] = {}
+    for name, spec in specs.items():
+        if name not in present:
+            raise FormatError(
+                f"module {name!r} is sketched and the model has none of that name: give the saved architecture"
+            )
+        if "alias_of" not in spec:
+            prefix = name + "." if name else ""
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            built[name] = _build_module(name, spec, present[name], own)
+    for name, spec in specs.items():
+        if "alias_of" in spec:
+            if spec["alias_of"] not in built:
+                raise FormatError(f"module {name!r} is an alias of {spec['alias_of']!r}, which is not a saved module")
+            built[name] = built[spec["alias_of"]]
+    return built
+
+
+def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[str, Tensor]) -> SketchedModule:
+    kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
+    if kind not in _CLASSES:
+        raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
+    if not isinstance(args, dict) or {key: type(value) for key, value in args.items()} != _ARGUMENT_TYPES:
+        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(_ARGUMENT_TYPES)}")
+    device = next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerformanceWarning)  # it was said when the layer was first made
+            module = _CLASSES[kind][0](**args, dtype=dtype, device="meta", seed=0)
+        # On the meta device nothing is allocated for sizes that the tensors do not bear out.
+        module.load_state_dict({key: value.to(device) for key, value in state.items()}, assign=True)
+    except SketchMismatchError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FormatError(f"module {name!r} cannot be built from the folder: {error}") from error
+    found = "fitted" if module.is_fitted else "seeded", module.sketch_like().dtype
+    if found != (spec.get("mode"), dtype):
+        raise FormatError(
+            f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {found[0]}, {found[1]}"
+        )
+    return module.train(old.training)
+
+
+def _check_fit(state: dict[str, Tensor], ours: dict[str, Tensor], folder: Path) -> None:
+    missing, extra = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
+    wrong = [
+        f"{key} {tuple(state[key].shape)} for {tuple(ours[key].shape)}"
+        for key in sorted(ours.keys() & state.keys())
+        if ours[key].shape != state[key].shape
+    ]
+    if missing or extra or wrong:
+        raise FormatError(
+            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; other shapes "
+            f"{_some(wrong)}. Give the architecture that was saved"
+        )
+
+
+def _tie(model: nn.Module, aliases: dict[str, str]) -> None:
+    """Share again, as one object, the parameters that were shared when saved."""
+    for alias, name in aliases.items():
+        (to, to_key), (source, key) = (
+            (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in (alias, name)
+        )
+        if key in source._parameters and to_key in to._parameters:
+            setattr(to, to_key, source._parameters[key])
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "") or "none"
+
+
+def _known() -> str:
+    return ", ".join(_CLASSES)
