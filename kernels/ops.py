@@ -51,63 +51,73 @@ def sketched_matmul(
     # A compiled graph may serve any batch, so it must not branch on one; Inductor fuses what the chain writes twice.
     if torch.compiler.is_compiling() or x.shape[0] < _JOIN_ROWS_PER_RANK * S1.shape[1]:
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
-    if U1.requires_grad or U2.requires_grad:  # all four are trained: joining wastes nothing under plain autograd
-        return _joined(x, torch.cat((S1, U2), 1), torch.cat((U1, S2), 0), bias, scale)[0]
-    return _JoinedWithFixedSketches.apply(x, S1, U1, S2, U2, bias, scale)
+    return _Joined.apply(x, S1, U1, S2, U2, bias, scale)[0]
 
 
-def _joined(x: Tensor, A: Tensor, B: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """``scale x A B + bias`` and ``x A``."""
-    inner = x @ A
-    if bias is None:
-        return (inner * scale) @ B, inner
-    return torch.addmm(bias, inner, B, alpha=scale), inner
+class _Joined(torch.autograd.Function):
+    """The joined product. Autograd on the concatenations would spend products on fixed sketches; this does not.
 
-
-class _JoinedWithFixedSketches(torch.autograd.Function):
-    """The joined product whose backward spends nothing on the gradients of U1 and U2.
-
-    Backward and jvp are made of differentiable operations on the inputs alone, so that double backward and
-    torch.func work.
+    The second output, x [S1 | U2], is there for backward to read. It is an output like the first, with gradients and
+    tangents of its own, so that double backward and torch.func work.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        return _joined(x, torch.cat((S1, U2), 1), torch.cat((U1, S2), 0), bias, scale)[0]
+    def forward(
+        x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        inner = x @ torch.cat((S1, U2), 1)  # (rows, 2R)
+        outer = torch.cat((U1, S2), 0)
+        if bias is None:
+            return (inner * scale) @ outer, inner
+        return torch.addmm(bias, inner, outer, alpha=scale), inner
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
         *tensors, _, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        ctx.save_for_backward(*tensors, outputs[1])
+        ctx.save_for_forward(*tensors, outputs[1])  # torch's vmap rule wants both lists to be one
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, S1, U1, S2, U2 = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
+        x, S1, U1, S2, U2, inner = ctx.saved_tensors
+        need_x, need_S1, need_U1, need_S2, need_U2, need_bias, _ = ctx.needs_input_grad
         R = S1.shape[1]
-        inner = (grad @ torch.cat((U1, S2), 0).mT) * ctx.scale  # (rows, 2R), gradient of x [S1 | U2]
-        need_x, need_S1, _, need_S2, _, need_bias, _ = ctx.needs_input_grad
+        left, right = inner[:, :R], inner[:, R:]
+        dinner = (grad @ torch.cat((U1, S2), 0).mT) * ctx.scale + grad_inner  # (rows, 2R)
         return (
-            inner @ torch.cat((S1, U2), 1).mT if need_x else None,
-            x.mT @ inner[:, :R] if need_S1 else None,
-            None,
-            ((x @ U2) * ctx.scale).mT @ grad if need_S2 else None,
-            None,
+            dinner @ torch.cat((S1, U2), 1).mT if need_x else None,
+            x.mT @ dinner[:, :R] if need_S1 else None,
+            (left * ctx.scale).mT @ grad if need_U1 else None,
+            (right * ctx.scale).mT @ grad if need_S2 else None,
+            x.mT @ dinner[:, R:] if need_U2 else None,
             grad.sum(0) if need_bias else None,
             None,
         )
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dS1: Any, dU1: Any, dS2: Any, dU2: Any, dbias: Any, _: Any) -> Tensor:
-        x, S1, U1, S2, U2 = ctx.saved_tensors
-        out = torch.zeros_like(x[:, :1] @ S2[:1])
-        for left, right in ((dx, S1), (x, dS1)):
-            if left is not None and right is not None:
-                out = out + ctx.scale * (left @ right @ U1)
-        if dx is not None:
-            out = out + ctx.scale * (dx @ U2 @ S2)
-        if dS2 is not None:
-            out = out + ctx.scale * (x @ U2 @ dS2)
-        return out if dbias is None else out + dbias
+    def jvp(ctx: Any, dx: Any, dS1: Any, dU1: Any, dS2: Any, dU2: Any, dbias: Any, _: Any) -> tuple[Tensor, Tensor]:
+        x, S1, U1, S2, U2, inner = ctx.saved_tensors
+        d_in = _concatenate_tangents(1, (dS1, S1), (dU2, U2))
+        d_out = _concatenate_tangents(0, (dU1, U1), (dS2, S2))
+        A, B = torch.cat((S1, U2), 1), torch.cat((U1, S2), 0)
+        dinner = _add(_product(dx, A), _product(x, d_in))
+        if dinner is None:
+            dinner = x.new_zeros(x.shape[0], A.shape[1])
+        dout = _add(ctx.scale * (dinner @ B), _product(ctx.scale * inner, d_out))
+        return _add(dout, dbias), dinner  # type: ignore[return-value]
+
+
+def _concatenate_tangents(dim: int, *pairs: tuple[Tensor | None, Tensor]) -> Tensor | None:
+    if all(tangent is None for tangent, _ in pairs):
+        return None
+    return torch.cat([torch.zeros_like(primal) if tangent is None else tangent for tangent, primal in pairs], dim)
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return None if a is None or b is None else a @ b
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b

@@ -19,13 +19,14 @@ def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
     """S1, U1, S2, U2 with ``S1 U1 + U2 S2`` the truncated SVD of A of rank min(2 R, in, out).
 
     Singular directions go alternately to (S1, U1) and (U2, S2), their singular value split evenly. Columns that are
-    left over get zero S, so they add nothing, and random signs for U, so they can still learn.
+    left over, or whose singular value is zero to rounding, get zero S, so they add nothing, and random signs for U, so
+    they can still learn.
     """
-    P, sigma, Qt = torch.linalg.svd(A, full_matrices=False)
+    P, sigma, Qt = _compact_svd(A)
     r = min(2 * R, len(sigma))
     root = sigma[:r].sqrt()
     left, right = P[:, :r] * root, root[:, None] * Qt[:r]  # (in, r), (r, out)
-    level = right.square().mean().sqrt().item() or 1.0
+    level = right.square().mean().sqrt().item() if r else 1.0
 
     def on_device(stream: int, rows: int, cols: int) -> Tensor:
         return level * signs(seed, stream, range(rows), range(cols), dtype=A.dtype, device=A.device)
@@ -63,7 +64,7 @@ def unbiased_factors(A: Tensor, U1: Tensor, U2: Tensor, low_rank: int) -> tuple[
 
 
 def _compact_svd(U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SVD without the directions that are zero to rounding (sketches larger than the layer have some)."""
+    """SVD without the directions that are zero to rounding; sketches larger than the layer have some."""
     left, sigma, right = torch.linalg.svd(U, full_matrices=False)
     kept = sigma > sigma[0] * max(U.shape) * torch.finfo(U.dtype).eps
     return left[:, kept], sigma[kept], right[kept]

@@ -204,13 +204,17 @@ class SketchedModule(nn.Module):
             for name, shape in expected.items()
             if name in state and state[name].shape != shape
         ]
-        if missing and not strict:  # none of this layer is loaded, so none may pass as loaded
+        found = [name for name in expected if name in state and name != "bias"]
+        if missing and found:  # also with strict=False, which would otherwise not show that these are not loaded
+            wrong.append(
+                f"{type(self).__name__} {prefix[:-1]!r} loads all or nothing, and {', '.join(found)} came alone."
+            )
+        elif missing:
             missing = [prefix + name for name in expected]
         missing_keys += missing
+        unexpected_keys += unexpected
         error_msgs += wrong
-        if strict:
-            unexpected_keys += unexpected
-        if missing or wrong or (unexpected and strict):
+        if missing or wrong:
             return
 
         if fitted and not self.is_fitted:

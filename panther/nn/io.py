@@ -155,7 +155,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, module)
     # strict=False: the sketched layers are loaded already, and the rest was found to fit.
-    placed = {key: value.to("cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
+    placed = {key: _place(value, "cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
     model.load_state_dict(placed, strict=False, assign=True)
     _tie(model, manifest["aliases"])
     return model
@@ -250,13 +250,15 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
         raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
     if not isinstance(args, dict) or {key: type(value) for key, value in args.items()} != _ARGUMENT_TYPES:
         raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(_ARGUMENT_TYPES)}")
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
     device = next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # it was said when the layer was first made
             module = _CLASSES[kind][0](**args, dtype=dtype, device="meta", seed=0)
         # On the meta device nothing is allocated for sizes that the tensors do not bear out.
-        module.load_state_dict({key: value.to(device) for key, value in state.items()}, assign=True)
+        module.load_state_dict({key: _place(value, device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
@@ -267,6 +269,11 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
             f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {found[0]}, {found[1]}"
         )
     return module.train(old.training)
+
+
+def _place(value: Tensor, device: torch.device | str) -> Tensor:
+    """A copy in memory torch allocates: at a file's odd addresses, products can differ in the last bit."""
+    return value.to(device, copy=True)
 
 
 def _check_fit(state: dict[str, Tensor], ours: dict[str, Tensor], folder: Path) -> None:

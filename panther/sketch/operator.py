@@ -83,17 +83,18 @@ class SketchingOperator(ABC):
 
     def __matmul__(self, A: Tensor) -> Tensor:
         """``S @ A`` for A of shape (m,) or (*batch, m, n)."""
-        self._check_operand(A, dim=-2 if A.ndim > 1 else -1, size=self.shape[1])
+        self._check_operand(A, self.shape[1])
         return self.dense() @ A
 
     def _apply_transposed(self, A: Tensor) -> Tensor:
         """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
-        self._check_operand(A, dim=-2 if A.ndim > 1 else -1, size=self.shape[0])
+        self._check_operand(A, self.shape[0])
         return self.dense().mT @ A
 
-    def _check_operand(self, A: Tensor, dim: int, size: int) -> None:
+    def _check_operand(self, A: Tensor, size: int) -> None:
         if not isinstance(A, Tensor) or A.ndim == 0:
             raise TypeError(f"a sketch multiplies tensors of one or more dimensions, not {type(A).__name__}")
+        dim = -2 if A.ndim > 1 else -1
         if A.shape[dim] != size:
             raise ShapeError(
                 f"dimension {dim} of the operand, of shape {tuple(A.shape)}, must be {size} to meet a sketch of "

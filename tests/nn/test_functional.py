@@ -1,0 +1,65 @@
+import pytest
+import torch
+from tolerances import assert_close
+
+from panther.errors import DTypeError, ShapeError
+from panther.nn.functional import sketched_linear
+
+
+def operands(dtype=torch.float32):
+    torch.manual_seed(0)
+    S1, U2 = torch.randn(2, 6, 3).to(dtype)
+    U1, S2 = torch.randn(2, 3, 5).to(dtype)
+    return S1, U1, S2, U2
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (1, 6), (0, 6), (2, 3, 6), (2, 0, 3, 6), (50, 6)])
+@pytest.mark.parametrize("bias", [None, torch.arange(5.0)])
+def test_any_batch_shape(shape, bias):
+    S1, U1, S2, U2 = operands()
+    x = torch.randn(shape)
+    out = sketched_linear(x, S1, U1, S2, U2, bias, scale=0.5)
+    exact = x.double() @ (S1 @ U1 + U2 @ S2).double() / 2 + (0 if bias is None else bias.double())
+    assert_close(out, exact)
+
+
+def test_non_contiguous_input():
+    S1, U1, S2, U2 = operands()
+    x = torch.randn(6, 4, 3).permute(1, 2, 0)
+    assert_close(sketched_linear(x, S1, U1, S2, U2), x.double() @ (S1 @ U1 + U2 @ S2).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [3, 100])
+def test_autocast_computes_low_and_accumulates_gradients_high(dtype, rows):
+    S1, U1, S2, U2 = operands()
+    S1.requires_grad_()
+    x = torch.randn(rows, 6, requires_grad=True)
+    with torch.autocast("cpu", dtype):
+        out = sketched_linear(x, S1, U1, S2, U2)
+    assert out.dtype == dtype
+    assert_close(out, x.double() @ (S1 @ U1 + U2 @ S2).double())
+    out.float().square().sum().backward()
+    assert x.grad.dtype == S1.grad.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone():
+    S1, U1, S2, U2 = operands(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sketched_linear(torch.randn(2, 6).double(), S1, U1, S2, U2).dtype == torch.float64
+
+
+def test_bad_input_says_the_rule_the_values_and_the_fix():
+    S1, U1, S2, U2 = operands()
+    with pytest.raises(ShapeError, match=r"last dimension of the input, \(2, 7\), must be in_features=6"):
+        sketched_linear(torch.ones(2, 7), S1, U1, S2, U2)
+    with pytest.raises(ShapeError, match=r"input, \(\), must be"):
+        sketched_linear(torch.tensor(1.0), S1, U1, S2, U2)
+    with pytest.raises(DTypeError, match=r"the input is torch.float64 and the layer torch.float32: cast the input"):
+        sketched_linear(torch.ones(2, 6, dtype=torch.float64), S1, U1, S2, U2)
+    with pytest.raises(DTypeError, match=r"x.to\(torch.float32\)$"):
+        sketched_linear(torch.ones(2, 6, dtype=torch.int64), S1, U1, S2, U2)
+    with pytest.raises(ShapeError, match=r"S1 and U2 must be \(in, R\)"):
+        sketched_linear(torch.ones(2, 6), S1, U1, S2, U1)
+    with pytest.raises(ShapeError, match=r"bias must have shape \(5,\), not \(6,\)"):
+        sketched_linear(torch.ones(2, 6), S1, U1, S2, U2, torch.ones(6))

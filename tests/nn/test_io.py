@@ -1,0 +1,264 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import panther as pr
+from panther.errors import FormatError, SketchMismatchError
+
+X = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+
+
+def dense():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.Linear(48, 64), nn.Sequential(nn.Linear(64, 3)))
+
+
+def sketched():
+    model = dense()
+    model[0] = pr.nn.SKLinear(64, 48, 2, 2)
+    model[3][0] = pr.nn.SKLinear.from_linear(nn.Linear(64, 40), 1, 4)
+    model(X)
+    return model.eval()
+
+
+def unsketched():
+    model = dense()
+    model[3][0] = nn.Linear(64, 40)
+    return model.eval()
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return pr.save_compressed(sketched(), tmp_path / "new" / "folder")
+
+
+def edit(folder, change):
+    path = folder / "panther.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("make", [unsketched, sketched])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_round_trip_is_exact(tmp_path, make, device):
+    model = sketched()
+    pr.save_compressed(model, tmp_path)
+    with torch.device(device):
+        target = make() if device == "cpu" else unsketched().to("meta")
+    restored = pr.load_compressed(str(tmp_path), target)
+    assert restored is target
+    assert same(state(restored), state(model))
+    assert torch.equal(restored(X), model(X))
+    assert restored[0].seed == model[0].seed
+    assert restored[3][0].is_fitted
+    assert all(p.requires_grad for p in restored.parameters())
+
+
+def test_a_fresh_process_gets_the_same_outputs(tmp_path, folder):
+    torch.save({"x": X}, tmp_path / "x.pt")
+    code = (
+        "import sys, torch, panther as pr; from torch import nn; folder, out = sys.argv[1:];"
+        "m = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.Linear(48, 64), nn.Sequential(nn.Linear(64, 40)));"
+        "pr.load_compressed(folder, m.eval()); torch.save(m(torch.load(out + '/x.pt')['x']), out + '/y.pt')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder), str(tmp_path)], check=True, timeout=120)
+    assert torch.equal(torch.load(tmp_path / "y.pt"), pr.load_compressed(folder, unsketched())(X))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_take_the_saved_dtype(tmp_path, dtype):
+    model = sketched().to(dtype)
+    pr.save_compressed(model, tmp_path)
+    restored = pr.load_compressed(tmp_path, unsketched())
+    assert torch.equal(restored(X.to(dtype)), model(X.to(dtype)))
+
+
+def test_seeded_sketches_cost_their_seed(tmp_path):
+    layer = pr.nn.SKLinear(8192, 8192, num_terms=1, low_rank=16)
+    pr.save_compressed(nn.Sequential(layer), tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert 1_081_344 + 32 < size < 1_081_344 + 2048
+
+
+def test_the_model_may_be_the_layer(tmp_path):
+    layer = pr.nn.SKLinear(64, 48, 4)
+    pr.save_compressed(layer, tmp_path)
+    restored = pr.load_compressed(tmp_path, nn.Linear(64, 48))
+    assert torch.equal(restored(X), layer(X))
+
+
+def test_a_model_without_sketches(tmp_path):
+    model = dense().eval()
+    pr.save_compressed(model, tmp_path)
+    other = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.Linear(48, 64), nn.Sequential(nn.Linear(64, 3)))
+    assert torch.equal(pr.load_compressed(tmp_path, other.eval())(X), model(X))
+
+
+def test_shared_tensors_and_layers_are_stored_once_and_shared_again(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self, sketched):
+            super().__init__()
+            make = (lambda: pr.nn.SKLinear(64, 64, 2)) if sketched else (lambda: nn.Linear(64, 64))
+            self.embedding, self.head = nn.Embedding(10, 64), nn.Linear(64, 10, bias=False)
+            self.head.weight = self.embedding.weight
+            self.a, self.c = make(), make()
+            self.b = self.a
+            if sketched:
+                self.c.S1 = self.a.S1
+
+        def forward(self, x):
+            return self.head(self.c(self.b(self.a(self.embedding(x)))))
+
+    model, x = Tied(True), torch.arange(10)
+    pr.save_compressed(model, tmp_path)
+    manifest = json.loads((tmp_path / "panther.json").read_text())
+    assert manifest["aliases"]["head.weight"] == "embedding.weight"
+    assert manifest["aliases"]["c.S1"] == "a.S1"
+    assert manifest["modules"]["b"] == {"alias_of": "a"}
+    restored = pr.load_compressed(tmp_path, Tied(False))
+    assert torch.equal(restored(x), model(x))
+    assert restored.a is restored.b
+    assert restored.c.S1 is restored.a.S1
+    assert restored.head.weight is restored.embedding.weight
+    assert len(list(restored.parameters())) == len(list(model.parameters()))
+
+
+def test_views_of_one_storage_are_kept_apart(tmp_path):
+    model = nn.Module()
+    whole = torch.arange(6.0)
+    model.register_buffer("a", whole[:4])
+    model.register_buffer("b", whole[2:])
+    model.register_buffer("c", whole.view(2, 3).T)
+    pr.save_compressed(model, tmp_path)
+    other = nn.Module()
+    for name, shape in {"a": 4, "b": 4, "c": (3, 2)}.items():
+        other.register_buffer(name, torch.zeros(shape))
+    assert same(state(pr.load_compressed(tmp_path, other)), state(model))
+
+
+def test_saving_again_replaces_and_leaves_nothing_beside(folder):
+    model = sketched()
+    pr.save_compressed(model, folder)
+    assert same(state(pr.load_compressed(folder, unsketched())), state(model))
+    assert sorted(file.name for file in folder.iterdir()) == ["model.safetensors", "panther.json"]
+
+
+def test_a_failing_save_leaves_the_old_one(folder):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with torch.device("meta"):
+        broken = pr.nn.SKLinear(64, 48, 4)
+    with pytest.raises(FormatError, match="'S1' is on the meta device"):
+        pr.save_compressed(broken, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_only_tensors_and_known_layers_are_saved(tmp_path):
+    class Extra(nn.Module):
+        def get_extra_state(self):
+            return "text"
+
+    class Custom(pr.nn.SKLinear):
+        pass
+
+    with pytest.raises(FormatError, match="'_extra_state' is a str: only tensors"):
+        pr.save_compressed(Extra(), tmp_path)
+    with pytest.raises(FormatError, match="module '0' is a Custom, which the format does not know: it knows SKLinear"):
+        pr.save_compressed(nn.Sequential(Custom(64, 48, 2)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+REFUSALS = {
+    "another format": (lambda m: m.update(format="other"), "is not Panther's"),
+    "a later version": (lambda m: m.update(format_version=2), "format_version 2 and this Panther reads 1"),
+    "a path outside": (lambda m: m.update(weights="../model.safetensors"), "must be a plain file name"),
+    "an absolute path": (lambda m: m.update(weights="/etc/passwd"), "must be a plain file name"),
+    "a windows path": (lambda m: m.update(weights="..\\model.safetensors"), "must be a plain file name"),
+    "the folder": (lambda m: m.update(weights=".."), "must be a plain file name"),
+    "no name": (lambda m: m.update(weights=None), "must be a plain file name"),
+    "weights elsewhere": (lambda m: m.update(weights="missing.safetensors"), "missing.safetensors is missing"),
+    "weights that are not": (lambda m: m.update(weights="panther.json"), "no sound safetensors file"),
+    "a foreign class": (lambda m: m["modules"]["0"].update({"class": "os.system"}), "class 'os.system', which is not"),
+    "foreign arguments": (lambda m: m["modules"]["0"]["args"].update(W_init=1), "SKLinear is built from in_features"),
+    "text for a number": (lambda m: m["modules"]["0"]["args"].update(low_rank="2"), "SKLinear is built from"),
+    "huge sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**13), "cannot be built.*size mismatch"),
+    "a negative size": (lambda m: m["modules"]["0"]["args"].update(low_rank=-2), "low_rank=-2 must be at least 1"),
+    "another dtype": (lambda m: m["modules"]["0"].update(dtype="float64"), "should be seeded, torch.float64"),
+    "no dtype": (lambda m: m["modules"]["0"].update(dtype="nn"), "dtype 'nn': it must name a torch dtype"),
+    "another mode": (lambda m: m["modules"]["0"].update(mode="fitted"), "should be fitted"),
+    "a module that is not": (lambda m: m["modules"].update(x=m["modules"].pop("0")), "the model has none of that name"),
+    "modules of another kind": (lambda m: m.update(modules=[1]), "'modules' must map"),
+    "aliases of another kind": (lambda m: m.update(aliases={"a": 1}), "'aliases' must map"),
+    "an alias to nothing": (lambda m: m.update(aliases={"a": "zz"}), "makes 'a' an alias of 'zz'"),
+    "a module alias to nothing": (lambda m: m["modules"].update({"1": {"alias_of": "zz"}}), "alias of 'zz'"),
+    "a module left out": (lambda m: m["modules"].pop("0"), "does not fit the model: missing 0.weight; unexpected 0.S1"),
+    "a module too many": (
+        lambda m: m["modules"].update({"2": m["modules"]["0"]}),
+        "cannot be built",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_spoilt_manifest_is_refused_and_the_model_left_alone(folder, name):
+    change, message = REFUSALS[name]
+    edit(folder, change)
+    model = unsketched()
+    before, modules = state(model), list(model.modules())
+    with pytest.raises(FormatError, match=f"(?s){message}"):
+        pr.load_compressed(folder, model)
+    assert same(state(model), before)
+    assert list(model.modules()) == modules
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "panther.json"])
+@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 zip", b"\xff" * 100, "half"])
+def test_missing_foreign_and_truncated_files(folder, file, content):
+    path = folder / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content == "half" else content)
+    model = unsketched()
+    before = state(model)
+    with pytest.raises(FormatError, match=f"{file} (is missing|cannot be read|is no sound)"):
+        pr.load_compressed(folder, model)
+    assert same(state(model), before)
+
+
+def test_a_damaged_seed_is_refused(tmp_path):
+    model = sketched()
+    record = model[0].sketch_seed
+    damaged = record.clone()
+    damaged[0] ^= 1
+    from safetensors.torch import load_file, save_file
+
+    pr.save_compressed(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "0.sketch_seed": damaged}, tmp_path / "model.safetensors")
+    target = unsketched()
+    before = state(target)
+    with pytest.raises(SketchMismatchError, match="does not match its checksum"):
+        pr.load_compressed(tmp_path, target)
+    assert same(state(target), before)
+
+
+def test_another_architecture_is_refused_and_left_alone(folder):
+    model = unsketched()
+    model[2] = nn.Linear(48, 63)
+    before = state(model)
+    with pytest.raises(FormatError, match=r"other shapes 2.bias \(64,\) for \(63,\), 2.weight"):
+        pr.load_compressed(folder, model)
+    assert same(state(model), before)
