@@ -1,0 +1,67 @@
+"""Sphinx configuration. Neither the build nor the built pages need the network: mathematics is MathML."""
+
+from docutils import nodes
+from docutils.utils.math import MathError, latex2mathml
+from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.util import logging
+
+import panther
+
+project = "Panther"
+copyright = "the Panther authors"
+release = version = panther.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+templates_path = ["_templates"]
+exclude_patterns = ["_build"]
+default_role = "code"
+
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["Shape"]
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_math_renderer = "mathml"
+html_theme = "pydata_sphinx_theme"
+html_title = f"Panther {release}"
+html_static_path = ["_static"]
+html_css_files = ["panther.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "navbar_end": ["theme-switcher"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "show_toc_level": 2,
+}
+html_sidebars = {"index": [], "installation": []}
+
+# Napoleon takes what stands before a colon in a property's first line for its type; types are in the annotations here.
+GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end
+
+
+def _visit_math(self, node):
+    block = isinstance(node, nodes.math_block)
+    try:
+        mathml = str(latex2mathml.tex2mathml(node.astext(), as_block=block))
+    except MathError as error:
+        logging.getLogger(__name__).warning("%s in %s", error, node.astext(), location=node)
+    else:
+        self.body.append(f'<div class="math-block">{mathml}</div>' if block else mathml)
+    raise nodes.SkipNode
+
+
+def setup(app):
+    """Let docutils translate TeX to MathML, which browsers show without a script."""
+    app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_math, None))

@@ -1,0 +1,77 @@
+"""The wheel holds all of Panther and nothing else, and works from an empty folder; the README's code runs."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import panther
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Run with `-I -S`: neither the checkout, nor the environment's editable install (a .pth file) can answer for the wheel.
+# The dependencies are put on the path after it.
+USE = """
+import sys
+target, site = sys.argv[1:]
+sys.path[:0] = [target]
+sys.path.append(site)
+import torch
+import panther as pr
+import panther.kernels
+for module in (pr, panther.kernels, pr.nn.linear):
+    assert module.__file__.startswith(target), module.__file__
+layer = pr.nn.SKLinear(64, 48, num_terms=1, low_rank=2)
+assert layer(torch.ones(3, 64)).shape == (3, 48)
+print(pr.__version__)
+"""
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built by the environment's own setuptools, from a copy, as building leaves folders beside the sources."""
+    if not (ROOT / "pyproject.toml").is_file():
+        pytest.skip("not a source checkout")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("panther", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    out = tmp_path_factory.mktemp("wheel")
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_module_and_no_top_level_kernels(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names} == {"panther", wheel.name.split("-py3")[0] + ".dist-info"}
+    assert "panther/py.typed" in names
+    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "panther").rglob("*.py")}
+    expected |= {f"panther/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "kernels").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == expected
+
+
+def test_the_wheel_works_from_an_empty_folder(wheel, tmp_path):
+    target, empty = tmp_path / "target", tmp_path / "empty"
+    empty.mkdir()
+    run("-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=empty)
+    site = Path(pytest.__file__).parents[1]
+    assert run("-I", "-S", "-c", USE, target, site, cwd=empty).strip() == panther.__version__
+
+
+def test_the_readme_runs(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert blocks
+    run("-W", "error", "-c", "\n".join(blocks), cwd=tmp_path)
