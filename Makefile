@@ -35,21 +35,20 @@ clean:
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
 	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# torch first and alone: see constraints.txt. Without its dependencies, because an index that holds only torch may not
-# have them; the next step brings them.
+# torch first and alone, after what builds Panther: see constraints.txt. Without its dependencies, because an index that
+# holds only torch may not have them; the next step brings them.
 .venv/.torch-stamp: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Panther needs Python 3.11 or newer, and '$(PYTHON)' is not: run make PYTHON=python3.11, say" >&2; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(INSTALL) 'setuptools>=77'
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
 	touch $@
 
 .venv/.demo-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) 'setuptools>=77'
 	$(INSTALL) --no-build-isolation -e '.[demo]'
 	touch $@
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) 'setuptools>=77'
 	$(INSTALL) --no-build-isolation -e '.[demo,test,docs,bench,dev]'
 	touch $@
