@@ -58,6 +58,7 @@ def _visit_math(self, node):
     except MathError as error:
         logging.getLogger(__name__).warning("%s in %s", error, node.astext(), location=node)
     else:
+        mathml = mathml.replace("<mo>‖</mo>", '<mo stretchy="false">‖</mo>')  # norms keep the height of the text
         self.body.append(f'<div class="math-block">{mathml}</div>' if block else mathml)
     raise nodes.SkipNode
 
