@@ -14,8 +14,11 @@ from torch import Tensor
 
 from . import reference
 
-# Measured on two cores (batch 1 to 512, R 16 and 128, fp32 and bf16): joining wins from about 4 R rows on.
+# Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512): joining wins from about 4 R rows on. In
+# bfloat16 each product costs some 20 us to call on the CPU, as much as copying this many numbers, so that two calls fewer
+# pay for joining small factors at any batch; not in training, where backward joins them again.
 _JOIN_ROWS_PER_RANK = 4
+_BFLOAT16_CALLS_SAVED = 1 << 21
 
 
 def sketched_matmul(
@@ -48,10 +51,23 @@ def sketched_matmul(
         >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5).shape
         torch.Size([2, 2])
     """
-    # A compiled graph may serve any batch, so it must not branch on one; Inductor fuses what the chain writes twice.
-    if torch.compiler.is_compiling() or x.shape[0] < _JOIN_ROWS_PER_RANK * S1.shape[1]:
+    if not _joining_pays(x, S1, U1):
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
-    return _Joined.apply(x, S1, U1, S2, U2, bias, scale)[0]
+    product = _Joined.apply if torch.is_grad_enabled() else _Joined.forward
+    return product(x, S1, U1, S2, U2, bias, scale)[0]
+
+
+def _joining_pays(x: Tensor, S1: Tensor, U1: Tensor) -> bool:
+    # A compiled graph may serve any batch, so it must not branch on one; Inductor fuses what the chain writes twice.
+    if torch.compiler.is_compiling():
+        return False
+    missing = _JOIN_ROWS_PER_RANK * S1.shape[1] - x.shape[0]
+    return missing <= 0 or (
+        x.dtype is torch.bfloat16
+        and x.device.type == "cpu"
+        and missing * (S1.shape[0] + U1.shape[1]) <= _BFLOAT16_CALLS_SAVED
+        and not torch.is_grad_enabled()
+    )
 
 
 class _Joined(torch.autograd.Function):

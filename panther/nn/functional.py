@@ -56,6 +56,8 @@ def sketched_linear(
         # Nested tensors support linear, and little else of what is needed here.
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)
         return F.linear(left * scale, U1.mT, bias) + F.linear(right * scale, S2.mT)
+    if x.dim() == 2:  # a reshape costs as much as a small product
+        return sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     rows = x.reshape(math.prod(x.shape[:-1]), S1.shape[0])
     return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*x.shape[:-1], U1.shape[1])
 

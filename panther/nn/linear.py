@@ -176,8 +176,10 @@ class SKLinear(SketchedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (*, in_features) to (*, out_features)."""
-        dtype = self.S1.dtype  # the sketches follow it where mixed precision casts parameters but not buffers
-        return sketched_linear(x, self.S1, self.U1.to(dtype), self.S2, self.U2.to(dtype), self.bias, scale=self.scale)
+        S1, U1, U2 = self.S1, self.U1, self.U2
+        if U1.dtype is not S1.dtype:  # mixed precision that casts parameters and not buffers, as FSDP's
+            U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
+        return sketched_linear(x, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
     def reset_parameters(self) -> None:
         """Draw S1, S2 and bias anew, from torch's generator, and the sketches again, from the seed that stands.

@@ -1,0 +1,156 @@
+"""Time alternatives against each other in one process, so that what disturbs one disturbs all.
+
+Every round runs every alternative once, in a rotating order, after a warm-up; a ratio is the median over the rounds of
+the two times of one round. On the CPU the time is this process's CPU time, which other processes on the machine do not
+lengthen; on a GPU it is the time between two device events.
+"""
+
+__all__ = ["Timing", "interleave", "keep_freed_memory", "print_table", "write_csv"]
+
+import csv
+import ctypes
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+_MIN_SAMPLE_S = 2e-3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call, one figure a round."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The middle of the samples."""
+        return statistics.median(self.samples)
+
+    def ratio_to(self, other: "Timing") -> float:
+        """How many times faster this is than ``other``: the median of the rounds' ratios."""
+        return statistics.median(b / a for a, b in zip(self.samples, other.samples, strict=True))
+
+
+def interleave(
+    alternatives: Mapping[str, Callable[[], object]],
+    *,
+    device: str = "cpu",
+    budget_s: float = 10.0,
+    min_rounds: int = 7,
+) -> dict[str, Timing]:
+    """Time every alternative in every round.
+
+    Args:
+        alternatives: Functions by name; each call is one unit of work.
+        device: ``"cpu"`` or ``"cuda"``.
+        budget_s: Stop after this long, but not before ``min_rounds``.
+        min_rounds: Least number of rounds.
+
+    Returns:
+        A timing by name.
+    """
+    measure = _cuda_time if device == "cuda" else _cpu_time
+    repeats = {}
+    for name, function in alternatives.items():
+        function()
+        function()
+        repeats[name] = max(1, min(1000, round(_MIN_SAMPLE_S / max(measure(function, 1), 1e-7))))
+    samples: dict[str, list[float]] = {name: [] for name in alternatives}
+    names = list(alternatives)
+    start = time.monotonic()
+    rounds = 0
+    while rounds < min_rounds or (time.monotonic() - start < budget_s and rounds < 101):
+        for name in names:
+            samples[name].append(measure(alternatives[name], repeats[name]))
+        names.append(names.pop(0))
+        rounds += 1
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def _cpu_time(function: Callable[[], object], repeats: int) -> float:
+    start = time.process_time()
+    for _ in range(repeats):
+        function()
+    return (time.process_time() - start) / repeats
+
+
+def _cuda_time(function: Callable[[], object], repeats: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory, as CUDA's allocator does; otherwise page faults time the kernel, not the code.
+
+    Returns:
+        Whether this C library took the request.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, 32 << 20)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def write_csv(subject: str, rows: Sequence[Mapping[str, Any]], *, device: str) -> Path:
+    """Write rows with the hardware, versions and commit they were measured on; returns the file."""
+    stamp = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "device": _device_name(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{subject}-{device}.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0], *stamp], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **stamp} for row in rows)
+    return path
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows under aligned headings."""
+    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor()
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,41 @@
+"""The ``panther`` command: one module a subcommand, each with ``add_parser`` and a function that runs it."""
+
+__all__ = ["main"]
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from panther._version import __version__
+from panther.cli import demo, doctor
+from panther.errors import PantherError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the ``panther`` command and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; None takes them from the command line.
+
+    Returns:
+        0 on success, 1 on an error that is explained on standard error, 130 when interrupted.
+
+    Example:
+        >>> main(["doctor"])  # doctest: +ELLIPSIS
+        panther ...
+        0
+    """
+    parser = argparse.ArgumentParser(prog="panther", description="Sketched layers for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"panther {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, doctor):
+        command.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except PantherError as error:
+        print(f"panther: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("panther: interrupted", file=sys.stderr)
+        return 130

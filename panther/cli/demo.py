@@ -1,0 +1,242 @@
+"""``panther demo``: dense, sketched and low-rank networks side by side, trained on several processes."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from panther.errors import DistributedError, FormatError, PantherError, require_extra
+
+_RELOAD = (
+    "import json, sys; from panther.cli._digits import evaluate_saved;"
+    "print(json.dumps(evaluate_saved(**json.loads(sys.stdin.read()))))"
+)
+_RELOAD_TIMEOUT_S = 300
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "demo",
+        help="train dense, sketched and low-rank networks on handwritten digits, over several processes",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--nproc", type=_positive, default=2, help="processes, one GPU each with --device cuda")
+    parser.add_argument("--epochs", type=_positive, default=20, help="epochs a network")
+    parser.add_argument("--hidden", type=_positive, default=512, help="width of the hidden layers")
+    parser.add_argument("--sketch-size", type=_positive, default=8, help="rank R of sketched and low-rank layers")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
+    parser.add_argument("--seed", type=_not_negative, default=0, help="seed of the first run")
+    parser.add_argument("--runs", type=_positive, default=4, help="seeds to average over")
+    parser.add_argument("--out", default="panther-demo", help="folder for the models and the plot")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, reload, print the table and draw it."""
+    for module in ("sklearn.datasets", "matplotlib.figure", "tqdm"):
+        require_extra(module, "demo")
+    device = _device(args.device, args.nproc)
+    _check_processes(args.nproc, device)
+    out = _writable(args.out)
+    if 4 * args.sketch_size >= args.hidden:
+        print(
+            f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by as many numbers as "
+            f"a dense layer: sketching pays below --sketch-size {args.hidden // 4}",
+            file=sys.stderr,
+        )
+    from panther.cli._digits import Settings, train_all
+    from panther.distributed import launch
+
+    settings = Settings(
+        epochs=args.epochs,
+        hidden=args.hidden,
+        sketch_size=args.sketch_size,
+        device=device,
+        seed=args.seed,
+        runs=args.runs,
+        out=str(out),
+    )
+    print(f"Training {args.runs} x 3 networks on {args.nproc} processes ({device}), {args.epochs} epochs each ...")
+    results = launch(train_all, settings, nproc=args.nproc)[0]
+    reloaded = _reload(results, settings.hidden, settings.sketch_size, device)
+    columns = _summarise(results, reloaded)
+    print(_table(columns, args.runs))
+    print(_verdict(columns))
+    if not all(column["reloaded"] for column in columns.values()):
+        raise FormatError("a network that was saved and loaded again has another accuracy: this is a bug, report it")
+    plot = out / "demo.png"
+    _plot(columns, plot)
+    print(f"Models and plot are in {out}: see {plot}")
+    return 0
+
+
+def _reload(results: list[dict[str, Any]], hidden: int, sketch_size: int, device: str) -> dict[str, float]:
+    """Accuracy of every saved network, found by a fresh process."""
+    request = {
+        "folders": {result["folder"]: result["kind"] for result in results},
+        "hidden": hidden,
+        "sketch_size": sketch_size,
+        "device": device,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _RELOAD],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=_RELOAD_TIMEOUT_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise DistributedError(
+            f"the process that reloads the networks did not end within {_RELOAD_TIMEOUT_S} s"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise PantherError(f"the process that reloads the networks failed:\n{error.stderr}") from None
+    accuracies: dict[str, float] = json.loads(done.stdout)
+    return accuracies
+
+
+def _summarise(results: list[dict[str, Any]], reloaded: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """One column a kind: means over the runs of what differs between them."""
+    columns = {}
+    for kind in dict.fromkeys(result["kind"] for result in results):
+        mine = [result for result in results if result["kind"] == kind]
+        accuracies = [100 * result["accuracy"] for result in mine]
+        columns[kind] = {
+            **{key: mine[0][key] for key in ("parameters", "weight_bytes", "gradient_bytes", "sketch_bytes")},
+            "accuracy": statistics.mean(accuracies),
+            "accuracies": accuracies,
+            "seconds_per_epoch": statistics.median(result["seconds_per_epoch"] for result in mine),
+            "losses": [result["losses"] for result in mine],
+            "reloaded": all(reloaded[result["folder"]] == result["accuracy"] for result in mine),
+        }
+    return columns
+
+
+def _table(columns: dict[str, dict[str, Any]], runs: int) -> str:
+    seeds = f"{runs} seeds" if runs > 1 else "1 seed"
+    rows: list[tuple[str, Any]] = [
+        ("parameters", lambda c: f"{c['parameters']:,}"),
+        ("bytes of the saved weights", lambda c: f"{c['weight_bytes']:,}"),
+        ("gradient bytes sent a step", lambda c: f"{c['gradient_bytes']:,.0f}"),
+        ("sketch bytes sent, once", lambda c: f"{c['sketch_bytes']:,}"),
+        (f"test accuracy, mean of {seeds}", lambda c: f"{c['accuracy']:.1f} %"),
+        ("  lowest and highest seed", lambda c: f"{min(c['accuracies']):.1f} to {max(c['accuracies']):.1f} %"),
+        ("  reloaded in a fresh process", lambda c: "identical" if c["reloaded"] else "DIFFERENT"),
+        ("seconds per epoch", lambda c: f"{c['seconds_per_epoch']:.3f}"),
+    ]
+    cells = [["", *columns], *([name, *(show(column) for column in columns.values())] for name, show in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _verdict(columns: dict[str, dict[str, Any]]) -> str:
+    dense, sketched, low_rank = columns.values()
+
+    def against(other: dict[str, Any], name: str) -> str:
+        points = sketched["accuracy"] - other["accuracy"]
+        return f"{abs(points):.1f} points {'above' if points >= 0 else 'below'} {name}"
+
+    share = 100 * sketched["weight_bytes"] / dense["weight_bytes"]
+    return f"Sketched: {share:.0f} % of the dense bytes, {against(dense, 'dense')} and {against(low_rank, 'low-rank')}."
+
+
+def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
+    """Loss curves, and bars of the table's rows."""
+    figure = require_extra("matplotlib.figure", "demo").Figure(figsize=(12, 6.5), layout="constrained")
+    colors = dict(zip(columns, ("#7f7f7f", "#d1495b", "#30638e"), strict=True))
+    axes = figure.subplot_mosaic("LLAP;LLWG", width_ratios=(1, 1, 0.85, 0.85))
+    for kind, column in columns.items():
+        epochs = range(1, len(column["losses"][0]) + 1)
+        for losses in column["losses"]:
+            axes["L"].plot(epochs, losses, color=colors[kind], alpha=0.25, linewidth=1)
+        mean = [statistics.mean(losses) for losses in zip(*column["losses"], strict=True)]
+        axes["L"].plot(epochs, mean, color=colors[kind], linewidth=2, label=kind)
+    axes["L"].set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training loss, each seed and their mean")
+    axes["L"].legend()
+    bars = {
+        "A": ("accuracy", "Test accuracy, %", "{:.1f}"),
+        "P": ("parameters", "Parameters", "{:,.0f}"),
+        "W": ("weight_bytes", "Bytes of the saved weights", "{:,.0f}"),
+        "G": ("gradient_bytes", "Gradient bytes sent a step", "{:,.0f}"),
+    }
+    for place, (key, title, form) in bars.items():
+        values = [column[key] for column in columns.values()]
+        drawn = axes[place].bar(list(columns), values, color=list(colors.values()))
+        axes[place].bar_label(drawn, [form.format(value) for value in values], fontsize=8)
+        axes[place].set_title(title, fontsize=10)
+        axes[place].margins(y=0.15)
+        axes[place].tick_params(labelsize=8)
+        axes[place].ticklabel_format(axis="y", style="plain")
+        if key == "accuracy":
+            every = [value for column in columns.values() for value in column["accuracies"]]
+            low = max(0.0, min(every) - 2)
+            axes[place].set_ylim(low, 100.5)
+            axes[place].set_title(f"Test accuracy, % (axis starts at {low:.0f})", fontsize=10)
+    for axis in axes.values():
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def _device(choice: str, nproc: int) -> str:
+    count = torch.cuda.device_count()
+    if choice == "cuda" and count == 0:
+        raise PantherError("--device cuda needs a CUDA device and none is visible: use --device cpu")
+    if choice == "cuda" and nproc > count:
+        raise PantherError(
+            f"--nproc {nproc} with --device cuda needs as many GPUs and {count} are visible: use --nproc {count}"
+        )
+    return "cuda" if choice != "cpu" and count >= nproc else "cpu"
+
+
+def _check_processes(nproc: int, device: str) -> None:
+    limit = max(8, 4 * (os.cpu_count() or 1))
+    if device == "cpu" and nproc > limit:
+        raise PantherError(f"--nproc {nproc} is more than four processes a core, or 8: use --nproc {limit} or fewer")
+
+
+def _writable(out: str) -> Path:
+    """The folder, made and tried before the training, not after it."""
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PantherError(f"--out {out} cannot be written to ({error.strerror}): give another folder") from None
+    return folder
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
+    return value
