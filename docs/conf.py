@@ -1,5 +1,7 @@
 """Sphinx configuration. Neither the build nor the built pages need the network: mathematics is MathML."""
 
+from pathlib import Path
+
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
 from sphinx.ext.napoleon import GoogleDocstring
@@ -21,6 +23,9 @@ extensions = [
 templates_path = ["_templates"]
 exclude_patterns = ["_build"]
 default_role = "code"
+
+# Named, because autosummary looks for pages before Sphinx has found those that are new since the last build.
+autosummary_generate = sorted(f"api/{page.name}" for page in Path(__file__).parent.glob("api/*.rst"))
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
