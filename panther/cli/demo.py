@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     out = _writable(args.out)
     if 4 * args.sketch_size >= args.hidden:
         print(
-            f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by as many numbers as "
-            f"a dense layer: sketching pays below --sketch-size {args.hidden // 4}",
+            f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by as many numbers "
+            f"as a dense layer: sketching pays below --sketch-size {args.hidden // 4}",
             file=sys.stderr,
         )
     from panther.cli._digits import Settings, train_all
@@ -160,9 +160,9 @@ def _verdict(columns: dict[str, dict[str, Any]]) -> str:
 
 def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
     """Loss curves, and bars of the table's rows."""
-    figure = require_extra("matplotlib.figure", "demo").Figure(figsize=(12, 6.5), layout="constrained")
+    figure = require_extra("matplotlib.figure", "demo").Figure(figsize=(14, 6.5), layout="constrained")
     colors = dict(zip(columns, ("#7f7f7f", "#d1495b", "#30638e"), strict=True))
-    axes = figure.subplot_mosaic("LLAP;LLWG", width_ratios=(1, 1, 0.85, 0.85))
+    axes = figure.subplot_mosaic("LLAPW;LLGKS", width_ratios=(1, 1, 0.8, 0.8, 0.8))
     for kind, column in columns.items():
         epochs = range(1, len(column["losses"][0]) + 1)
         for losses in column["losses"]:
@@ -170,12 +170,15 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
         mean = [statistics.mean(losses) for losses in zip(*column["losses"], strict=True)]
         axes["L"].plot(epochs, mean, color=colors[kind], linewidth=2, label=kind)
     axes["L"].set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training loss, each seed and their mean")
+    axes["L"].xaxis.get_major_locator().set_params(integer=True)
     axes["L"].legend()
     bars = {
         "A": ("accuracy", "Test accuracy, %", "{:.1f}"),
         "P": ("parameters", "Parameters", "{:,.0f}"),
         "W": ("weight_bytes", "Bytes of the saved weights", "{:,.0f}"),
         "G": ("gradient_bytes", "Gradient bytes sent a step", "{:,.0f}"),
+        "K": ("sketch_bytes", "Sketch bytes sent, once", "{:,.0f}"),
+        "S": ("seconds_per_epoch", "Seconds per epoch", "{:.3f}"),
     }
     for place, (key, title, form) in bars.items():
         values = [column[key] for column in columns.values()]
@@ -184,7 +187,7 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
         axes[place].set_title(title, fontsize=10)
         axes[place].margins(y=0.15)
         axes[place].tick_params(labelsize=8)
-        axes[place].ticklabel_format(axis="y", style="plain")
+        axes[place].set_yticks([])
         if key == "accuracy":
             every = [value for column in columns.values() for value in column["accuracies"]]
             low = max(0.0, min(every) - 2)

@@ -1,0 +1,172 @@
+"""The panther command as a user meets it: exit codes, messages, files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import panther
+from panther.cli import main
+from panther.cli.demo import _summarise, _table, _verdict
+
+
+def panther_command(*args, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "panther", *args], capture_output=True, text=True, timeout=240, check=False, **kwargs
+    )
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"panther {panther.__version__}\n"
+
+
+def test_doctor_names_everything(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("torch", "cuda", "gloo found", "triton", "kernels", "extra demo", "extra triton"):
+        assert word in out
+
+
+def test_doctor_gives_the_install_line_of_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr("panther.cli.doctor._version", lambda name: None)
+    main(["doctor"])
+    assert "missing scikit-learn, matplotlib, tqdm: pip install 'panther-sketch[demo]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["demo", "--nproc", "0"], "argument --nproc: 0 must be at least 1"),
+        (["demo", "--epochs", "many"], "argument --epochs: 'many' is not a whole number"),
+        (["demo", "--seed", "-1"], "argument --seed: -1 must be at least 0"),
+        (["demo", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["demo", "--sketch"], "argument --sketch-size: expected one argument"),
+        (["demo", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_bad_flags_exit_with_2(args, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(args)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main(["demo", "--out", str(file)]) == 1
+    assert f"--out {file} cannot be written to (File exists): give another folder" in capsys.readouterr().err
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert main(["demo", "--out", str(tmp_path), "--nproc", "9"]) == 1
+    assert "--nproc 9 is more than four processes a core, or 8: use --nproc 8 or fewer" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["demo", "--device", "cuda"]) == 1
+    assert "--device cuda needs a CUDA device and none is visible: use --device cpu" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["demo", "--device", "cuda"]) == 1
+    assert "1 are visible: use --nproc 1" in capsys.readouterr().err
+
+
+def test_a_missing_extra_names_its_install_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert (
+        "sklearn is needed here and is not installed: run pip install 'panther-sketch[demo]'" in capsys.readouterr().err
+    )
+
+
+def result(kind, seed, accuracy):
+    return {
+        "kind": kind,
+        "seed": seed,
+        "losses": [1.0, 0.5],
+        "seconds_per_epoch": 0.1,
+        "parameters": 1000,
+        "gradient_bytes": 4000,
+        "sketch_bytes": 64,
+        "accuracy": accuracy,
+        "folder": f"{kind}-{seed}",
+        "weight_bytes": 4000 if kind == "dense" else 400,
+    }
+
+
+def test_table_and_verdict_say_what_was_measured():
+    kinds = {"dense": 0.97, "sketched": 0.96, "low-rank": 0.95}
+    results = [result(kind, seed, accuracy + seed / 100) for seed in range(2) for kind, accuracy in kinds.items()]
+    reloaded = {r["folder"]: r["accuracy"] for r in results}
+    columns = _summarise(results, reloaded)
+    table = _table(columns, 2)
+    cells = {line.rpartition("  ")[0].split("  ")[0]: line.split()[-6:] for line in table.splitlines()}
+    assert cells["test accuracy, mean of 2 seeds"] == ["97.5", "%", "96.5", "%", "95.5", "%"]
+    assert table.count("identical") == 3
+    assert (
+        _verdict(columns) == "Sketched: 10 % of the dense bytes, 1.0 points below dense and 1.0 points above low-rank."
+    )
+    reloaded["sketched-1"] += 0.01
+    assert "DIFFERENT" in _table(_summarise(results, reloaded), 2)
+
+
+@pytest.mark.distributed
+def test_demo_end_to_end(tmp_path):
+    done = panther_command(
+        "demo", "--epochs", "2", "--runs", "1", "--hidden", "128", "--sketch-size", "4", "--out", "out", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    assert (out / "demo.png").read_bytes()[:4] == b"\x89PNG"
+    for kind in ("dense", "sketched", "low-rank"):
+        assert json.loads((out / f"{kind}-0" / "panther.json").read_text())["format"] == "panther"
+    lines = {
+        line[:30].strip(): line[30:].split() for line in done.stdout.splitlines() if line.startswith(("param", "grad"))
+    }
+    assert lines["parameters"] == ["42,634", "11,914", "11,914"]
+    # Every parameter's gradient is sent once, in float32.
+    assert lines["gradient bytes sent a step"] == ["170,536", "47,656", "47,656"]
+    assert done.stdout.count("identical") == 3
+    assert done.stderr == ""
+
+
+@pytest.mark.distributed
+def test_demo_ends_when_a_worker_dies(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "panther", "demo", "--epochs", "100000", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        os.kill(_training_child(process.pid), signal.SIGKILL)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    first = err.splitlines()[0]
+    assert first.startswith("panther: error: rank ")
+    assert "was ended by SIGKILL" in first
+
+
+def _training_child(pid: int) -> int:
+    """A child that has used some seconds of CPU, and so is past its imports; children that only wait use none."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and int(fields[11]) > 8 * ticks:
+                return int(stat.parent.name)
+        time.sleep(0.1)
+    raise AssertionError("no worker of the demo was seen to train")

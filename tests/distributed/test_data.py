@@ -1,0 +1,176 @@
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from panther.distributed import CommunicationCounter, DistributedSketchedModel, data_parallel, launch, verify_sketches
+from panther.errors import PerformanceWarning, ShapeError
+from panther.nn import SKLinear
+
+
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
+
+
+def network(seed, fitted=False):
+    torch.manual_seed(seed)
+    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 2) if fitted else SKLinear(48, 48, 3)
+    return nn.Sequential(SKLinear(40, 48, 2), nn.ReLU(), middle, nn.Tanh(), nn.Linear(48, 5)).double()
+
+
+def train(model, x, y, steps=10):
+    """Ten steps of Adam on the mean squared error; the outputs, gradients and weights along the way."""
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    trace = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        trace.append([parameter.grad.clone() for parameter in model.parameters()])
+        optimizer.step()
+    return trace, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("fitted", [False, True])
+def test_n_ranks_train_as_one_process_does_on_the_whole_batch(n, fitted):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 40, generator=generator, dtype=torch.float64)
+    y = torch.randn(12, 5, generator=generator, dtype=torch.float64)
+
+    def rank():
+        model = data_parallel(network(100 + dist.get_rank(), fitted))  # other weights and seeds on every rank
+        mine = slice(12 // n * dist.get_rank(), 12 // n * (dist.get_rank() + 1))
+        trace, weights = train(model, x[mine], y[mine])
+        verify_sketches(model)
+        return trace, weights, model(x).detach()
+
+    results = on_ranks(rank, n)
+    single = network(100, fitted)
+    trace, weights = train(single, x, y)
+    for their_trace, their_weights, their_out in results:
+        for ours, theirs in zip(trace, their_trace, strict=True):
+            assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(weights, their_weights, strict=True))
+        assert torch.allclose(their_out, single(x), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.distributed
+def test_forwards_do_not_send_the_sketches_again():
+    def rank():
+        torch.manual_seed(dist.get_rank())
+        layers = [SKLinear(256, 256, 4), nn.BatchNorm1d(256), SKLinear(256, 256, 4)]
+        x = torch.randn(4, 256)
+        ours, plain = data_parallel(nn.Sequential(*layers)), DistributedDataParallel(nn.Sequential(*layers))
+        sent = []
+        for model in (ours, plain):
+            with CommunicationCounter() as forward:
+                out = model(x)
+            with CommunicationCounter() as backward:
+                out.sum().backward()
+            sent.append((forward.bytes, backward.bytes))
+        return sent, sum(p.nbytes for p in ours.parameters())
+
+    for (ours, plain), parameter_bytes in on_ranks(rank):
+        batch_norm = 2 * 256 * 4 + 8
+        sketches = 2 * (2 * 256 * 4 * 4 + 32)
+        assert ours == (batch_norm, parameter_bytes)
+        assert plain == (batch_norm + sketches, parameter_bytes)
+
+
+@pytest.mark.distributed
+def test_a_mesh_or_a_group_says_who_takes_part():
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        errors = []
+        try:
+            data_parallel(network(0), mesh)
+        except ShapeError as error:
+            errors.append(str(error))
+        over_mesh = data_parallel(network(dist.get_rank()), mesh["dp"]).module[0].seed
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        over_group = data_parallel(network(dist.get_rank()), groups[dist.get_rank() // 2]).module[0].seed
+        return over_mesh, over_group, errors
+
+    results = on_ranks(rank, 4)
+    seeds = [network(rank)[0].seed for rank in range(4)]
+    assert [mesh for mesh, _, _ in results] == [seeds[0], seeds[1], seeds[0], seeds[1]]
+    assert [group for _, group, _ in results] == [seeds[0], seeds[0], seeds[2], seeds[2]]
+    assert results[0][2] == ["mesh must have one axis and has ('dp', 'tp') of sizes (2, 2): pass mesh['dp'], say"]
+
+
+@pytest.mark.distributed
+def test_options_reach_ddp_and_wrapping_keeps_the_users_ignored_names():
+    def rank():
+        model = network(0)
+        model._ddp_params_and_buffers_to_ignore = ["4.bias"]
+        parallel = data_parallel(model, find_unused_parameters=True)
+        assert parallel.find_unused_parameters
+        return sorted(model._ddp_params_and_buffers_to_ignore)
+
+    assert on_ranks(rank)[0] == ["0.U1", "0.U2", "0.sketch_seed", "2.U1", "2.U2", "2.sketch_seed", "4.bias"]
+
+
+@pytest.mark.distributed
+def test_the_guides_plain_ddp_works_too():
+    """DDP around the model, as the guide writes it: it broadcasts every buffer, and the seeds are adopted."""
+
+    def rank():
+        torch.manual_seed(dist.get_rank())
+        model = DistributedSketchedModel(64, [48, 32], 10, [0.05, 0.05, 0.05])
+        parallel = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True)
+        verify_sketches(parallel)
+        x = torch.ones(3, 64)
+        parallel(x).sum().backward()
+        return parallel(x).detach(), copy.deepcopy(model).state_dict()
+
+    first, second = on_ranks(rank)
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def test_unknown_strategy_lists_the_known():
+    with pytest.raises(ValueError, match="strategy='fsdp3' is unknown: use 'ddp'"):
+        data_parallel(network(0), strategy="fsdp3")
+
+
+@pytest.mark.parametrize("ratios", [[0.01, 0.02], [0.01, 0.02, 0.02]])
+def test_distributed_sketched_model_has_the_guides_shape(ratios):
+    model = DistributedSketchedModel(1000, [400, 300], 200, ratios)
+    layers = [layer for layer in model.model if isinstance(layer, SKLinear)]
+    assert [(layer.in_features, layer.out_features, layer.low_rank) for layer in layers] == [
+        (1000, 400, 10),
+        (400, 300, 8),
+        (300, 200, 6),
+    ]
+    assert [type(layer) for layer in model.model] == [SKLinear, nn.ReLU, SKLinear, nn.ReLU, SKLinear]
+    assert model(torch.randn(2, 1000)).shape == (2, 200)
+
+
+def test_distributed_sketched_model_warns_once_and_says_both_figures():
+    figures = "4 of 4 layers .* the model by 2,210,040, a dense one by 689,408"
+    with pytest.warns(PerformanceWarning, match=figures) as record:
+        DistributedSketchedModel(1024, [512, 256, 128], 10, [0.5, 0.6, 0.7, 0.8])
+    assert len(record) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DistributedSketchedModel(1000, [400], 10, [0.001])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((64, [48], 10, []), "one ratio for each of the 1 hidden layers, .* and has 0"),
+        ((64, [48], 10, [0.1] * 3), "and has 3"),
+        ((64, [48], 10, [0.1, 0.0]), r"sketch_ratios=\[0.1, 0.0\] must all be positive"),
+        ((64, [0], 10, [0.1, 0.1]), "out_features=0 must be at least 1"),
+    ],
+)
+def test_distributed_sketched_model_refuses(args, message):
+    with pytest.raises(ShapeError, match=message):
+        DistributedSketchedModel(*args)
