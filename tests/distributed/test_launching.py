@@ -1,0 +1,517 @@
+"""Starting processes and joining them: who meets whom, who is missing, and what is left of a run that fails."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from panther.distributed._checkin import RankInfo, decide
+from panther.distributed.launching import (
+    cleanup_distributed,
+    init,
+    launch,
+    setup_distributed,
+    shutdown,
+)
+from panther.errors import DistributedError
+
+pytestmark = pytest.mark.distributed
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "GLOO_SOCKET_IFNAME")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch, tmp_path):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = environment()
+    yield
+    assert not dist.is_initialized()
+    assert environment() == before
+
+
+def environment():
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def fork(fn, *args, nproc=2, **options):
+    return launch(fn, *args, nproc=nproc, start_method="fork", **options)
+
+
+def script(tmp_path, text, *options, environment=(), launcher=(), timeout=60):
+    """Run a script of its own, as a user would, and return it with its output."""
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(text))
+    environment = os.environ | {"TMPDIR": str(tmp_path), **dict(environment)}
+    command = [sys.executable, "-W", "error::UserWarning", *launcher, str(file), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def started(*children, seconds=20):
+    """Fork functions of this process, wait for them, and return what each wrote, in order."""
+    pids, ends = [], []
+    for child in children:
+        end, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            os.close(end)
+            try:
+                answer = json.dumps(child())
+            except Exception as error:
+                answer = json.dumps(f"{type(error).__name__}: {error}")
+            os.write(write, answer.encode())
+            os._exit(0)
+        os.close(write)
+        pids.append(pid)
+        ends.append(end)
+    deadline = time.monotonic() + seconds
+    waiting = list(pids)
+    while waiting and time.monotonic() < deadline:
+        waiting = [pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        time.sleep(0.02)
+    for pid in waiting:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    answers = [os.read(end, 1 << 16).decode() for end in ends]
+    for end in ends:
+        os.close(end)
+    assert not waiting, "still running"
+    return [json.loads(answer) for answer in answers]
+
+
+# One process
+
+
+def test_init_alone_is_a_world_of_one():
+    init()
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert dist.get_backend() == "gloo"
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.ones(3))
+    shutdown()
+    shutdown()  # outside of a group: nothing
+
+
+def test_setup_alone_and_again():
+    for _ in range(2):
+        setup_distributed(0, 1, "gloo")
+        cleanup_distributed()
+
+
+def test_second_init_says_what_to_do():
+    init()
+    try:
+        with pytest.raises(DistributedError, match=r"rank 0 of 1 of a process group already.*shutdown\(\)"):
+            init()
+        with pytest.raises(DistributedError, match="copies the process group this process is in"):
+            launch(max, 1, 2, nproc=1, start_method="fork")
+    finally:
+        shutdown()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: setup_distributed(2, 2), ValueError, r"rank=2 must be in \[0, world_size\) = \[0, 2\)"),
+        (lambda: setup_distributed(-1, 2), ValueError, "rank=-1"),
+        (lambda: setup_distributed(0, 0), ValueError, "world_size=0 must be at least 1"),
+        (lambda: setup_distributed("0", 2), TypeError, "rank must be an integer, not str"),
+        (lambda: setup_distributed(0, 1, "smoke"), ValueError, "backend='smoke' is unknown: use one of 'gloo'"),
+        (lambda: setup_distributed(0, 1, "cpu:smoke"), ValueError, "is unknown"),
+        (lambda: init(3), TypeError, "backend must be a string or None"),
+        (lambda: init(timeout=0), ValueError, "timeout=0 must be a positive number of seconds"),
+        (lambda: init(timeout=timedelta(seconds=-1)), ValueError, "timeout=-1"),
+        (lambda: init(timeout="long"), TypeError, "timeout must be seconds or a timedelta"),
+        (lambda: launch(max, 1, nproc=0), ValueError, "nproc=0 must be at least 1"),
+        (lambda: launch(max, 1, nproc=-2), ValueError, "nproc=-2"),
+        (lambda: launch(max, 1, nproc=2.0), TypeError, "nproc must be an integer, not float"),
+        (lambda: launch(max, 1, nproc=True), TypeError, "nproc must be an integer, not bool"),
+        (lambda: launch(max, 1, nproc=1, max_restarts=-1), ValueError, "max_restarts=-1"),
+        (lambda: launch(max, 1, nproc=1, start_method="thread"), ValueError, "'thread' is unknown: use one of 'fork'"),
+        (lambda: launch(max(1, 2), nproc=1), TypeError, r"fn must be a function, not int: pass launch\(fn, \*args\)"),
+        (lambda: launch(lambda: 0, nproc=1), TypeError, "function of a module|functions of a module"),
+        (lambda: launch(max, threading.Lock(), nproc=1), TypeError, "lock.*start_method='fork'"),
+    ],
+)
+def test_bad_requests(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "message"),
+    [
+        ({"RANK": "0"}, ValueError, "RANK and WORLD_SIZE must both be set.*RANK=0"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, ValueError, "RANK=x"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, ValueError, "MASTER_ADDR=127.0.0.1, MASTER_PORT=1"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, DistributedError, "MASTER_PORT=''"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, ValueError, "rank=3"),
+    ],
+)
+def test_bad_environment(environment, error, message, monkeypatch):
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(error, match=message):
+            init()
+
+
+# The choice of a backend
+
+
+def test_backend_is_decided_for_all():
+    cpu, gpus = RankInfo("a", 2, None, (), None), RankInfo("a", 2, None, ("0", "1"), None)
+    assert decide("t", [gpus, gpus]).gpus == (0, 1)
+    assert decide("t", [gpus, gpus]).backend == "nccl"
+    assert decide("t", [gpus, cpu]).backend == "gloo"
+    assert decide("t", [gpus, replace(gpus, backend="gloo")]).backend == "gloo"
+    one = replace(gpus, gpus=("0",))
+    assert decide("t", [one, one]).backend == "gloo"  # they would share it
+    assert decide("t", [one, replace(one, host="b")]).gpus == (0, 0)
+    own = [replace(gpus, gpus=(name,)) for name in ("4", "5")]  # each is shown its own
+    assert decide("t", own).gpus == (0, 0)
+    assert decide("t", own).backend == "nccl"
+    swapped = [replace(gpus, local_rank=rank) for rank in (1, 0)]
+    assert decide("t", swapped).gpus == (1, 0)
+    assert not decide("t", [cpu, replace(cpu, host="b")]).one_host
+
+
+def test_backend_disagreements():
+    cpu, gpu = RankInfo("a", 2, None, (), None), RankInfo("a", 2, "nccl", ("0",), None)
+    with pytest.raises(DistributedError, match="needs a GPU of its own for every rank, and rank 1 of 2 lacks one"):
+        decide("t", [gpu, cpu])
+    with pytest.raises(DistributedError, match="rank 1 asks for 'gloo', rank 0 asks for 'nccl'"):
+        decide("t", [gpu, replace(cpu, backend="gloo")])
+    with pytest.raises(DistributedError, match="rank 0 has 2 and rank 1 has 3"):
+        decide("t", [cpu, replace(cpu, world_size=3)])
+
+
+# Processes that somebody else starts
+
+
+def test_processes_of_one_parent_meet_again_and_again(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def member(rank):
+        def work():
+            sums = []
+            for _ in range(3):
+                setup_distributed(rank, 3)
+                x = torch.tensor([float(rank)])
+                dist.all_reduce(x)
+                sums.append(x.item())
+                cleanup_distributed()
+            return sums
+
+        return work
+
+    for _ in range(2):
+        assert started(*map(member, (2, 0, 1))) == [[3.0] * 3] * 3
+    assert [file for folder in tmp_path.iterdir() for file in folder.iterdir()] == []
+
+
+def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def member(rank, world_size=4):
+        def work():
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+            init(timeout=1)
+
+        return work
+
+    answers = started(member(0), member(1), member(3))
+    assert answers == [answers[0]] * 3
+    assert "rank 2 of 4 did not check in within 1 s, ranks 0, 1, 3 did" in answers[0]
+    (answer,) = started(member(1))
+    assert "rank 0 of 4 did not come within 1 s, for rank 1" in answer
+    first, second = started(member(0, 2), member(1, 3))
+    assert "rank 1 of 2 did not check in" in first
+    assert "offers a world of 2" in second
+
+
+def test_missing_rank_over_tcp(free_port):
+    def member(rank, **environment):
+        def work():
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port), **environment)
+            os.environ.update(RANK=str(rank), WORLD_SIZE="3")
+            init(timeout=1)
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            interface = os.environ["GLOO_SOCKET_IFNAME"]
+            shutdown()
+            return [x.item(), interface]
+
+        return work
+
+    answers = started(member(0), member(2))
+    assert "rank 1 of 3 did not check in within 1 s, ranks 0, 2 did" in answers[0]
+    assert answers[0] == answers[1]
+    assert "rank 0 did not listen at 127.0.0.1" in started(member(1))[0]
+    assert started(*map(member, range(3))) == [[3.0, "lo"]] * 3
+
+
+def test_port_in_use(free_port, monkeypatch):
+    store = dist.TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
+
+    def work():
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port), RANK="0", WORLD_SIZE="1")
+        init(timeout=2)
+
+    (answer,) = started(work)
+    assert "rank 0 of 1 cannot listen at MASTER_ADDR=127.0.0.1" in answer
+    assert "free port" in answer
+    del store
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+MP_SPAWN = """
+    import logging, os, signal, sys
+    import torch, torch.distributed as dist, torch.multiprocessing as mp
+    from panther.distributed.launching import cleanup_distributed, setup_distributed
+
+    def train(rank, world_size, crash):
+        torch.set_num_threads(1)
+        setup_distributed(rank, world_size)
+        if crash and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        assert x.item() == world_size
+        cleanup_distributed()
+
+    if __name__ == "__main__":
+        logging.disable()
+        mp.spawn(train, args=(2, False), nprocs=2)
+        mp.spawn(train, args=(2, False), nprocs=2)
+        try:
+            mp.spawn(train, args=(2, True), nprocs=2)
+        except Exception as error:
+            print(type(error).__name__)
+        mp.spawn(train, args=(2, False), nprocs=2)
+        print("done")
+"""
+
+
+def test_mp_spawn_twice_and_after_a_crash(tmp_path):
+    done = script(tmp_path, MP_SPAWN)
+    assert done.stdout.split() == ["ProcessExitedException", "done"], done.stderr
+
+
+RESTARTING = """
+    import os, torch, torch.distributed as dist
+    from panther.distributed.launching import init, shutdown
+    init()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()
+    assert attempt == "1" or rank == 0
+    dist.all_reduce(x)
+    shutdown()
+    os.write(1, f"{rank}:{x.item():g}\\n".encode())  # at one go
+"""
+
+
+def test_torchrun_restarts(tmp_path):
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    done = script(tmp_path, RESTARTING, launcher=run)
+    assert sorted(done.stdout.split()) == ["0:4", "1:4"], done.stderr
+
+
+# launch
+
+SPAWNED = """
+    import os, sys
+    import torch, torch.distributed as dist
+    from panther.distributed.launching import launch
+
+    def work(x, fail):
+        x += dist.get_rank()
+        if fail and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+            raise ValueError("first attempt")
+        total = x.clone()
+        dist.all_reduce(total)
+        return {"own": x, "total": total}
+
+    if __name__ == "__main__":
+        before, x = dict(os.environ), torch.zeros(2)
+        for fail in (False, True):
+            first, second = launch(work, x, fail, nproc=2, max_restarts=1)
+            assert torch.equal(x, torch.zeros(2))  # every worker has a copy
+            assert torch.equal(second["own"], torch.ones(2))
+            assert torch.equal(first["total"], second["total"])
+        assert dict(os.environ) == before
+        print("done")
+"""
+
+
+def test_launch_spawns(tmp_path):
+    done = script(tmp_path, SPAWNED)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["script.py"]
+
+
+def test_script_without_main_guard(tmp_path):
+    text = "from panther.distributed.launching import launch\nlaunch(max, 1, 2, nproc=1)"
+    done = script(tmp_path, text)
+    assert done.returncode == 1
+    assert 'put the call under if __name__ == "__main__":' in done.stderr
+
+
+def test_launch_from_a_prompt():
+    text = "from panther.distributed.launching import launch\ndef f(): pass\nlaunch(f, nproc=1)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert "cannot import 'f', defined in an interactive session" in done.stderr
+
+
+def test_launch_returns_results_by_rank():
+    results = fork(lambda: (dist.get_rank(), torch.full((2,), dist.get_rank()), torch.get_num_threads()), nproc=3)
+    assert [rank for rank, _, _ in results] == [0, 1, 2]
+    assert torch.equal(results[2][1], torch.tensor([2, 2]))
+    assert results[0][2] == 1
+
+
+def test_large_results_and_str_arguments():
+    results = fork(lambda text: (text, torch.arange(1_000_000)), "$local_rank ${x}")
+    assert results[1][0] == "$local_rank ${x}"
+    assert torch.equal(results[1][1], torch.arange(1_000_000))
+
+
+def fail(how):
+    if dist.get_rank() == 1:
+        how()
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (lambda: [][1], r"rank 1 of 2 raised IndexError: list index out of range; the other ranks were ended"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"rank 1 of 2 was ended by SIGKILL \(exit code -9\)"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), r"rank 1 of 2 was ended by SIGTERM"),
+        (lambda: os.kill(os.getpid(), signal.SIGINT), r"rank 1 of 2 was ended by SIGINT"),
+        (lambda: os._exit(0), "rank 1 of 2 left with exit code 0 before its function returned"),
+        (lambda: os._exit(3), "rank 1 of 2 left with exit code 3 and no traceback"),
+        (lambda: sys.exit(0), r"rank 1 of 2 raised RuntimeError: the function called sys.exit\(0\)"),
+    ],
+    ids=["raises", "killed", "terminated", "interrupted", "leaves", "leaves with a code", "exits"],
+)
+def test_failures_name_the_rank_and_end_the_others(how, message, capfd):
+    start = time.monotonic()
+    with pytest.raises(DistributedError, match=message) as caught:
+        fork(fail, how)
+    assert time.monotonic() - start < 20
+    if "IndexError" in message:
+        assert "return f" not in str(caught.value)
+        assert "in <lambda>" in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_all_ranks_wait_for_one_that_was_killed():
+    """The others wait in nothing that could tell them."""
+
+    def work():
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(DistributedError, match="rank 2 of 3 was ended by SIGKILL"):
+        fork(work, nproc=3)
+    assert time.monotonic() - start < 10
+
+
+def test_result_that_cannot_be_pickled():
+    with pytest.raises(DistributedError, match="returned a function that cannot be pickled"):
+        fork(lambda: lambda: 0)
+
+
+def test_restarts_do_not_hang():
+    def work(attempts):
+        x = torch.ones(100)
+        dist.all_reduce(x)
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if attempt < attempts and dist.get_rank() == attempt:
+            raise ValueError(f"attempt {attempt}")
+        dist.all_reduce(x)
+        return attempt
+
+    for repetition in range(6):
+        attempts = 1 + repetition % 2
+        assert fork(work, attempts, nproc=3, max_restarts=2) == [attempts] * 3
+    with pytest.raises(DistributedError, match=r"raised ValueError: attempt 1, in the last of 2 attempts"):
+        fork(work, 2, nproc=2, max_restarts=1)
+
+
+def test_interrupt_ends_the_workers(tmp_path):
+    handler = signal.getsignal(signal.SIGINT)
+
+    def work():
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(60)
+
+    def interrupt():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        fork(work)
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name), 0)
+
+
+def test_function_may_initialise_by_itself_only_after_shutdown():
+    def work():
+        with pytest.raises(DistributedError, match="launch does it"):
+            init()
+        shutdown()
+        setup_distributed(int(os.environ["RANK"]), 2)
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert fork(work) == [2.0, 2.0]
+
+
+def test_quiet_only_on_the_terminal():
+    """A handler that the user attaches to torch's logger still gets its log."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(DistributedError):
+            fork(lambda: [][0], nproc=1)
+    finally:
+        logger.removeHandler(handler)
+    assert logger.propagate
+    assert any("failed (exitcode" in record.getMessage() for record in records)
