@@ -15,8 +15,8 @@ from torch import Tensor
 from . import reference
 
 # Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512): joining wins from about 4 R rows on. In
-# bfloat16 each product costs some 20 us to call on the CPU, as much as copying this many numbers, so that two calls fewer
-# pay for joining small factors at any batch; not in training, where backward joins them again.
+# bfloat16 each product costs some 20 us to call on the CPU, as much as copying this many numbers, so that two calls
+# fewer pay for joining small factors at any batch; not in training, where backward joins them again.
 _JOIN_ROWS_PER_RANK = 4
 _BFLOAT16_CALLS_SAVED = 1 << 21
 

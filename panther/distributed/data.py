@@ -2,6 +2,7 @@
 
 __all__ = ["DistributedSketchedModel", "data_parallel"]
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,8 @@ def data_parallel(
     forward, with the other buffers. Those, such as BatchNorm's, keep DDP's behaviour.
 
     Args:
-        model: Built alike on every rank, on its device; weights and seeds may differ, rank 0's are taken.
+        model: Built alike on every rank, on its device; weights and seeds may differ, the first rank's are taken. Load
+            a fitted checkpoint before wrapping: DDP learns of parameters only here.
         mesh: One-dimensional DeviceMesh, or a process group; None is the world.
         strategy: ``"ddp"``.
         **options: For :class:`torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters=True``.
@@ -64,19 +66,23 @@ def data_parallel(
         group = mesh.get_group()
     else:
         group = mesh
-    sync_sketches(model, src=dist.get_process_group_ranks(group)[0] if dist.is_initialized() else 0, group=group)
-    fixed = {
+    src = dist.get_process_group_ranks(group)[0] if dist.is_initialized() and dist.get_rank(group) >= 0 else 0
+    sync_sketches(model, src=src, group=group)
+    fixed = [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, SketchedModule)
         for name in module._buffers
-    }
-    ignored = fixed.union(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+    ]
     device = next(model.parameters()).device
-    parallel = DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None, process_group=group, **options
-    )
+    users = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*users, *fixed])
+    try:
+        parallel = DistributedDataParallel(
+            model, device_ids=[device] if device.type == "cuda" else None, process_group=group, **options
+        )
+    finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
     verify_sketches(model, group)
     return parallel
 
@@ -121,8 +127,8 @@ class DistributedSketchedModel(nn.Module):
                 f"sketch_ratios must have one ratio for each of the {layers - 1} hidden layers, or one more for the "
                 f"output layer, and has {len(sketch_ratios)}"
             )
-        if any(ratio <= 0 for ratio in sketch_ratios):
-            raise ShapeError(f"sketch_ratios={list(sketch_ratios)} must all be positive")
+        if not all(0 < ratio < math.inf for ratio in sketch_ratios):
+            raise ShapeError(f"sketch_ratios={list(sketch_ratios)} must all be positive numbers")
         ratios = [*sketch_ratios, sketch_ratios[-1]][:layers]
         widths = [input_size, *hidden_sizes, output_size]
         self.model = nn.Sequential()

@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_SENDS_NOTHING = ("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor")
+
 
 class CommunicationCounter(TorchDispatchMode):
     """Count the collective operations of this process and the bytes it hands to them, inside a ``with`` block.
 
     The bytes are those of the tensors a call reads: of the gradients for an all-reduce, once, whatever the algorithm
-    behind it puts on the wire. A broadcast counts on every rank. DDP's gradient buckets are seen, on the CPU, when
-    ``backward`` is called inside the block.
+    behind it puts on the wire. A broadcast counts on every rank, a receive and a barrier on none. DDP's gradient
+    buckets are seen, on the CPU, when ``backward`` is called inside the block.
 
     Attributes:
         calls: Number of operations.
@@ -51,14 +53,12 @@ class CommunicationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a collective and run it."""
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2]
-            # all_gather and reduce_scatter list their output first; what a rank gives is the input.
-            given = {"allgather_": args[1:2], "reduce_scatter_": args[1:2], "_allgather_base_": args[1:2]}.get(
-                name, args[:1]
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _SENDS_NOTHING:
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+            inputs = [value for key, value in given.items() if key.startswith("input")] or list(given.values())[:1]
+            self.calls_by_operation[name] += 1
+            self.bytes_by_operation[name] += sum(
+                leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)
             )
-            tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-            if tensors:
-                self.calls_by_operation[name] += 1
-                self.bytes_by_operation[name] += sum(tensor.nbytes for tensor in tensors)
         return func(*args, **kwargs)

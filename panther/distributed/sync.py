@@ -4,16 +4,18 @@ __all__ = ["sync_sketches", "verify_sketches"]
 
 import hashlib
 import json
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther.distributed._checkin import name_ranks
-from panther.errors import DistributedError, PantherError, SketchMismatchError
+from panther.errors import DistributedError, SketchMismatchError
 from panther.nn._sketched import SketchedModule
 
 _FITTED = -1
+_ODD = 0x1E3779B97F4A7C15  # odd and irregular, below 2^63
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,8 +32,9 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
 
     Raises:
         SketchMismatchError: On every rank, if models differ in names, shapes, modes or num_terms of their sketched
-            layers, or one holds a damaged seed. The layers and ranks are named and nothing is changed.
-        DistributedError: If there is no process group, or ``src`` is not in it.
+            layers or in ``src``, ``src`` is not in the group, or it holds a damaged seed. Layers and ranks are named
+            and nothing is changed.
+        DistributedError: If there is no process group.
 
     Cost: a gather of 16 bytes a rank, and a broadcast of 8 bytes a seeded layer; fitted sketches at their size.
 
@@ -42,10 +45,17 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
         >>> pr.distributed.shutdown()
     """
     ranks = _ranks(group)
-    if src not in ranks:
-        raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
     layers = _sketched_layers(model)
-    _agree(layers, group, ranks, contents=False)
+
+    def describe() -> dict[str, str]:
+        if src not in ranks:
+            raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
+        if dist.get_rank() == src:  # the others' seeds do not matter
+            for layer in layers.values():
+                layer.refresh_sketches_()
+        return {f"layer {name!r}": _describe(layer) for name, layer in layers.items()} | {"src": str(src)}
+
+    _agree(describe, group, ranks, "build the same model on every rank, and pass the same src")
     if not layers:
         return
     device = _transport(group)
@@ -53,13 +63,13 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
     packed = torch.tensor(seeds, dtype=torch.int64, device=device)
     dist.broadcast(packed, src, group=group)
     for layer, seed in zip(layers.values(), packed.tolist(), strict=True):
-        if layer.is_fitted:
+        if seed == _FITTED:
             for name in layer.sketch_names:
                 sketch = getattr(layer, name).detach()
                 sent = sketch.to(device).contiguous()
                 dist.broadcast(sent, src, group=group)
                 sketch.copy_(sent)
-        elif seed != layer.seed:
+        else:
             layer.set_seeded_(seed)
 
 
@@ -85,25 +95,29 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         >>> verify_sketches(pr.nn.SKLinear(256, 256, 4))
         >>> pr.distributed.shutdown()
     """
-    _agree(_sketched_layers(model), group, _ranks(group), contents=True)
+    ranks = _ranks(group)
+
+    def describe() -> dict[str, str]:
+        described = {}
+        for name, layer in _sketched_layers(model).items():
+            layer.refresh_sketches_()
+            described[f"layer {name!r}"] = f"{_describe(layer)}, {_contents(layer)}"
+        return described
+
+    _agree(describe, group, ranks, "call sync_sketches(model) on every rank before training")
 
 
 def _sketched_layers(model: nn.Module) -> dict[str, SketchedModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, SketchedModule)}
 
 
-def _agree(
-    layers: dict[str, SketchedModule], group: dist.ProcessGroup | None, ranks: list[int], *, contents: bool
-) -> None:
-    """Raise the same error on every rank unless all of them describe their layers alike."""
-    failure = None
-    described: dict[str, str] = {}
+def _agree(describe: Callable[[], dict[str, str]], group: dist.ProcessGroup | None, ranks: list[int], fix: str) -> None:
+    """Raise the same error on every rank unless all give the same description."""
+    failure, described = None, {}
     try:
-        for name, layer in layers.items():
-            layer.refresh_sketches_()
-            described[name] = _describe(layer, contents)
-    except PantherError as error:  # the other ranks are about to wait for this one, so it must not leave now
-        failure = f"layer {name!r}: {error}"
+        described = describe()
+    except Exception as error:  # the other ranks are about to wait for this one, so it must not leave now
+        failure = str(error)
     digest = hashlib.blake2b(json.dumps(list(described.items())).encode(), digest_size=8).digest()
     device = _transport(group)
     mine = torch.tensor([int.from_bytes(digest, signed=True), failure is not None], dtype=torch.int64, device=device)
@@ -114,48 +128,45 @@ def _agree(
         return
     answers: list[tuple[str | None, dict[str, str]]] = [(None, {})] * len(ranks)
     dist.all_gather_object(answers, (failure, described), group=group)
-    raise SketchMismatchError(_explain(dict(zip(ranks, answers, strict=True)), contents))
+    failures = [f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, answers, strict=True) if text is not None]
+    if failures:
+        raise SketchMismatchError("; ".join(failures))
+    differences = _differences({rank: described for rank, (_, described) in zip(ranks, answers, strict=True)})
+    raise SketchMismatchError(f"sketches differ between ranks: {differences}: {fix}")
 
 
-def _describe(layer: SketchedModule, contents: bool) -> str:
+def _describe(layer: SketchedModule) -> str:
     shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer.sketch_shapes().items())
     mode = "fitted" if layer.is_fitted else "seeded"
-    text = f"{mode} {type(layer).__name__} with num_terms={layer.num_terms}, {shapes}"
-    if not contents:
-        return text
+    return f"{mode} {type(layer).__name__} with num_terms={layer.num_terms}, {shapes}"
+
+
+def _contents(layer: SketchedModule) -> str:
     if layer.seed is not None:
-        return f"{text}, seed {layer.seed}"
-    digests = [f"{_digest(getattr(layer, name)):016x}" for name in layer.sketch_names]
-    return f"{text}, contents {' '.join(digests)}"
+        return f"seed {layer.seed}"
+    return "contents " + " ".join(f"{_digest(getattr(layer, name)):016x}" for name in layer.sketch_names)
 
 
 def _digest(sketch: Tensor) -> int:
-    """64 bits of the exact contents; integer sums wrap around, so any order of summation gives the same."""
+    """64 bits of the exact contents, computed where they are; sums wrap around, so any order gives the same."""
     bits = sketch.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[sketch.element_size()]).to(torch.int64)
-    odd = 2 * torch.arange(bits.numel(), dtype=torch.int64, device=bits.device) + 1
-    return int((bits * odd).sum()) % (1 << 64)
+    mixed = bits + _ODD * torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
+    for shift in (30, 27, 31):  # multiplying alone is linear, and patterns of signs would cancel
+        mixed = (mixed ^ (mixed >> shift)) * _ODD
+    return int(mixed.sum()) % (1 << 64)
 
 
-def _explain(answers: dict[int, tuple[str | None, dict[str, str]]], contents: bool) -> str:
-    failures = [f"rank {rank}, {failure}" for rank, (failure, _) in answers.items() if failure is not None]
-    if failures:
-        return "; ".join(failures)
-    names = dict.fromkeys(name for _, described in answers.values() for name in described)
-    differences = []
-    for name in names:
+def _differences(described: dict[int, dict[str, str]]) -> str:
+    parts = []
+    for name in dict.fromkeys(name for descriptions in described.values() for name in descriptions):
         by_value: dict[str, list[int]] = {}
-        for rank, (_, described) in answers.items():
-            by_value.setdefault(described.get(name, "missing"), []).append(rank)
+        for rank, descriptions in described.items():
+            by_value.setdefault(descriptions.get(name, "missing"), []).append(rank)
         if len(by_value) > 1:
             found = " and ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
-            differences.append(f"layer {name!r} is {found}")
-    if not differences:
-        return "the ranks have the same sketched layers in another order: build the same model on every rank"
-    more = f"; and {len(differences) - 5} more layers" if len(differences) > 5 else ""
-    fix = (
-        "call sync_sketches(model) on every rank before training" if contents else "build the same model on every rank"
-    )
-    return f"sketches differ between ranks: {'; '.join(differences[:5])}{more}: {fix}"
+            parts.append(f"{name} is {found}")
+    more = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
+    return "; ".join(parts[:5]) + more or "the layers are the same in another order"
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -99,6 +99,8 @@ class SketchedModule(nn.Module):
         Raises:
             SketchMismatchError: If it is no valid record, or says fitted for a seeded layer or the reverse.
         """
+        if not _has_values(self.sketch_seed):
+            return False
         seed = self._read_record(self.sketch_seed, "sketch_seed")
         if seed == self.seed:
             return False

@@ -19,7 +19,7 @@ def on_ranks(fn, n=2):
 
 def network(seed, fitted=False):
     torch.manual_seed(seed)
-    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 2) if fitted else SKLinear(48, 48, 3)
+    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 3) if fitted else SKLinear(48, 48, 3)
     return nn.Sequential(SKLinear(40, 48, 2), nn.ReLU(), middle, nn.Tanh(), nn.Linear(48, 5)).double()
 
 
@@ -111,9 +111,25 @@ def test_options_reach_ddp_and_wrapping_keeps_the_users_ignored_names():
         model._ddp_params_and_buffers_to_ignore = ["4.bias"]
         parallel = data_parallel(model, find_unused_parameters=True)
         assert parallel.find_unused_parameters
-        return sorted(model._ddp_params_and_buffers_to_ignore)
+        assert "4.bias" in parallel.parameters_to_ignore
+        return model._ddp_params_and_buffers_to_ignore
 
-    assert on_ranks(rank)[0] == ["0.U1", "0.U2", "0.sketch_seed", "2.U1", "2.U2", "2.sketch_seed", "4.bias"]
+    assert on_ranks(rank)[0] == ["4.bias"]
+
+
+@pytest.mark.distributed
+def test_a_layer_that_becomes_fitted_between_wrappings_is_averaged():
+    def rank():
+        model = network(0)
+        data_parallel(model)
+        model[2].load_state_dict(network(1, fitted=True)[2].state_dict())
+        parallel = data_parallel(model)
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+        parallel(x).square().sum().backward()
+        return [model[2].U1.grad, model[2].U2.grad]
+
+    first, second = on_ranks(rank)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.distributed
@@ -168,6 +184,8 @@ def test_distributed_sketched_model_warns_once_and_says_both_figures():
         ((64, [48], 10, []), "one ratio for each of the 1 hidden layers, .* and has 0"),
         ((64, [48], 10, [0.1] * 3), "and has 3"),
         ((64, [48], 10, [0.1, 0.0]), r"sketch_ratios=\[0.1, 0.0\] must all be positive"),
+        ((64, [48], 10, [0.1, float("nan")]), "must all be positive"),
+        ((64, [48], 10, [0.1, float("inf")]), "must all be positive"),
         ((64, [0], 10, [0.1, 0.1]), "out_features=0 must be at least 1"),
     ],
 )

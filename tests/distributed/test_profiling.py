@@ -1,6 +1,9 @@
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
 
 from panther.distributed import CommunicationCounter, launch
 
@@ -18,6 +21,7 @@ def test_bytes_are_those_a_rank_hands_over():
             dist.all_reduce(x)
         with CommunicationCounter() as silence:
             x.sum().item()
+            dist.barrier()
         dist.all_reduce(x)  # after the block
         return dict(traffic.bytes_by_operation), traffic.calls, traffic.bytes, silence.calls
 
@@ -26,3 +30,28 @@ def test_bytes_are_those_a_rank_hands_over():
         assert calls == 5
         assert total == 280
         assert silence == 0
+
+
+def test_what_counts_is_given_not_received():
+    def rank():
+        x = torch.ones(4)  # 16 bytes
+        first = dist.get_rank() == 0
+        with CommunicationCounter() as traffic:
+            dist.gather(x, [torch.empty(4), torch.empty(4)] if first else None)
+            dist.scatter(torch.empty(4), [x, x] if first else None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames them; 2.11 has only these names
+                dist.all_gather_into_tensor(torch.empty(8), x)
+                dist.reduce_scatter_tensor(torch.empty(2), x)
+            dist.all_to_all_single(torch.empty(4), x)
+            functional_collectives.all_reduce(x, "sum", dist.group.WORLD).sum().item()
+            if first:
+                dist.send(x, 1)
+            else:
+                dist.recv(x, 0)
+        return dict(traffic.bytes_by_operation)
+
+    both = {"gather_": 16, "_allgather_base_": 16, "_reduce_scatter_base_": 16, "alltoall_base_": 16, "all_reduce": 16}
+    first, second = launch(rank, nproc=2, start_method="fork")
+    assert first == both | {"scatter_": 32, "send": 16}
+    assert second == both | {"scatter_": 0}

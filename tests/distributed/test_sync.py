@@ -124,16 +124,43 @@ def test_different_structures_are_refused_before_anything_is_sent(change, expect
         raise SketchMismatchError(first)
 
 
-def test_a_damaged_seed_on_one_rank_is_told_to_all():
-    def rank():
+def test_a_damaged_seed_of_the_source_is_told_to_all_and_another_ranks_repaired():
+    def rank(src, fn):
         net = model(seed=3)
         if dist.get_rank() == 1:
             net[1].sketch_seed[0] += 1
-        return error_of(sync_sketches, net)
+        return error_of(fn, net, src) if fn is sync_sketches else error_of(fn, net), net[1].sketch_seed.tolist()
 
-    errors = on_ranks(rank)
-    assert errors[0] == errors[1]
-    assert "rank 1, layer '1': sketch_seed=[4, 1, 1" in errors[0]
+    for src, fn in ((1, sync_sketches), (0, verify_sketches)):
+        (first, _), (second, _) = on_ranks(lambda src=src, fn=fn: rank(src, fn))
+        assert first == second
+        assert "SketchMismatchError: rank 1: sketch_seed=[4, 1, 1" in first
+    (first, record), (second, repaired) = on_ranks(lambda: rank(0, sync_sketches))
+    assert first is second is None
+    assert record == repaired
+
+
+def test_ranks_that_ask_for_different_sources_all_hear_of_it():
+    def rank():
+        return error_of(sync_sketches, model(seed=1), dist.get_rank()), error_of(
+            sync_sketches, model(seed=1), 5 * dist.get_rank()
+        )
+
+    (differ, outside), (also_differ, also_outside) = on_ranks(rank)
+    assert differ == also_differ
+    assert "src is 0 on rank 0 and 1 on rank 1" in differ
+    assert outside == also_outside
+    assert "rank 1: src=5 must be a global rank of the group, one of [0, 1]" in outside
+
+
+def test_layers_without_values_can_be_compared():
+    def rank():
+        net = model(seed=1)
+        if dist.get_rank() == 1:
+            net = net.to("meta")
+        return error_of(verify_sketches, net)
+
+    assert on_ranks(rank) == [None, None]
 
 
 def test_verify_adopts_seeds_that_a_broadcast_of_buffers_changed():
@@ -166,7 +193,7 @@ def test_subgroups_take_global_ranks():
     results = on_ranks(rank, 3)
     assert [seed for seed, _ in results] == [0, 2, 2]
     assert results[0][1] == "DistributedError: rank 0 is not in the group: only the group's ranks may call this"
-    assert results[1][1] == "DistributedError: src=0 must be a global rank of the group, one of [1, 2]"
+    assert results[1][1].endswith("rank 2: src=0 must be a global rank of the group, one of [1, 2]")
 
 
 def test_without_a_process_group():
