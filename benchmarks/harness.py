@@ -1,8 +1,8 @@
 """Time alternatives against each other in one process, so that what disturbs one disturbs all.
 
 Every round runs every alternative once, in a rotating order, after a warm-up; a ratio is the median over the rounds of
-the two times of one round. On the CPU the time is this process's CPU time, which other processes on the machine do not
-lengthen; on a GPU it is the time between two device events.
+the two times of one round. With one CPU thread the time is this process's CPU time, which other processes on the machine
+do not lengthen; with several, which wait for each other, it is wall time; on a GPU the time between two device events.
 """
 
 __all__ = ["Timing", "interleave", "keep_freed_memory", "print_table", "write_csv"]
@@ -61,7 +61,7 @@ def interleave(
     Returns:
         A timing by name.
     """
-    measure = _cuda_time if device == "cuda" else _cpu_time
+    measure = _cuda_time if device == "cuda" else _cpu_time if torch.get_num_threads() == 1 else _wall_time
     repeats = {}
     for name, function in alternatives.items():
         function()
@@ -84,6 +84,13 @@ def _cpu_time(function: Callable[[], object], repeats: int) -> float:
     for _ in range(repeats):
         function()
     return (time.process_time() - start) / repeats
+
+
+def _wall_time(function: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - start) / repeats
 
 
 def _cuda_time(function: Callable[[], object], repeats: int) -> float:
@@ -121,7 +128,7 @@ def write_csv(subject: str, rows: Sequence[Mapping[str, Any]], *, device: str) -
         "python": platform.python_version(),
     }
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{subject}-{device}.csv"
+    path = RESULTS / f"{subject}-{device if device == 'cuda' else f'cpu-threads-{torch.get_num_threads()}'}.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], *stamp], lineterminator="\n")
         writer.writeheader()
