@@ -1,8 +1,8 @@
 """Time alternatives against each other in one process, so that what disturbs one disturbs all.
 
 Every round runs every alternative once, in a rotating order, after a warm-up; a ratio is the median over the rounds of
-the two times of one round. With one CPU thread the time is this process's CPU time, which other processes on the machine
-do not lengthen; with several, which wait for each other, it is wall time; on a GPU the time between two device events.
+the two times of one round. With one CPU thread the time is this process's CPU time, which other processes do not
+lengthen; with several threads, which wait for each other, it is wall time; on a GPU the time between two device events.
 """
 
 __all__ = ["Timing", "interleave", "keep_freed_memory", "print_table", "write_csv"]

@@ -157,5 +157,5 @@ class DistributedSketchedModel(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (*, input_size) to (*, output_size)."""
+        """Map ``(*, input_size)`` to ``(*, output_size)``."""
         return self.model(x)

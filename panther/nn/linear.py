@@ -41,8 +41,8 @@ class SKLinear(SketchedModule):
         out_features: Size of each output sample.
         num_terms: Number of terms L.
         low_rank: Rank k of each of a term's two halves.
-        W_init: Dense weight of shape (out, in) to start from: the layer is fitted to it by truncated SVD. For a seeded
-            layer near a weight, use :meth:`from_linear` with ``init="lstsq"``.
+        W_init: Dense weight of shape (out, in) to start from: the layer is fitted to it by truncated SVD. To keep the
+            sketches fixed instead, at a larger error, use :meth:`from_linear` with ``init="lstsq"``.
         bias: Whether to learn an additive bias.
         dtype: Floating dtype; None is torch's default.
         device: None is torch's default.
@@ -53,8 +53,10 @@ class SKLinear(SketchedModule):
         Input ``(*, in_features)``, output ``(*, out_features)``.
 
     Attributes:
-        S1, S2: Trained factors, (in, R) and (R, out), drawn so that W has nn.Linear's variance.
-        U1, U2: Sketches, (R, out) and (in, R): buffers of exactly +-1 when seeded, Parameters when fitted.
+        S1: Trained factor (in, R), drawn so that W has nn.Linear's variance.
+        S2: Trained factor (R, out), likewise.
+        U1: Sketch (R, out): a buffer of exactly +-1 when seeded, a Parameter when fitted.
+        U2: Sketch (in, R), likewise.
         bias: (out,) or None.
         scale: The number that multiplies S1 U1 + U2 S2: 1/(2 L sqrt(k)) when seeded, 1 when fitted.
         seed: Python int, None when fitted.
@@ -175,7 +177,7 @@ class SKLinear(SketchedModule):
         return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (*, in_features) to (*, out_features)."""
+        """Map ``(*, in_features)`` to ``(*, out_features)``."""
         S1, U1, U2 = self.S1, self.U1, self.U2
         if U1.dtype is not S1.dtype:  # mixed precision that casts parameters and not buffers, as FSDP's
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
@@ -245,7 +247,7 @@ class SKLinear(SketchedModule):
             init: ``"svd"``, fitted: the best approximation of rank 2R, whose four factors are trained and saved.
                 ``"lstsq"``, seeded: the best S1 and S2 for the seed's sketches, of least norm.
                 ``"random"``, seeded: the unbiased estimator. Its error exceeds the weight itself while R is below
-                about the width, so it is for studies, not for keeping a model.
+                (in + out) / 4, so it is for studies, not for keeping a model.
             seed: As in the constructor; with ``"svd"`` it gives signs to columns that the weight leaves unused.
 
         Raises:
