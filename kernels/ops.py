@@ -1,8 +1,8 @@
 """The one dispatch between the torch reference and what is faster for a shape.
 
-Two exact orders of the same sums exist for a sketched product. The *chain* is the reference: four products, each
-writing its result. The *joined* one concatenates factors, reads the input once and writes the output once; it pays
-when the batch outweighs copying the factors.
+A sketched product can be taken in two orders. The *chain* is the reference: four products, each writing its result. The
+*joined* one concatenates factors, reads the input once and writes the output once; it pays when the batch outweighs
+copying the factors.
 """
 
 __all__ = ["sketched_matmul"]
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from . import reference
 
-# Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512): joining wins from about 4 R rows on. In
-# bfloat16 each product costs some 20 us to call on the CPU, as much as copying this many numbers, so that two calls
-# fewer pay for joining small factors at any batch; not in training, where backward joins them again.
+# Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512): joining wins from about 4 R rows on.
 _JOIN_ROWS_PER_RANK = 4
-_BFLOAT16_CALLS_SAVED = 1 << 21
+
+# On the CPU a product in bfloat16 takes 20 us or more to call. While factors have no more numbers than this, it pays to
+# copy them to call less: joined, or for a single row in float32, which also rounds less. Not in training, where
+# backward would copy them again.
+_FEW_BFLOAT16_NUMBERS = 1 << 19
 
 
 def sketched_matmul(
@@ -51,23 +53,22 @@ def sketched_matmul(
         >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5).shape
         torch.Size([2, 2])
     """
-    if not _joining_pays(x, S1, U1):
-        return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
-    product = _Joined.apply if torch.is_grad_enabled() else _Joined.forward
-    return product(x, S1, U1, S2, U2, bias, scale)[0]
-
-
-def _joining_pays(x: Tensor, S1: Tensor, U1: Tensor) -> bool:
     # A compiled graph may serve any batch, so it must not branch on one; Inductor fuses what the chain writes twice.
     if torch.compiler.is_compiling():
-        return False
-    missing = _JOIN_ROWS_PER_RANK * S1.shape[1] - x.shape[0]
-    return missing <= 0 or (
-        x.dtype is torch.bfloat16
-        and x.device.type == "cpu"
-        and missing * (S1.shape[0] + U1.shape[1]) <= _BFLOAT16_CALLS_SAVED
-        and not torch.is_grad_enabled()
-    )
+        return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
+    rows, R = x.shape[0], S1.shape[1]
+    if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled():
+        few = R * (S1.shape[0] + U1.shape[1]) <= _FEW_BFLOAT16_NUMBERS
+        if few and rows == 1:
+            wide = [tensor.float() for tensor in (x, S1, U1, S2, U2)]
+            wide_bias = None if bias is None else bias.float()
+            return reference.sketched_matmul(*wide, wide_bias, scale).to(x.dtype)
+    else:
+        few = False
+    if few or rows >= _JOIN_ROWS_PER_RANK * R:
+        product = _Joined.apply if torch.is_grad_enabled() else _Joined.forward
+        return product(x, S1, U1, S2, U2, bias, scale)[0]
+    return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
 
 
 class _Joined(torch.autograd.Function):

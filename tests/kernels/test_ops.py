@@ -49,9 +49,12 @@ def test_values_and_gradients(rows, fitted, bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", ROWS.values())
-def test_low_precision_against_float64(dtype, rows):
-    args = operands(rows, dtype, n_in=130, n_out=70)
+@pytest.mark.parametrize("rows", [1, *ROWS.values()])
+@pytest.mark.parametrize("bias", [False, True])
+def test_low_precision_against_float64(dtype, rows, bias):
+    args = list(operands(rows, dtype, n_in=130, n_out=70))
+    if not bias:
+        args[5] = None
     exact = dense(*(a.detach().double() if isinstance(a, torch.Tensor) else a for a in args))
     assert_close(sketched_matmul(*args), exact)
     with torch.no_grad():
