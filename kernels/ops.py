@@ -60,9 +60,9 @@ def sketched_matmul(
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled():
         few = R * (S1.shape[0] + U1.shape[1]) <= _FEW_BFLOAT16_NUMBERS
         if few and rows == 1:
-            wide = [tensor.float() for tensor in (x, S1, U1, S2, U2)]
-            wide_bias = None if bias is None else bias.float()
-            return reference.sketched_matmul(*wide, wide_bias, scale).to(x.dtype)
+            factors = (S1.float(), U1.float(), S2.float(), U2.float())
+            wide = reference.sketched_matmul(x.float(), *factors, None if bias is None else bias.float(), scale)
+            return wide.to(x.dtype)
     else:
         few = False
     if few or rows >= _JOIN_ROWS_PER_RANK * R:
