@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from panther.errors import SketchMismatchError
-from panther.sketch import STREAM_VERSION
+from panther.sketch import STREAM_VERSION, check_seed
 
 _FITTED = -1
 
@@ -150,6 +150,10 @@ class SketchedModule(nn.Module):
 
     def _read_record(self, record: Tensor, key: str) -> int | None:
         """The seed a valid record holds, None for fitted."""
+        if record.dtype is not torch.int64:
+            raise SketchMismatchError(
+                f"{key} is {record.dtype} and must be torch.int64: cast only the floating tensors of a state_dict"
+            )
         seed, num_terms, version, checksum = values = record.tolist()
         if zlib.crc32(struct.pack("<3q", *values[:3])) != checksum:
             raise SketchMismatchError(
@@ -183,11 +187,7 @@ class SketchedModule(nn.Module):
         state = self.stacked_to_factors(state)
         fitted, seed = "U1" in state, self.seed
         record = state.get("sketch_seed")
-        if (
-            isinstance(record, Tensor)
-            and record.shape == (4,)
-            and not (record.is_meta or isinstance(record, FakeTensor))
-        ):
+        if isinstance(record, Tensor) and record.shape == (4,) and _has_values(record):
             seed = self._read_record(record, prefix + "sketch_seed")
             fitted = seed is None
 
@@ -223,7 +223,7 @@ class SketchedModule(nn.Module):
             like = self.sketch_like()
             self.set_fitted_({name: like.new_empty(shape) for name, shape in self.sketch_shapes().items()})
         elif not fitted and (self.is_fitted or seed != self.seed):
-            self.set_seeded_(seed)  # type: ignore[arg-type]
+            self.set_seeded_(check_seed(seed))  # drawn where the checkpoint is on the meta device
         state = {prefix + name: state[name] for name in expected}
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if not self.is_fitted:
