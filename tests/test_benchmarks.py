@@ -56,6 +56,6 @@ def test_ratios_are_paired_by_round(harness):
 def test_csv_carries_hardware_versions_and_commit(harness, monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
     path = harness.write_csv("subject", [{"layer": "a", "time_us": 1.5}], device="cpu")
-    (row,) = csv.DictReader(path.open())
+    (row,) = csv.DictReader(path.read_text().splitlines())
     assert row["layer"] == "a"
     assert all(row[key] for key in ("date", "commit", "device", "threads", "torch", "python"))
