@@ -3,8 +3,9 @@
 __all__ = ["CommunicationCounter"]
 
 from collections import Counter
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +18,7 @@ class CommunicationCounter(TorchDispatchMode):
 
     The bytes are those of the tensors a call reads: of the gradients for an all-reduce, once, whatever the algorithm
     behind it puts on the wire. A broadcast counts on every rank, a receive and a barrier on none. DDP's gradient
-    buckets are seen, on the CPU, when ``backward`` is called inside the block.
+    buckets are seen when ``backward`` is called inside the block, which runs on this thread then, also on a GPU.
 
     Attributes:
         calls: Number of operations.
@@ -39,6 +40,16 @@ class CommunicationCounter(TorchDispatchMode):
         super().__init__()
         self.calls_by_operation: Counter[str] = Counter()
         self.bytes_by_operation: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        # Autograd's own threads, which it has for GPUs, are out of a dispatch mode's sight.
+        self._one_thread = torch.autograd.set_multithreading_enabled(False)
+        self._one_thread.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._one_thread.__exit__(*exception)
 
     @property
     def calls(self) -> int:

@@ -55,3 +55,11 @@ def test_what_counts_is_given_not_received():
     first, second = launch(rank, nproc=2, start_method="fork")
     assert first == both | {"scatter_": 32, "send": 16}
     assert second == both | {"scatter_": 0}
+
+
+def test_the_block_leaves_autograd_as_it_was():
+    for enabled in (True, False):
+        with torch.autograd.set_multithreading_enabled(enabled):
+            with CommunicationCounter():
+                assert not torch._C._is_multithreading_enabled()
+            assert torch._C._is_multithreading_enabled() == enabled
