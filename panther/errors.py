@@ -14,6 +14,7 @@ __all__ = [
     "PerformanceWarning",
     "ShapeError",
     "SketchMismatchError",
+    "check_size",
     "require_extra",
 ]
 
@@ -55,6 +56,29 @@ class PerformanceWarning(UserWarning):
 
 class NumericalWarning(UserWarning):
     """The result is less accurate than its dtype allows."""
+
+
+def check_size(name: str, value: int, least: int) -> int:
+    """Return a size given by a user as a Python int.
+
+    Args:
+        name: What to call it in the message.
+        value: Anything that is an integer, a NumPy one too.
+        least: Smallest size allowed.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ShapeError: If it is smaller than ``least``.
+
+    Example:
+        >>> check_size("in_features", 3, least=1)
+        3
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    if value.__index__() < least:
+        raise ShapeError(f"{name}={value} must be at least {least}")
+    return value.__index__()
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

@@ -16,7 +16,7 @@ from typing import Self, overload
 import torch
 from torch import Tensor, nn
 
-from panther.errors import DTypeError, PerformanceWarning, ShapeError
+from panther.errors import DTypeError, PerformanceWarning, ShapeError, check_size
 from panther.nn._fitting import lstsq_factors, svd_factors, unbiased_factors
 from panther.nn._sketched import SketchedModule
 from panther.nn.functional import sketched_linear
@@ -143,8 +143,8 @@ class SKLinear(SketchedModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = _positive("in_features", in_features)
-        self.out_features = _positive("out_features", out_features)
+        self.in_features = check_size("in_features", in_features, least=1)
+        self.out_features = check_size("out_features", out_features, least=1)
         self.num_terms, self.low_rank = _terms_and_rank(_size, low_rank, num_terms, sketch_size)
         if dtype is not None and not dtype.is_floating_point:
             raise DTypeError(f"dtype={dtype} must be a floating dtype: use torch.float32, say")
@@ -383,14 +383,6 @@ def _at_least_float32(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    if value.__index__() < 1:
-        raise ShapeError(f"{name}={value} must be at least 1")
-    return value.__index__()
-
-
 def _terms_and_rank(
     size: int | None, low_rank: int | None, num_terms: int | None, sketch_size: int | None
 ) -> tuple[int, int]:
@@ -408,7 +400,7 @@ def _terms_and_rank(
     if sketch_size is not None:
         if num_terms is not None or low_rank is not None:
             raise ShapeError(f"{given}: {rule}")
-        return 1, _positive("sketch_size", sketch_size)
+        return 1, check_size("sketch_size", sketch_size, least=1)
     if num_terms is None or low_rank is None:
         raise ShapeError(f"{given}: {rule}")
-    return _positive("num_terms", num_terms), _positive("low_rank", low_rank)
+    return check_size("num_terms", num_terms, least=1), check_size("low_rank", low_rank, least=1)

@@ -8,16 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from panther.errors import DTypeError, ShapeError
+from panther.errors import DTypeError, ShapeError, check_size
 from panther.sketch.streams import check_seed
-
-
-def _check_size(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    if value.__index__() < 0:
-        raise ShapeError(f"{name}={value} must not be negative")
-    return value.__index__()
 
 
 class SketchingOperator(ABC):
@@ -51,7 +43,7 @@ class SketchingOperator(ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.shape = torch.Size((_check_size("d", d), _check_size("m", m)))
+        self.shape = torch.Size((check_size("d", d, least=0), check_size("m", m, least=0)))
         self.seed = check_seed(seed)
         self.stream = stream
         self.scale = scale

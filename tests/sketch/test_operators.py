@@ -108,7 +108,7 @@ def test_attributes(kind):
 
 def test_bad_input(kind):
     S = kind(4, 5, seed=1)
-    with pytest.raises(ShapeError, match="d=-1 must not be negative"):
+    with pytest.raises(ShapeError, match="d=-1 must be at least 0"):
         kind(-1, 5)
     with pytest.raises(TypeError, match="m must be an integer, not float"):
         kind(1, 5.0)
