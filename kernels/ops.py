@@ -14,13 +14,9 @@ from torch import Tensor
 
 from . import reference
 
-# Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512): joining wins from about 4 R rows on.
+# Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512, float32 and bfloat16): joining wins from
+# about 4 R rows on. Below, bfloat16 would gain from it on one thread and lose on two: its products are slow to call.
 _JOIN_ROWS_PER_RANK = 4
-
-# On the CPU a product in bfloat16 takes 20 us or more to call. While factors have no more numbers than this, it pays to
-# copy them to call less: joined, or for a single row in float32, which also rounds less. Not in training, where
-# backward would copy them again.
-_FEW_BFLOAT16_NUMBERS = 1 << 19
 
 
 def sketched_matmul(
@@ -54,21 +50,10 @@ def sketched_matmul(
         torch.Size([2, 2])
     """
     # A compiled graph may serve any batch, so it must not branch on one; Inductor fuses what the chain writes twice.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.shape[0] < _JOIN_ROWS_PER_RANK * S1.shape[1]:
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
-    rows, R = x.shape[0], S1.shape[1]
-    if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not torch.is_grad_enabled():
-        few = R * (S1.shape[0] + U1.shape[1]) <= _FEW_BFLOAT16_NUMBERS
-        if few and rows == 1:
-            factors = (S1.float(), U1.float(), S2.float(), U2.float())
-            wide = reference.sketched_matmul(x.float(), *factors, None if bias is None else bias.float(), scale)
-            return wide.to(x.dtype)
-    else:
-        few = False
-    if few or rows >= _JOIN_ROWS_PER_RANK * R:
-        product = _Joined.apply if torch.is_grad_enabled() else _Joined.forward
-        return product(x, S1, U1, S2, U2, bias, scale)[0]
-    return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
+    product = _Joined.apply if torch.is_grad_enabled() else _Joined.forward
+    return product(x, S1, U1, S2, U2, bias, scale)[0]
 
 
 class _Joined(torch.autograd.Function):

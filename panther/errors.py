@@ -14,12 +14,15 @@ __all__ = [
     "PerformanceWarning",
     "ShapeError",
     "SketchMismatchError",
+    "check_floating",
     "check_size",
     "require_extra",
 ]
 
 from importlib import import_module
 from types import ModuleType
+
+import torch
 
 
 class PantherError(Exception):
@@ -79,6 +82,24 @@ def check_size(name: str, value: int, least: int) -> int:
     if value.__index__() < least:
         raise ShapeError(f"{name}={value} must be at least {least}")
     return value.__index__()
+
+
+def check_floating(name: str, dtype: torch.dtype | None) -> None:
+    """Raise unless a dtype given by a user is a floating one, or None.
+
+    Raises:
+        TypeError: If it is no torch.dtype.
+        DTypeError: If it is not floating.
+
+    Example:
+        >>> check_floating("dtype", torch.float16)
+    """
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype, not {type(dtype).__name__}: use torch.float32, say")
+    if not dtype.is_floating_point:
+        raise DTypeError(f"{name}={dtype} must be a floating dtype: use torch.float32, say")
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

@@ -3,6 +3,7 @@
 __all__ = ["main"]
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output has left, as `head` does; Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except PantherError as error:
         print(f"panther: error: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 __all__ = ["KINDS", "Settings", "build", "evaluate_saved", "train_all"]
 
 import statistics
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def accuracy(model: nn.Module, data: TensorDataset, device: str) -> float:
 def train_all(settings: Settings) -> list[dict[str, Any]]:
     """Train every kind of network for every run, in an initialised process group; every rank returns the results."""
     tqdm = require_extra("tqdm", "demo")
+    tqdm.tqdm.set_lock(threading.RLock())  # its default is a semaphore, which outlives a process that is killed
     train, test = load_digits()
     steps = settings.runs * len(KINDS) * settings.epochs
     with tqdm.tqdm(total=steps, unit="epoch", disable=None if dist.get_rank() == 0 else True) as progress:

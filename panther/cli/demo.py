@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     out = _writable(args.out)
     if 4 * args.sketch_size >= args.hidden:
         print(
-            f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by as many numbers "
-            f"as a dense layer: sketching pays below --sketch-size {args.hidden // 4}",
+            f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by no fewer "
+            f"numbers than a dense layer: sketching pays below --sketch-size {args.hidden // 4}",
             file=sys.stderr,
         )
     from panther.cli._digits import Settings, train_all
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         runs=args.runs,
         out=str(out),
     )
-    print(f"Training {args.runs} x 3 networks on {args.nproc} processes ({device}), {args.epochs} epochs each ...")
+    networks = f"{_count(args.runs, 'seed')} of 3 networks, {_count(args.epochs, 'epoch')} each"
+    print(f"Training {networks}, on {_count(args.nproc, 'process', 'processes')} ({device}) ...", flush=True)
     results = launch(train_all, settings, nproc=args.nproc)[0]
     reloaded = _reload(results, settings.hidden, settings.sketch_size, device)
     columns = _summarise(results, reloaded)
@@ -125,13 +126,12 @@ def _summarise(results: list[dict[str, Any]], reloaded: dict[str, float]) -> dic
 
 
 def _table(columns: dict[str, dict[str, Any]], runs: int) -> str:
-    seeds = f"{runs} seeds" if runs > 1 else "1 seed"
     rows: list[tuple[str, Any]] = [
         ("parameters", lambda c: f"{c['parameters']:,}"),
         ("bytes of the saved weights", lambda c: f"{c['weight_bytes']:,}"),
         ("gradient bytes sent a step", lambda c: f"{c['gradient_bytes']:,.0f}"),
         ("sketch bytes sent, once", lambda c: f"{c['sketch_bytes']:,}"),
-        (f"test accuracy, mean of {seeds}", lambda c: f"{c['accuracy']:.1f} %"),
+        (f"test accuracy, mean of {_count(runs, 'seed')}", lambda c: f"{c['accuracy']:.1f} %"),
         ("  lowest and highest seed", lambda c: f"{min(c['accuracies']):.1f} to {max(c['accuracies']):.1f} %"),
         ("  reloaded in a fresh process", lambda c: "identical" if c["reloaded"] else "DIFFERENT"),
         ("seconds per epoch", lambda c: f"{c['seconds_per_epoch']:.3f}"),
@@ -151,7 +151,7 @@ def _verdict(columns: dict[str, dict[str, Any]]) -> str:
     dense, sketched, low_rank = columns.values()
 
     def against(other: dict[str, Any], name: str) -> str:
-        points = sketched["accuracy"] - other["accuracy"]
+        points = round(sketched["accuracy"], 1) - round(other["accuracy"], 1)  # as the table shows them
         return f"{abs(points):.1f} points {'above' if points >= 0 else 'below'} {name}"
 
     share = 100 * sketched["weight_bytes"] / dense["weight_bytes"]
@@ -217,6 +217,8 @@ def _check_processes(nproc: int, device: str) -> None:
 
 def _writable(out: str) -> Path:
     """The folder, made and tried before the training, not after it."""
+    if not out:
+        raise PantherError("--out is empty: name a folder")
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -225,6 +227,10 @@ def _writable(out: str) -> Path:
     except OSError as error:
         raise PantherError(f"--out {out} cannot be written to ({error.strerror}): give another folder") from None
     return folder
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def _positive(text: str) -> int:

@@ -161,5 +161,5 @@ def _check_backend(backend: str | None) -> None:
         name = part.rpartition(":")[2].lower()
         if name not in known:
             raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(map(repr, known))}, or None")
-        if name == "nccl" and not dist.is_nccl_available():
+        if not getattr(dist, f"is_{name}_available", lambda: True)():
             raise DistributedError(f"backend={backend!r} is not in this build of torch: use backend=None or 'gloo'")

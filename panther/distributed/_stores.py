@@ -65,6 +65,12 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
             f"MASTER_ADDR={address!r} and MASTER_PORT={port!r} must be a host and a port number: set both, or unset "
             "both to start on one machine"
         )
+    try:
+        socket.getaddrinfo(address, int(port))  # torch would print a C++ stack for each attempt
+    except OSError as error:
+        raise DistributedError(
+            f"MASTER_ADDR={address} cannot be resolved ({error}): use rank 0's host name or address"
+        ) from error
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "the launcher" if agent_hosts else "rank 0"
     if rank != 0 or agent_hosts:

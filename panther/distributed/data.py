@@ -39,7 +39,7 @@ def data_parallel(
         The wrapped model; the original is its attribute ``module``.
 
     Raises:
-        ValueError: If ``strategy`` is unknown.
+        ValueError: If ``strategy`` is unknown, or nothing in the model can be trained or has values.
         ShapeError: If ``mesh`` has more than one dimension.
         SketchMismatchError: If the models differ; see :func:`~panther.distributed.sync_sketches`.
         DistributedError: If there is no process group.
@@ -56,6 +56,14 @@ def data_parallel(
     """
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown: use {', '.join(map(repr, _STRATEGIES))}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"
+        )
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "the model has tensors on the meta device, without values: call to_empty and initialise it first"
+        )
     group: dist.ProcessGroup | None
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
@@ -121,6 +129,9 @@ class DistributedSketchedModel(nn.Module):
         self, input_size: int, hidden_sizes: Sequence[int], output_size: int, sketch_ratios: Sequence[float]
     ) -> None:
         super().__init__()
+        for name, value in (("hidden_sizes", hidden_sizes), ("sketch_ratios", sketch_ratios)):
+            if not isinstance(value, Sequence):
+                raise TypeError(f"{name} must be a list or tuple, not {type(value).__name__}: use [{value}]")
         layers = len(hidden_sizes) + 1
         if len(sketch_ratios) not in (layers - 1, layers) or not sketch_ratios:
             raise ShapeError(

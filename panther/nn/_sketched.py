@@ -10,6 +10,7 @@ __all__ = ["SketchedModule"]
 import struct
 import zlib
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -76,18 +77,20 @@ class SketchedModule(nn.Module):
         like = self.sketch_like()
         self.seed = seed
         for name in self.sketch_names:
-            sketch = self.draw_sketch(name, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # a layer built in inference mode can be trained afterwards
+                sketch = self.draw_sketch(name, dtype=like.dtype, device=like.device)
             self._parameters.pop(name, None)
             self.register_buffer(name, sketch, persistent=False)
         self._mirror_seed()
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
-        """Make the layer fitted, with the given sketches as Parameters."""
+        """Make the layer fitted, with the given sketches as Parameters, frozen if the factors are."""
         self.seed = None
+        trained = self.sketch_like().requires_grad
         for name in self.sketch_names:
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
-            self.register_parameter(name, nn.Parameter(sketches[name]))
+            self.register_parameter(name, nn.Parameter(sketches[name], requires_grad=trained))
         self._mirror_seed()
 
     def refresh_sketches_(self) -> bool:
@@ -141,8 +144,22 @@ class SketchedModule(nn.Module):
 
     def _mirror_seed(self) -> None:
         record = self._record(self.seed)
-        device = self.sketch_like().device
-        self.register_buffer("sketch_seed", torch.tensor(record, dtype=torch.int64, device=device))
+        with torch.inference_mode(False):
+            mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
+        self.register_buffer("sketch_seed", mirror)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Draw the sketches when the layer leaves the meta device, by ``to_empty`` say: nothing else would."""
+        was_meta = self.sketch_like().is_meta
+        super()._apply(fn, recurse)
+        if was_meta and self.seed is not None and not self.sketch_like().is_meta:
+            self.set_seeded_(self.seed)
+        return self
+
+    def check_record(self) -> None:
+        """Raise SketchMismatchError if ``sketch_seed``, as it would be saved, is no valid record of this layer."""
+        self._settle_record()
+        self._read_record(self.sketch_seed, "sketch_seed")
 
     def _record(self, seed: int | None) -> list[int]:
         head = [_FITTED if seed is None else seed, self.num_terms, STREAM_VERSION]
@@ -191,15 +208,20 @@ class SketchedModule(nn.Module):
             seed = self._read_record(record, prefix + "sketch_seed")
             fitted = seed is None
 
+        # Whatever users add, a pruning mask say, is loaded with the rest; child modules load themselves.
+        own = {**self._parameters, **self._buffers}
         expected = {
-            name: p.shape for name, p in self._parameters.items() if p is not None and name not in self.sketch_names
+            name: tensor.shape
+            for name, tensor in own.items()
+            if tensor is not None and name not in self.sketch_names and name not in self._non_persistent_buffers_set
         }
-        expected["sketch_seed"] = torch.Size((4,))
         if fitted:
             expected |= {name: torch.Size(shape) for name, shape in self.sketch_shapes().items()}
 
         missing = [prefix + name for name in expected if name not in state]
-        unexpected = [prefix + name for name in state if name not in expected]
+        unexpected = [
+            prefix + name for name in state if name not in expected and name.partition(".")[0] not in self._modules
+        ]
         wrong = [
             f"size mismatch for {prefix}{name}: copying a param with shape {tuple(state[name].shape)} from checkpoint, "
             f"the shape in current model is {tuple(shape)}."

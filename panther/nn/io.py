@@ -9,6 +9,7 @@ __all__ = ["load_compressed", "save_compressed"]
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
@@ -46,8 +48,9 @@ _ARGUMENT_TYPES = {"in_features": int, "out_features": int, "num_terms": int, "l
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched layers to a folder, for inference.
 
-    Seeded sketches cost their seed; tensors that are shared are stored once. Both files are written beside their final
-    names and renamed when whole, so a crash leaves an older save readable.
+    Seeded sketches cost their seed, and tensors that are shared are stored once. A wrapper of the whole model, by
+    torch.compile or DistributedDataParallel, is left out. Both files are written beside their final names and renamed
+    when whole, so a crash leaves an older save readable.
 
     Args:
         model: Any module, with sketched layers or without.
@@ -57,7 +60,9 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         The folder.
 
     Raises:
-        FormatError: If the state_dict holds something other than tensors, or a tensor on the meta device.
+        FormatError: If the state_dict holds something other than tensors, or a tensor on the meta device, or a sketched
+            layer is parametrized or pruned.
+        SketchMismatchError: If a seed is damaged, so that nobody could load the file.
         OSError: If the folder cannot be written.
 
     Example:
@@ -71,6 +76,11 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         >>> torch.equal(model(x), restored(x))
         True
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"save_compressed takes a model and a folder, in this order, not a {type(model).__name__} first"
+        )
+    model = _unwrapped(model)
     tensors, aliases = _unique_tensors(model)
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
@@ -84,6 +94,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         kind = type(module).__name__
         if kind not in _CLASSES or type(module) is not _CLASSES[kind][0]:
             raise FormatError(f"module {name!r} is a {kind}, which the format does not know: it knows {_known()}")
+        _check_plain(name, module)
         modules[name] = {
             "class": kind,
             "args": _CLASSES[kind][1](module),
@@ -107,6 +118,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         for part in (weights, text):
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
+        shutil.copymode(text, weights)  # safetensors keeps others from reading it, whatever the umask
         os.replace(weights, folder / _WEIGHTS)
         os.replace(text, folder / _MANIFEST)
     finally:
@@ -126,7 +138,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         model: The architecture, with dense or with sketched layers.
 
     Returns:
-        ``model``, with the saved layers and weights. If ``model`` is itself a layer to replace, the new layer.
+        ``model``, without wrappers, with the saved layers and weights; the new layer, if the model is one itself.
 
     Raises:
         FormatError: If a file is missing, foreign, damaged or truncated, or does not fit the model.
@@ -135,7 +147,13 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     Example:
         See :func:`save_compressed`.
     """
-    folder = Path(dir)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"load_compressed takes a folder and a model, in this order, not a {type(model).__name__} second"
+        )
+    folder, model = Path(dir), _unwrapped(model)
+    if folder.is_file():
+        raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
     manifest = _read_manifest(folder / _MANIFEST)
     state = _read_tensors(folder, manifest["weights"])
     for alias, name in manifest["aliases"].items():
@@ -159,6 +177,28 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     model.load_state_dict(placed, strict=False, assign=True)
     _tie(model, manifest["aliases"])
     return model
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's and DistributedDataParallel's wrappers, which would prefix its names."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _check_plain(name: str, module: SketchedModule) -> None:
+    module.check_record()
+    own = {key for key, tensor in module._parameters.items() if tensor is not None} | {"sketch_seed"}
+    extra = sorted(module.state_dict().keys() ^ own)
+    if extra:
+        raise FormatError(
+            f"module {name!r} is saved from its factors and its seed, and has {', '.join(extra)} besides or instead: "
+            "remove the parametrization or pruning first"
+        )
 
 
 def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -192,7 +232,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FormatError(f"{path} is missing: give a folder that pr.save_compressed wrote") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} cannot be read as JSON ({error}): the save is damaged, write it again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise FormatError(f"{path} is not Panther's: its 'format' must be {_FORMAT!r}")
@@ -238,20 +278,30 @@ def _build_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Ten
             built[name] = _build_module(name, spec, present[name], own)
     for name, spec in specs.items():
         if "alias_of" in spec:
-            if spec["alias_of"] not in built:
-                raise FormatError(f"module {name!r} is an alias of {spec['alias_of']!r}, which is not a saved module")
-            built[name] = built[spec["alias_of"]]
+            first = spec["alias_of"]
+            if not isinstance(first, str) or first not in built:
+                raise FormatError(f"module {name!r} is an alias of {first!r}, which is not a saved module")
+            stored = {key for key in state if key.startswith(name + ".")}
+            same = {f"{name}.{key}": state.get(f"{first}.{key}") for key in built[first].state_dict()}
+            if stored != same.keys() or any(state[key] is not tensor for key, tensor in same.items()):
+                raise FormatError(f"module {name!r} is an alias of {first!r}, and the weights hold another for it")
+            built[name] = built[first]
     return built
 
 
 def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[str, Tensor]) -> SketchedModule:
     kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
-    if kind not in _CLASSES:
+    if not isinstance(kind, str) or kind not in _CLASSES:
         raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
-    if not isinstance(args, dict) or {key: type(value) for key, value in args.items()} != _ARGUMENT_TYPES:
+    if (
+        not isinstance(args, dict)
+        or {key: type(value) for key, value in args.items()} != _ARGUMENT_TYPES
+        or max(args.values()) >= 1 << 40
+    ):
         raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(_ARGUMENT_TYPES)}")
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
+    _check_replaced(name, old, args)
     device = next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
     try:
         with warnings.catch_warnings():
@@ -263,12 +313,31 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise FormatError(f"module {name!r} cannot be built from the folder: {error}") from error
-    found = "fitted" if module.is_fitted else "seeded", module.sketch_like().dtype
-    if found != (spec.get("mode"), dtype):
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    mode = "fitted" if module.is_fitted else "seeded"
+    if mode != spec.get("mode") or dtypes != {dtype}:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
+    trained = [parameter.requires_grad for parameter in old.parameters()]
+    return module.train(old.training).requires_grad_(any(trained) or not trained)
+
+
+def _check_replaced(name: str, old: nn.Module, args: dict[str, Any]) -> None:
+    """Refuse to put a layer where the architecture has another kind of module, or one of another size."""
+    sizes = args["in_features"], args["out_features"]
+    if isinstance(old, nn.Linear | SKLinear):
+        found: Any = old.in_features, old.out_features
+        bias = old.bias is not None
+    else:  # such as transformers' Conv1D, whose weight is (in, out)
+        weight = old._parameters.get("weight")
+        found = None if weight is None else tuple(weight.shape)
+        found = sizes if found == sizes[::-1] else found
+        bias = old._parameters.get("bias") is not None
+    if found != sizes or bias != args["bias"]:
         raise FormatError(
-            f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {found[0]}, {found[1]}"
+            f"module {name!r} was saved for {sizes[0]} to {sizes[1]} features, bias={args['bias']}, and the model has "
+            f"{type(old).__name__} there, of {found}, bias={bias}: give the architecture that was saved"
         )
-    return module.train(old.training)
 
 
 def _place(value: Tensor, device: torch.device | str) -> Tensor:
@@ -279,14 +348,14 @@ def _place(value: Tensor, device: torch.device | str) -> Tensor:
 def _check_fit(state: dict[str, Tensor], ours: dict[str, Tensor], folder: Path) -> None:
     missing, extra = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
     wrong = [
-        f"{key} {tuple(state[key].shape)} for {tuple(ours[key].shape)}"
+        f"{key} {tuple(state[key].shape)}, {state[key].dtype} for {tuple(ours[key].shape)}, {ours[key].dtype}"
         for key in sorted(ours.keys() & state.keys())
-        if ours[key].shape != state[key].shape
+        if ours[key].shape != state[key].shape or ours[key].is_floating_point() != state[key].is_floating_point()
     ]
     if missing or extra or wrong:
         raise FormatError(
-            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; other shapes "
-            f"{_some(wrong)}. Give the architecture that was saved"
+            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; other shapes or "
+            f"kinds {_some(wrong)}. Give the architecture that was saved"
         )
 
 

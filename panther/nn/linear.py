@@ -16,13 +16,15 @@ from typing import Self, overload
 import torch
 from torch import Tensor, nn
 
-from panther.errors import DTypeError, PerformanceWarning, ShapeError, check_size
+from panther.errors import PerformanceWarning, ShapeError, check_floating, check_size
 from panther.nn._fitting import lstsq_factors, svd_factors, unbiased_factors
 from panther.nn._sketched import SketchedModule
 from panther.nn.functional import sketched_linear
 from panther.sketch import check_seed, signs
 
 _INITS = ("svd", "lstsq", "random")
+
+torch.fx.wrap("sketched_linear")  # one node of a symbolic trace: what is inside depends on the input's dtype
 
 
 class SKLinear(SketchedModule):
@@ -35,6 +37,7 @@ class SKLinear(SketchedModule):
 
     A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. A *fitted* one, from :meth:`from_linear`
     with ``init="svd"`` or from ``W_init``, has trained U1 and U2, saved with the rest; it is a rank-2R factorisation.
+    Loading a checkpoint of the other mode changes the layer's; make the optimizer after that.
 
     Args:
         in_features: Size of each input sample.
@@ -146,8 +149,10 @@ class SKLinear(SketchedModule):
         self.in_features = check_size("in_features", in_features, least=1)
         self.out_features = check_size("out_features", out_features, least=1)
         self.num_terms, self.low_rank = _terms_and_rank(_size, low_rank, num_terms, sketch_size)
-        if dtype is not None and not dtype.is_floating_point:
-            raise DTypeError(f"dtype={dtype} must be a floating dtype: use torch.float32, say")
+        check_floating("dtype", dtype)
+        if W_init is not None and not (isinstance(W_init, Tensor) and W_init.is_floating_point()):
+            kind = W_init.dtype if isinstance(W_init, Tensor) else type(W_init).__name__
+            raise TypeError(f"W_init must be a floating tensor, not {kind}: bias and what follows are given by name")
         if W_init is not None and W_init.shape != (out_features, in_features):
             raise ShapeError(
                 f"W_init must have nn.Linear's shape (out_features, in_features) = ({out_features}, {in_features}), "
@@ -176,12 +181,12 @@ class SKLinear(SketchedModule):
         """The number that multiplies S1 U1 + U2 S2."""
         return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
         S1, U1, U2 = self.S1, self.U1, self.U2
         if U1.dtype is not S1.dtype:  # mixed precision that casts parameters and not buffers, as FSDP's
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
-        return sketched_linear(x, S1, U1, self.S2, U2, self.bias, scale=self.scale)
+        return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
     def reset_parameters(self) -> None:
         """Draw S1, S2 and bias anew, from torch's generator, and the sketches again, from the seed that stands.
@@ -207,7 +212,10 @@ class SKLinear(SketchedModule):
 
     @property
     def weight(self) -> Tensor:  # (out, in)
-        """The dense effective weight, for inspection: differentiable, computed at each access in 4 R in out flops."""
+        """The dense effective weight, for inspection: differentiable, computed at each access in 4 R in out flops.
+
+        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
+        """
         return self.scale * (self.S1 @ self.U1 + self.U2 @ self.S2).mT
 
     @property
@@ -380,6 +388,11 @@ class SKLinear(SketchedModule):
 
 
 def _at_least_float32(weight: Tensor) -> Tensor:
+    """The weight in a dtype that can be factored, if it has values to fit."""
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device and has no values to fit: load it first")
+    if not weight.isfinite().all():
+        raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
@@ -396,6 +409,8 @@ def _terms_and_rank(
         if sketch_size is not None:
             raise ShapeError(f"a third number ({size}) and sketch_size={sketch_size} are given: {rule}")
         sketch_size = size
+    if num_terms is low_rank is sketch_size is None:
+        raise ShapeError(f"the size of the sketch is missing: {rule}")
     given = f"num_terms={num_terms}, low_rank={low_rank}, sketch_size={sketch_size}"
     if sketch_size is not None:
         if num_terms is not None or low_rank is not None:

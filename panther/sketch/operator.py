@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from panther.errors import DTypeError, ShapeError, check_size
+from panther.errors import DTypeError, ShapeError, check_floating, check_size
 from panther.sketch.streams import check_seed
 
 
@@ -43,14 +43,13 @@ class SketchingOperator(ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        check_floating("dtype", dtype)
         self.shape = torch.Size((check_size("d", d, least=0), check_size("m", m, least=0)))
         self.seed = check_seed(seed)
         self.stream = stream
         self.scale = scale
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.device = torch.get_default_device() if device is None else torch.device(device)
-        if not self.dtype.is_floating_point:
-            raise DTypeError(f"dtype={self.dtype} must be a floating dtype: use torch.float32, say")
 
     @abstractmethod
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
@@ -67,6 +66,7 @@ class SketchingOperator(ABC):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same sketch on another device or in another dtype."""
+        check_floating("dtype", dtype)
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.device = self.device if device is None else torch.device(device)
@@ -75,39 +75,44 @@ class SketchingOperator(ABC):
 
     def __matmul__(self, A: Tensor) -> Tensor:
         """``S @ A`` for A of shape (m,) or (*batch, m, n)."""
-        self._check_operand(A, self.shape[1])
+        _check_operand(self, A, -2, self.shape[1])
+        return self._apply(A)
+
+    def _apply(self, A: Tensor) -> Tensor:
         return self.dense() @ A
 
     def _apply_transposed(self, A: Tensor) -> Tensor:
-        """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
-        self._check_operand(A, self.shape[0])
         return self.dense().mT @ A
-
-    def _check_operand(self, A: Tensor, size: int) -> None:
-        if not isinstance(A, Tensor) or A.ndim == 0:
-            raise TypeError(f"a sketch multiplies tensors of one or more dimensions, not {type(A).__name__}")
-        dim = -2 if A.ndim > 1 else -1
-        if A.shape[dim] != size:
-            raise ShapeError(
-                f"dimension {dim} of the operand, of shape {tuple(A.shape)}, must be {size} to meet a sketch of "
-                f"shape {tuple(self.shape)}: transpose the operand or change the sketch's size"
-            )
-        if A.dtype != self.dtype:
-            raise DTypeError(f"operand is {A.dtype} and the sketch {self.dtype}: use S.to(dtype={A.dtype})")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``A @ S`` and ``torch.matmul`` with a tensor on the left."""
-        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul) and isinstance(args[0], Tensor):
-            A, S = args
-            return (S.T @ A.mT).mT if A.ndim > 1 else S.T @ A
-        return NotImplemented
+        """``A @ S`` and ``torch.matmul`` with a sketch on either side."""
+        if func not in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul) or kwargs or len(args) != 2:
+            return NotImplemented
+        left, right = args
+        if not isinstance(left, Tensor):
+            return left @ right
+        _check_operand(right, left, -1, right.shape[0])
+        return right._apply_transposed(left) if left.ndim == 1 else right._apply_transposed(left.mT).mT
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.shape[0]}, {self.shape[1]}, seed={self.seed}, dtype={self.dtype}, "
             f"device='{self.device}')"
         )
+
+
+def _check_operand(S: "SketchingOperator | TransposedSketch", A: Tensor, dim: int, size: int) -> None:
+    if not isinstance(A, Tensor) or A.ndim == 0:
+        raise TypeError(f"a sketch multiplies tensors of one or more dimensions, not {type(A).__name__}")
+    dim = -1 if A.ndim == 1 else dim
+    if A.shape[dim] != size:
+        raise ShapeError(
+            f"dimension {dim} of the operand, of shape {tuple(A.shape)}, must be {size} to meet a sketch of "
+            f"shape {tuple(S.shape)}: transpose the operand or change the sketch's size"
+        )
+    if A.dtype != S.dtype:
+        raise DTypeError(f"the operand is {A.dtype} and the sketch {S.dtype}: cast the operand, A.to({S.dtype})")
 
 
 class TransposedSketch:
@@ -132,12 +137,13 @@ class TransposedSketch:
 
     def __matmul__(self, A: Tensor) -> Tensor:
         """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
+        _check_operand(self, A, -2, self.shape[1])
         return self.T._apply_transposed(A)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``A @ S.T`` with a tensor on the left."""
-        return SketchingOperator.__torch_function__.__func__(cls, func, types, args, kwargs)  # type: ignore[attr-defined]
+    def _apply_transposed(self, A: Tensor) -> Tensor:
+        return self.T._apply(A)
+
+    __torch_function__ = SketchingOperator.__torch_function__
 
     def __repr__(self) -> str:
         return f"{self.T!r}.T"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from panther.errors import ShapeError, check_floating
 from panther.kernels import sign_block
 
 # Changing what a seed means is a new version; layers and checkpoints carry theirs.
@@ -86,6 +87,11 @@ def signs(
     Returns:
         A tensor of shape ``(len(rows), len(cols))``.
 
+    Raises:
+        ShapeError: If ``rows`` or ``cols`` is no range of step 1.
+        DTypeError: If ``dtype`` is not floating.
+        ValueError: If ``seed`` is outside ``[0, 2^63)``.
+
     Cost: one Philox call for each row and each 128 columns touched.
 
     Example:
@@ -93,7 +99,11 @@ def signs(
         >>> bool((signs(0, 0, range(1, 3), range(200, 300)) == whole[1:3, 200:]).all())
         True
     """
+    check_floating("dtype", dtype)
+    for name, part in (("rows", rows), ("cols", cols)):
+        if not isinstance(part, range) or (len(part) and (part.step != 1 or part.start < 0)):
+            raise ShapeError(f"{name}={part!r} must be a range of step 1 from 0 or more: use range(start, stop)")
     tag = (version << 16) + Kind.SIGN
     device = torch.get_default_device() if device is None else device
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    return sign_block(seed, stream, tag, rows, cols, dtype=dtype, device=device)
+    return sign_block(check_seed(seed), stream, tag, rows, cols, dtype=dtype, device=device)

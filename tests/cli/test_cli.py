@@ -35,6 +35,15 @@ def test_doctor_names_everything(capsys):
         assert word in out
 
 
+def test_output_that_nobody_reads_is_no_error():
+    with subprocess.Popen(
+        [sys.executable, "-m", "panther", "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as p:
+        p.stdout.close()
+        assert p.stderr.read() == b""
+        assert p.wait(timeout=60) == 1
+
+
 def test_doctor_gives_the_install_line_of_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr("panther.cli.doctor._version", lambda name: None)
     main(["doctor"])
@@ -64,6 +73,8 @@ def test_bad_flags_exit_with_2(args, message, capsys):
 def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
+    assert main(["demo", "--out", ""]) == 1
+    assert "--out is empty: name a folder" in capsys.readouterr().err
     assert main(["demo", "--out", str(file)]) == 1
     assert f"--out {file} cannot be written to (File exists): give another folder" in capsys.readouterr().err
     monkeypatch.setattr(os, "cpu_count", lambda: 2)

@@ -155,6 +155,13 @@ def test_unknown_strategy_lists_the_known():
         data_parallel(network(0), strategy="fsdp3")
 
 
+def test_a_model_that_cannot_be_trained_is_refused():
+    with pytest.raises(ValueError, match="no parameter of the model requires one: train it as it is"):
+        data_parallel(nn.ReLU())
+    with pytest.raises(ValueError, match="tensors on the meta device, without values: call to_empty"):
+        data_parallel(network(0).to("meta"))
+
+
 @pytest.mark.parametrize("ratios", [[0.01, 0.02], [0.01, 0.02, 0.02]])
 def test_distributed_sketched_model_has_the_guides_shape(ratios):
     model = DistributedSketchedModel(1000, [400, 300], 200, ratios)
@@ -176,6 +183,13 @@ def test_distributed_sketched_model_warns_once_and_says_both_figures():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DistributedSketchedModel(1000, [400], 10, [0.001])
+
+
+def test_distributed_sketched_model_takes_sequences():
+    with pytest.raises(TypeError, match=r"hidden_sizes must be a list or tuple, not int: use \[512\]"):
+        DistributedSketchedModel(1024, 512, 10, [0.02])
+    with pytest.raises(TypeError, match=r"sketch_ratios must be a list or tuple, not float: use \[0.02\]"):
+        DistributedSketchedModel(1024, [512], 10, 0.02)
 
 
 @pytest.mark.parametrize(

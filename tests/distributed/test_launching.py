@@ -133,6 +133,7 @@ def test_second_init_says_what_to_do():
         (lambda: setup_distributed(0, 1, "smoke"), ValueError, "backend='smoke' is unknown: use one of 'gloo'"),
         (lambda: setup_distributed(0, 1, "cpu:smoke"), ValueError, "is unknown"),
         (lambda: init(3), TypeError, "backend must be a string or None"),
+        (lambda: init("mpi"), DistributedError, "backend='mpi' is not in this build of torch"),
         (lambda: init(timeout=0), ValueError, "timeout=0 must be a positive number of seconds"),
         (lambda: init(timeout=timedelta(seconds=-1)), ValueError, "timeout=-1"),
         (lambda: init(timeout="long"), TypeError, "timeout must be seconds or a timedelta"),
@@ -160,6 +161,11 @@ def test_bad_requests(call, error, message):
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, ValueError, "MASTER_ADDR=127.0.0.1, MASTER_PORT=1"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, DistributedError, "MASTER_PORT=''"),
         ({"RANK": "3", "WORLD_SIZE": "2"}, ValueError, "rank=3"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "1"},
+            DistributedError,
+            "MASTER_ADDR=no.such.host.invalid cannot be resolved",
+        ),
     ],
 )
 def test_bad_environment(environment, error, message, monkeypatch):

@@ -3,6 +3,7 @@ import torch
 from tolerances import assert_close
 
 from panther.errors import DTypeError, ShapeError
+from panther.nn import SKLinear
 from panther.nn.functional import sketched_linear
 
 
@@ -49,6 +50,22 @@ def test_autocast_leaves_float64_alone():
         assert sketched_linear(torch.randn(2, 6).double(), S1, U1, S2, U2).dtype == torch.float64
 
 
+@pytest.mark.parametrize("rows", [4, 300])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float16_overflows_no_earlier_than_the_dense_layer(rows, autocast):
+    torch.manual_seed(0)
+    layer = SKLinear(8192, 256, 1, 64, seed=1)
+    x = 300 * torch.randn(rows, 8192)
+    exact = layer.double().to_linear()(x.double())
+    if autocast:
+        with torch.autocast("cpu", torch.float16):
+            out = layer.float()(x)
+    else:
+        out = layer.half()(x.half())
+    assert out.dtype == torch.float16
+    assert_close(out, exact)
+
+
 def test_bad_input_says_the_rule_the_values_and_the_fix():
     S1, U1, S2, U2 = operands()
     with pytest.raises(ShapeError, match=r"last dimension of the input, \(2, 7\), must be in_features=6"):
@@ -59,6 +76,8 @@ def test_bad_input_says_the_rule_the_values_and_the_fix():
         sketched_linear(torch.ones(2, 6, dtype=torch.float64), S1, U1, S2, U2)
     with pytest.raises(DTypeError, match=r"x.to\(torch.float32\)$"):
         sketched_linear(torch.ones(2, 6, dtype=torch.int64), S1, U1, S2, U2)
+    with pytest.raises(TypeError, match=r"the input must be a tensor, not list: use torch.as_tensor"):
+        sketched_linear([1.0], S1, U1, S2, U2)
     with pytest.raises(ShapeError, match=r"S1 and U2 must be \(in, R\)"):
         sketched_linear(torch.ones(2, 6), S1, U1, S2, U1)
     with pytest.raises(ShapeError, match=r"bias must have shape \(5,\), not \(6,\)"):

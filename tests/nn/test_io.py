@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import panther as pr
 from panther.errors import FormatError, SketchMismatchError
@@ -193,7 +194,13 @@ REFUSALS = {
     "a foreign class": (lambda m: m["modules"]["0"].update({"class": "os.system"}), "class 'os.system', which is not"),
     "foreign arguments": (lambda m: m["modules"]["0"]["args"].update(W_init=1), "SKLinear is built from in_features"),
     "text for a number": (lambda m: m["modules"]["0"]["args"].update(low_rank="2"), "SKLinear is built from"),
-    "huge sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**13), "cannot be built.*size mismatch"),
+    "huge sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**13), "SKLinear is built from"),
+    "large sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**9), "was saved for 1000000000 to 48"),
+    "another rank": (lambda m: m["modules"]["0"]["args"].update(low_rank=3), "cannot be built.*size mismatch"),
+    "no bias": (lambda m: m["modules"]["0"]["args"].update(bias=False), "bias=False, and the model has Linear there"),
+    "a list for a class": (lambda m: m["modules"]["0"].update({"class": ["a"]}), "class .'a'., which is not allowed"),
+    "a list for an alias": (lambda m: m["modules"].update({"1": {"alias_of": ["0"]}}), "alias of .'0'., which is not"),
+    "an alias with its own weights": (lambda m: m["modules"].update({"2": {"alias_of": "0"}}), "hold another for it"),
     "a negative size": (lambda m: m["modules"]["0"]["args"].update(low_rank=-2), "low_rank=-2 must be at least 1"),
     "another dtype": (lambda m: m["modules"]["0"].update(dtype="float64"), "should be seeded, torch.float64"),
     "no dtype": (lambda m: m["modules"]["0"].update(dtype="nn"), "dtype 'nn': it must name a torch dtype"),
@@ -206,7 +213,7 @@ REFUSALS = {
     "a module left out": (lambda m: m["modules"].pop("0"), "does not fit the model: missing 0.weight; unexpected 0.S1"),
     "a module too many": (
         lambda m: m["modules"].update({"2": m["modules"]["0"]}),
-        "cannot be built",
+        "was saved for 64 to 48 features, bias=True, and the model has Linear there, of .48, 64.",
     ),
 }
 
@@ -224,7 +231,7 @@ def test_a_spoilt_manifest_is_refused_and_the_model_left_alone(folder, name):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "panther.json"])
-@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 zip", b"\xff" * 100, "half"])
+@pytest.mark.parametrize("content", [None, b"", b"[" * 100_000, b"PK\x03\x04 zip", b"\xff" * 100, "half"])
 def test_missing_foreign_and_truncated_files(folder, file, content):
     path = folder / file
     if content is None:
@@ -259,6 +266,81 @@ def test_another_architecture_is_refused_and_left_alone(folder):
     model = unsketched()
     model[2] = nn.Linear(48, 63)
     before = state(model)
-    with pytest.raises(FormatError, match=r"other shapes 2.bias \(64,\) for \(63,\), 2.weight"):
+    with pytest.raises(
+        FormatError, match=r"other shapes or kinds 2.bias \(64,\), torch.float32 for \(63,\), .*, 2.weight"
+    ):
         pr.load_compressed(folder, model)
     assert same(state(model), before)
+
+
+@pytest.mark.parametrize("old", [nn.Linear(7, 9), nn.ReLU(), nn.Linear(64, 48, bias=False), nn.Conv1d(64, 48, 1)])
+def test_only_what_was_saved_is_replaced(folder, old):
+    model = unsketched()
+    model[0] = old
+    with pytest.raises(FormatError, match=f"module '0' was saved for 64 to 48 .* {type(old).__name__} there"):
+        pr.load_compressed(folder, model)
+    assert model[0] is old
+
+
+def test_a_transposed_weight_as_of_conv1d_in_transformers_fits(folder):
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.zeros(64, 48)), nn.Parameter(torch.zeros(48))
+
+    model = unsketched()
+    model[0] = Conv1D()
+    assert isinstance(pr.load_compressed(folder, model)[0], pr.nn.SKLinear)
+
+
+def test_integers_for_weights_are_refused_before_anything_is_replaced(folder):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["2.weight"] = tensors["2.weight"].int()
+    save_file(tensors, folder / "model.safetensors")
+    model = unsketched()
+    modules = list(model.modules())
+    with pytest.raises(FormatError, match=r"2.weight \(64, 48\), torch.int32 for \(64, 48\), torch.float32"):
+        pr.load_compressed(folder, model)
+    assert list(model.modules()) == modules
+
+
+def test_what_was_frozen_stays_frozen(folder):
+    model = unsketched().requires_grad_(False)
+    assert not any(p.requires_grad for p in pr.load_compressed(folder, model).parameters())
+
+
+def test_wrappers_are_left_out(tmp_path):
+    model = sketched()
+    pr.save_compressed(torch.compile(model, backend="eager"), tmp_path)
+    wrapped = torch.compile(unsketched(), backend="eager")
+    restored = pr.load_compressed(tmp_path, wrapped)
+    assert torch.equal(restored(X), model(X))
+    assert torch.equal(wrapped(X), model(X))
+
+
+def test_both_files_can_be_read_by_whom_the_umask_allows(folder):
+    modes = {file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert len(modes) == 1
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    with pytest.raises(FormatError, match="has S1_mask besides or instead: remove the parametrization or pruning"):
+        pr.save_compressed(nn.Sequential(prune.l1_unstructured(pr.nn.SKLinear(64, 48, 2), "S1", 0.5)), tmp_path)
+    broken = pr.nn.SKLinear(64, 48, 2)
+    broken.U1.zero_()
+    broken.sketch_seed.zero_()
+    with pytest.raises(SketchMismatchError, match="does not match its checksum"):
+        pr.save_compressed(broken, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arguments_in_the_wrong_order(folder):
+    model = unsketched()
+    with pytest.raises(TypeError, match="save_compressed takes a model and a folder, in this order, not a PosixPath"):
+        pr.save_compressed(folder, model)
+    with pytest.raises(TypeError, match="load_compressed takes a folder and a model, in this order, not a PosixPath"):
+        pr.load_compressed(model, folder)
+    with pytest.raises(FormatError, match=r"panther\.json is a file: give the folder"):
+        pr.load_compressed(folder / "panther.json", model)

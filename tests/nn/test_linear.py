@@ -38,7 +38,9 @@ def test_both_call_forms(args, kwargs, expected):
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "match"),
     [
-        ((8, 8), {}, ShapeError, "give either sketch_size, .* or both num_terms and low_rank"),
+        ((8, 8), {}, ShapeError, "the size of the sketch is missing: give either sketch_size, .* or both num_terms"),
+        ((64, 64, 2, 1, False), {}, TypeError, "W_init must be a floating tensor, not bool: bias and what follows"),
+        ((64, 64, 2), {"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, not str"),
         ((8, 8), {"num_terms": 2}, ShapeError, "num_terms=2, low_rank=None"),
         ((8, 8), {"low_rank": 2}, ShapeError, "num_terms=None, low_rank=2"),
         ((8, 8, 2, 3), {"sketch_size": 4}, ShapeError, "sketch_size=4"),

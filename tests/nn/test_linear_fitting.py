@@ -1,5 +1,7 @@
 """Sketched layers from dense ones."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,17 @@ def test_freezing_and_resetting_a_fitted_layer():
     assert len(layer.U1.unique()) == 2
     seeded = SKLinear(30, 20, 3)
     assert not seeded.freeze_sketches_().is_fitted
+
+
+@pytest.mark.parametrize("init", ["svd", "lstsq", "random"])
+def test_a_weight_without_sound_values_is_named(init):
+    dense = linear(8, 8)
+    with torch.no_grad():
+        dense.weight[3, 3] = math.nan
+    with pytest.raises(ValueError, match="the weight has entries that are NaN or infinite"):
+        SKLinear.from_linear(dense, 1, 1, init=init)
+    with pytest.raises(ValueError, match="the weight is on the meta device and has no values to fit"):
+        SKLinear.from_linear(dense.to("meta"), 1, 1, init=init)
 
 
 def test_bad_input():

@@ -42,6 +42,19 @@ def test_export_with_a_dynamic_batch():
         assert torch.allclose(program.module()(x), model(x), atol=1e-5)
 
 
+def test_symbolic_trace():
+    model = nn.Sequential(layer(), nn.ReLU())
+    traced = torch.fx.symbolic_trace(model)
+    for rows in ROWS:
+        x = torch.randn(rows, 64)
+        assert torch.equal(traced(x), model(x))
+
+
+def test_input_by_name():
+    model, x = layer(), torch.randn(3, 64)
+    assert torch.equal(model(input=x), model(x))
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_vmap_over_inputs_and_over_models(rows):
     model, x = layer(), torch.randn(7, rows, 64)

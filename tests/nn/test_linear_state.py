@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from panther.errors import SketchMismatchError
@@ -203,11 +204,15 @@ def test_meta_then_load_by_assignment(make):
     assert not any(t.is_meta for t in snapshot(layer).values())
 
 
-def test_skip_init_then_load():
-    layer = nn.utils.skip_init(SKLinear, 64, 48, 2, 2)
-    layer.load_state_dict(seeded().state_dict())
-    assert torch.equal(layer(X), layer(X))
-    assert torch.equal(layer.U2, seeded().U2)
+def test_leaving_meta_draws_the_sketches():
+    """As for nn.Linear, initialising the parameters is then enough."""
+    with torch.device("meta"):
+        model = nn.Sequential(seeded())
+    model.to_empty(device="cpu")
+    for layer in (model[0], nn.utils.skip_init(SKLinear, 64, 48, 2, 2, seed=3)):
+        assert torch.equal(layer.U1, seeded().U1)
+        assert torch.equal(layer.U2, seeded().U2)
+        assert torch.equal(layer.sketch_seed, seeded().sketch_seed)
 
 
 def test_a_seed_under_meta_and_fake_tensors_is_the_generators():
@@ -223,6 +228,49 @@ def test_a_seed_under_meta_and_fake_tensors_is_the_generators():
         assert layer(torch.randn(3, 64)).shape == (3, 48)
         layer.load_state_dict(layer.state_dict())
         assert layer.seed == expected
+
+
+def test_the_sketches_of_a_frozen_layer_are_loaded_frozen():
+    layer = seeded().requires_grad_(False)
+    layer.load_state_dict(fitted().state_dict())
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_a_layer_made_in_inference_mode_can_train():
+    with torch.inference_mode():
+        layer = seeded()
+    layer(X).sum().backward()
+    assert layer.S1.grad is not None
+
+
+class Extended(SKLinear):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.extra = nn.Linear(3, 3)
+        self.register_buffer("steps", torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    "extend",
+    [
+        lambda layer: nn.utils.parametrizations.weight_norm(layer, "S1"),
+        lambda layer: nn.utils.parametrizations.orthogonal(layer, "S2"),
+        lambda layer: prune.l1_unstructured(layer, "S1", 0.5),
+        lambda layer: Extended(64, 48, 2, 2),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("make", [seeded, fitted])
+def test_layers_that_users_extend_load_their_own_state(extend, strict, make):
+    source, target = extend(make()), extend(make())
+    with torch.no_grad():
+        for tensor in (*source.parameters(), *source.buffers()):
+            if tensor.is_floating_point() and tensor is not source.U1 and tensor is not source.U2:
+                tensor.mul_(0.5)
+    state = source.state_dict()
+    target.load_state_dict(state, strict=strict)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in target.state_dict().items())
+    assert torch.equal(target(X), source(X))
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])

@@ -45,6 +45,16 @@ def test_products_equal_those_of_the_dense_matrix(kind, size, dtype):
         assert_close(A @ S, A.double() @ dense, dtype)
 
 
+def test_torch_matmul_takes_a_sketch_on_either_side(kind):
+    S, A = kind(4, 5, seed=1), torch.randn(5, 4)
+    assert torch.equal(torch.matmul(S, A), S @ A)
+    assert torch.equal(torch.matmul(A, S), A @ S)
+    assert torch.equal(torch.matmul(A.T, S.T), A.T @ S.T)
+    assert torch.equal(torch.matmul(S.T, A.T), S.T @ A.T)
+    with pytest.raises(TypeError):
+        torch.matmul(A, S, out=torch.empty(5, 5))
+
+
 def test_adjoint_identity(kind):
     torch.manual_seed(0)
     S = kind(5, 33, seed=1, dtype=torch.float64)
@@ -116,7 +126,15 @@ def test_bad_input(kind):
         kind(1, 5, dtype=torch.int32)
     with pytest.raises(ShapeError, match=r"must be 5 to meet a sketch of shape \(4, 5\)"):
         S @ torch.ones(4, 5)
-    with pytest.raises(DTypeError, match=r"use S.to\(dtype=torch.float64\)"):
+    with pytest.raises(ShapeError, match=r"dimension -1 of the operand, of shape \(3, 5\), must be 4"):
+        torch.ones(3, 5) @ S
+    with pytest.raises(ShapeError, match=r"dimension -1 of the operand, of shape \(3, 4\), must be 5"):
+        torch.ones(3, 4) @ S.T
+    with pytest.raises(DTypeError, match="must be a floating dtype"):
+        S.to(dtype=torch.int64)
+    with pytest.raises(TypeError, match="must be slices or ranges, not int"):
+        S.block(1, 2)
+    with pytest.raises(DTypeError, match=r"cast the operand, A.to\(torch.float32\)"):
         S @ torch.ones(5, dtype=torch.float64)
     with pytest.raises(TypeError, match="a sketch multiplies tensors"):
         S @ 3.0

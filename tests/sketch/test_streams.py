@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from panther.errors import DTypeError, ShapeError
 from panther.sketch import STREAM_VERSION, check_seed, draw_seed, signs
 
 GOLDEN_0_0 = ["++++++++++--+++-+---------++--++", "--+-+--+--++++---+++-+++-+-+-+++"]
@@ -69,3 +70,20 @@ def test_check_seed():
     for wrong in (1.0, "1", True):
         with pytest.raises(TypeError, match="seed must be an integer"):
             check_seed(wrong)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "match"),
+    [
+        ((0, 0, range(0, 8, 2), range(8)), {}, ShapeError, r"rows=range\(0, 8, 2\) must be a range of step 1"),
+        ((0, 0, range(8), range(-1, 8)), {}, ShapeError, r"cols=range\(-1, 8\) must be a range of step 1 from 0"),
+        ((0, 0, range(5, 0, -1), range(8)), {}, ShapeError, "must be a range of step 1"),
+        ((0, 0, 2, 3), {}, ShapeError, "rows=2 must be a range"),
+        ((2**64, 0, range(2), range(2)), {}, ValueError, "2\\^63"),
+        ((-1, 0, range(2), range(2)), {}, ValueError, "2\\^63"),
+        ((0, 0, range(2), range(2)), {"dtype": torch.bool}, DTypeError, "must be a floating dtype"),
+    ],
+)
+def test_bad_requests(args, kwargs, error, match):
+    with pytest.raises(error, match=match):
+        signs(*args, **kwargs)
