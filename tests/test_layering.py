@@ -226,4 +226,4 @@ def test_the_path_check_objects():
     assert machine_paths(f"see {slash}home/ann/panther")
     assert machine_paths(f"{slash}work/main")
     assert machine_paths(f"in {ROOT}/tests")
-    assert machine_paths("https://example.org/home/ann/x and a/root/b and /tmp/x and the root/leaf") == []
+    assert machine_paths(f"https://example.org/home/ann/x and a{slash}root{slash}b and /tmp/x and the root/leaf") == []
