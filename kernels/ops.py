@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from ._backend import backend
 
 # Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512, float32 and bfloat16): joining wins from
 # about 4 R rows on. Below, bfloat16 would gain from it on one thread and lose on two: its products are slow to call.
@@ -50,7 +51,10 @@ def sketched_matmul(
         torch.Size([2, 2])
     """
     # A compiled graph may serve any batch, so it must not branch on one; Inductor fuses what the chain writes twice.
-    if torch.compiler.is_compiling() or x.shape[0] < _JOIN_ROWS_PER_RANK * S1.shape[1]:
+    if torch.compiler.is_compiling():
+        return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
+    backend()  # raises if PANTHER_KERNELS insists on what cannot run
+    if x.shape[0] < _JOIN_ROWS_PER_RANK * S1.shape[1]:
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     product = _Joined.apply if torch.is_grad_enabled() else _Joined.forward
     return product(x, S1, U1, S2, U2, bias, scale)[0]

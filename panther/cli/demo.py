@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--hidden", type=_positive, default=512, help="width of the hidden layers")
     parser.add_argument("--sketch-size", type=_positive, default=8, help="rank R of sketched and low-rank layers")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
-    parser.add_argument("--seed", type=_not_negative, default=0, help="seed of the first run")
+    parser.add_argument("--seed", type=_seed, default=0, help="seed of the first run")
     parser.add_argument("--runs", type=_positive, default=4, help="seeds to average over")
     parser.add_argument("--out", default="panther-demo", help="folder for the models and the plot")
     parser.set_defaults(run=run)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if 4 * args.sketch_size >= args.hidden:
         print(
             f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by no fewer "
-            f"numbers than a dense layer: sketching pays below --sketch-size {args.hidden // 4}",
+            "numbers than a dense layer: sketching pays while --hidden is more than four times --sketch-size",
             file=sys.stderr,
         )
     from panther.cli._digits import Settings, train_all
@@ -237,8 +237,11 @@ def _positive(text: str) -> int:
     return _at_least(text, 1)
 
 
-def _not_negative(text: str) -> int:
-    return _at_least(text, 0)
+def _seed(text: str) -> int:
+    value = _at_least(text, 0)
+    if value >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{value} must be below 2^32")
+    return value
 
 
 def _at_least(text: str, least: int) -> int:

@@ -80,7 +80,8 @@ def data_parallel(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, SketchedModule)
-        for name in module._buffers
+        for name in (*module.sketch_names, "sketch_seed")
+        if name in module._buffers
     ]
     device = next(model.parameters()).device
     users = getattr(model, "_ddp_params_and_buffers_to_ignore", [])

@@ -52,7 +52,7 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
             raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
         if dist.get_rank() == src:  # the others' seeds do not matter
             for layer in layers.values():
-                layer.refresh_sketches_()
+                layer.check_record()
         return {f"layer {name!r}": _describe(layer) for name, layer in layers.items()} | {"src": str(src)}
 
     _agree(describe, group, ranks, "build the same model on every rank, and pass the same src")
@@ -100,7 +100,7 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     def describe() -> dict[str, str]:
         described = {}
         for name, layer in _sketched_layers(model).items():
-            layer.refresh_sketches_()
+            layer.check_record()
             described[f"layer {name!r}"] = f"{_describe(layer)}, {_contents(layer)}"
         return described
 
@@ -138,7 +138,10 @@ def _agree(describe: Callable[[], dict[str, str]], group: dist.ProcessGroup | No
 def _describe(layer: SketchedModule) -> str:
     shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer.sketch_shapes().items())
     mode = "fitted" if layer.is_fitted else "seeded"
-    return f"{mode} {type(layer).__name__} with num_terms={layer.num_terms}, {shapes}"
+    like = layer.sketch_like()
+    if layer.is_fitted and like.is_meta:
+        raise DistributedError("a fitted layer is on the meta device and has no sketches to send: load it first")
+    return f"{mode} {type(layer).__name__} in {like.dtype} with num_terms={layer.num_terms}, {shapes}"
 
 
 def _contents(layer: SketchedModule) -> str:

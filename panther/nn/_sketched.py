@@ -146,20 +146,25 @@ class SketchedModule(nn.Module):
         record = self._record(self.seed)
         with torch.inference_mode(False):
             mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
+        self._buffers.pop("sketch_seed", None)  # always last: averaged models pair buffers by their order
         self.register_buffer("sketch_seed", mirror)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Draw the sketches when the layer leaves the meta device, by ``to_empty`` say: nothing else would."""
         was_meta = self.sketch_like().is_meta
         super()._apply(fn, recurse)
-        if was_meta and self.seed is not None and not self.sketch_like().is_meta:
-            self.set_seeded_(self.seed)
+        if was_meta and not self.sketch_like().is_meta:
+            if self.seed is None:
+                self._mirror_seed()
+            else:
+                self.set_seeded_(self.seed)
         return self
 
     def check_record(self) -> None:
-        """Raise SketchMismatchError if ``sketch_seed``, as it would be saved, is no valid record of this layer."""
-        self._settle_record()
-        self._read_record(self.sketch_seed, "sketch_seed")
+        """Settle ``sketch_seed`` as for saving, and raise SketchMismatchError if it is no valid record even then."""
+        if _has_values(self.sketch_seed):
+            self._settle_record()
+            self._read_record(self.sketch_seed, "sketch_seed")
 
     def _record(self, seed: int | None) -> list[int]:
         head = [_FITTED if seed is None else seed, self.num_terms, STREAM_VERSION]
@@ -218,6 +223,9 @@ class SketchedModule(nn.Module):
         if fitted:
             expected |= {name: torch.Size(shape) for name, shape in self.sketch_shapes().items()}
 
+        for name in [name for name in expected if name in state and not isinstance(state[name], Tensor)]:
+            error_msgs.append(f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}.")
+            return
         missing = [prefix + name for name in expected if name not in state]
         unexpected = [
             prefix + name for name in state if name not in expected and name.partition(".")[0] not in self._modules

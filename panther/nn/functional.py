@@ -55,8 +55,9 @@ def sketched_linear(
         x, S1, U1, S2, U2, bias = (_autocast(tensor) for tensor in (x, S1, U1, S2, U2, bias))  # type: ignore[assignment]
     _check(x, S1, U1, S2, U2, bias)
     if x.dtype is torch.float16 and scale != 1.0:
-        # Products with signs grow with the square root of the width, and float16 ends at 65,504.
-        x, scale = x * scale, 1.0
+        # Products with signs grow with the square root of the width, and float16 ends at 65,504. It ends at 6e-8 too,
+        # so the signs are scaled and not the input.
+        U1, U2, scale = U1 * scale, U2 * scale, 1.0
     if x.is_nested:
         # Nested tensors support linear, and little else of what is needed here.
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)
@@ -75,6 +76,8 @@ def _autocast(tensor: Tensor | None) -> Tensor | None:
 
 
 def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> None:
+    if S1.dim() != 2 or U1.dim() != 2:
+        raise ShapeError(f"factors must have two dimensions: got S1 {tuple(S1.shape)}, U1 {tuple(U1.shape)}")
     in_features, R = S1.shape
     out_features = U1.shape[-1]
     if U1.shape != (R, out_features) or S2.shape != U1.shape or U2.shape != S1.shape:
@@ -87,6 +90,9 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
     if x.dim() == 0 or x.size(-1) != in_features:
         shape = "a nested tensor" if x.is_nested else tuple(x.shape)
         raise ShapeError(f"the last dimension of the input, {shape}, must be in_features={in_features}: reshape it")
+    if not (S1.dtype == U1.dtype == S2.dtype == U2.dtype) or (bias is not None and bias.dtype != S1.dtype):
+        found = [None if tensor is None else tensor.dtype for tensor in (S1, U1, S2, U2, bias)]
+        raise DTypeError(f"S1, U1, S2, U2 and bias must share a dtype and have {found}: cast them to one")
     if x.dtype != S1.dtype:
         other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
         raise DTypeError(f"the input is {x.dtype} and the layer {S1.dtype}: cast the input, x.to({S1.dtype}){other}")

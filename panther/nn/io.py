@@ -50,7 +50,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
 
     Seeded sketches cost their seed, and tensors that are shared are stored once. A wrapper of the whole model, by
     torch.compile or DistributedDataParallel, is left out. Both files are written beside their final names and renamed
-    when whole, so a crash leaves an older save readable.
+    when whole, so a crash while writing leaves an older save as it was.
 
     Args:
         model: Any module, with sketched layers or without.
@@ -193,6 +193,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _check_plain(name: str, module: SketchedModule) -> None:
     module.check_record()
     own = {key for key, tensor in module._parameters.items() if tensor is not None} | {"sketch_seed"}
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if len(dtypes) > 1:
+        raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
     extra = sorted(module.state_dict().keys() ^ own)
     if extra:
         raise FormatError(
@@ -211,12 +214,15 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             raise FormatError(f"state_dict entry {name!r} is a {type(value).__name__}: only tensors can be saved")
         if value.is_meta:
             raise FormatError(f"{name!r} is on the meta device and has no values: load or initialise the model first")
+        if value.layout is not torch.strided:
+            raise FormatError(f"{name!r} has layout {value.layout}: only dense tensors can be saved")
+        value = value.detach().resolve_conj().resolve_neg()
         place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         if value.numel() and place in seen:
             aliases[name] = seen[place]
         else:
             seen[place] = name
-            tensors[name] = value.detach().contiguous()
+            tensors[name] = value.contiguous()
     storages: set[int] = set()
     for name, value in tensors.items():  # views of one storage that differ: safetensors wants them apart
         if value.numel():
@@ -318,8 +324,10 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
     if mode != spec.get("mode") or dtypes != {dtype}:
         found = ", ".join(sorted(map(str, dtypes)))
         raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
-    trained = [parameter.requires_grad for parameter in old.parameters()]
-    return module.train(old.training).requires_grad_(any(trained) or not trained)
+    trained = {key: parameter.requires_grad for key, parameter in old.named_parameters(recurse=False)}
+    for key, parameter in module.named_parameters():
+        parameter.requires_grad_(trained.get(key, trained.get("weight", True)))
+    return module.train(old.training)
 
 
 def _check_replaced(name: str, old: nn.Module, args: dict[str, Any]) -> None:

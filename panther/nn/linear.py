@@ -200,6 +200,7 @@ class SKLinear(SketchedModule):
                     level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
                     sign = signs(seed, stream, range(U.shape[0]), range(U.shape[1]), dtype=U.dtype, device=U.device)
                     U.copy_(level * sign)
+            self._mirror_seed()
         else:
             level = 1.0
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
@@ -350,7 +351,7 @@ class SKLinear(SketchedModule):
     def stacked_to_factors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Translate S1s, U1s, S2s, U2s: to this layer's seed if they are its sketches, else to a fitted layer."""
         stacked = {"S1s": self.S1s, "U1s": self.U1s, "S2s": self.S2s, "U2s": self.U2s}
-        if any(name not in state or state[name].shape != view.shape for name, view in stacked.items()):
+        if any(getattr(state.get(name), "shape", None) != view.shape for name, view in stacked.items()):
             return state
         L = self.num_terms
         factors = {name: value for name, value in state.items() if name not in stacked}

@@ -90,7 +90,7 @@ def signs(
     Raises:
         ShapeError: If ``rows`` or ``cols`` is no range of step 1.
         DTypeError: If ``dtype`` is not floating.
-        ValueError: If ``seed`` is outside ``[0, 2^63)``.
+        ValueError: If ``seed`` is outside ``[0, 2^63)``, or ``stream`` outside ``[0, 2^32)``.
 
     Cost: one Philox call for each row and each 128 columns touched.
 
@@ -100,6 +100,8 @@ def signs(
         True
     """
     check_floating("dtype", dtype)
+    if not 0 <= stream < 1 << 32:
+        raise ValueError(f"stream={stream} must be in [0, 2^32): number the matrices of a seed from 0")
     for name, part in (("rows", rows), ("cols", cols)):
         if not isinstance(part, range) or (len(part) and (part.step != 1 or part.start < 0)):
             raise ShapeError(f"{name}={part!r} must be a range of step 1 from 0 or more: use range(start, stop)")

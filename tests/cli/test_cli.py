@@ -58,6 +58,7 @@ def test_doctor_gives_the_install_line_of_what_is_missing(capsys, monkeypatch):
         (["demo", "--nproc", "0"], "argument --nproc: 0 must be at least 1"),
         (["demo", "--epochs", "many"], "argument --epochs: 'many' is not a whole number"),
         (["demo", "--seed", "-1"], "argument --seed: -1 must be at least 0"),
+        (["demo", "--seed", str(2**32)], "argument --seed: 4294967296 must be below 2^32"),
         (["demo", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["demo", "--sketch"], "argument --sketch-size: expected one argument"),
         (["demo", "--frobnicate"], "unrecognized arguments: --frobnicate"),
@@ -139,11 +140,14 @@ def test_demo_end_to_end(tmp_path):
     for kind in ("dense", "sketched", "low-rank"):
         assert json.loads((out / f"{kind}-0" / "panther.json").read_text())["format"] == "panther"
     lines = {
-        line[:30].strip(): line[30:].split() for line in done.stdout.splitlines() if line.startswith(("param", "grad"))
+        line[:30].strip(): line[30:].split()
+        for line in done.stdout.splitlines()
+        if line.startswith(("param", "grad", "sketch "))
     }
     assert lines["parameters"] == ["42,634", "11,914", "11,914"]
     # Every parameter's gradient is sent once, in float32.
     assert lines["gradient bytes sent a step"] == ["170,536", "47,656", "47,656"]
+    assert lines["sketch bytes sent, once"] == ["0", "32", "0"]
     assert done.stdout.count("identical") == 3
     assert done.stderr == ""
 

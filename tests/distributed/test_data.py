@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from panther.distributed import CommunicationCounter, DistributedSketchedModel, data_parallel, launch, verify_sketches
 from panther.errors import PerformanceWarning, ShapeError
@@ -81,6 +82,19 @@ def test_forwards_do_not_send_the_sketches_again():
         sketches = 2 * (2 * 256 * 4 * 4 + 32)
         assert ours == (batch_norm, parameter_bytes)
         assert plain == (batch_norm + sketches, parameter_bytes)
+
+
+@pytest.mark.distributed
+def test_buffers_that_users_add_are_synchronised_as_ddp_does():
+    def rank():
+        torch.manual_seed(dist.get_rank())
+        layer = prune.random_unstructured(SKLinear(64, 48, 4), "S1", 0.5)
+        model = data_parallel(nn.Sequential(layer))
+        return model(torch.ones(2, 64)).detach(), layer.S1_mask
+
+    first, second = on_ranks(rank)
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(first[0], second[0])
 
 
 @pytest.mark.distributed

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import panther as pr
 from panther.distributed import CommunicationCounter, launch, sync_sketches, verify_sketches
@@ -83,6 +84,52 @@ def test_a_mismatch_names_layer_ranks_seeds_and_fix_on_every_rank():
     assert errors[0].endswith("call sync_sketches(model) on every rank before training")
 
 
+def test_a_fitted_mismatch_of_order_alone_is_seen():
+    def rank():
+        torch.manual_seed(0)
+        net = model(seed=1, fitted=True)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                net[1].U1.copy_(net[1].U1.flip(1))
+        return error_of(verify_sketches, net)
+
+    assert all("layer '1' is fitted" in error for error in on_ranks(rank))
+
+
+def test_different_dtypes_are_refused_before_bytes_are_misread():
+    def rank():
+        torch.manual_seed(0)
+        net = model(seed=1, fitted=True)
+        return error_of(sync_sketches, net.bfloat16() if dist.get_rank() == 0 else net)
+
+    first, second = on_ranks(rank)
+    assert first == second
+    assert "fitted SKLinear in torch.bfloat16" in first
+
+
+def test_a_fitted_layer_without_values_is_told_to_all():
+    def rank():
+        net = model(seed=1, fitted=True)
+        return error_of(sync_sketches, net.to("meta") if dist.get_rank() == 1 else net)
+
+    first, second = on_ranks(rank)
+    assert first == second
+    assert "rank 1: a fitted layer is on the meta device and has no sketches to send" in first
+
+
+def test_averaged_models_verify():
+    def rank():
+        layer = SKLinear(64, 64, 2, seed=2**62 + 12345)
+        mean = AveragedModel(layer, use_buffers=True)
+        for _ in range(3):
+            mean.update_parameters(layer)
+        verify_sketches(mean)
+        sync_sketches(mean)
+        return mean.module.seed
+
+    assert on_ranks(rank) == [2**62 + 12345] * 2
+
+
 def test_a_fitted_mismatch_is_seen_to_the_last_bit():
     def rank():
         torch.manual_seed(0)
@@ -129,6 +176,7 @@ def test_a_damaged_seed_of_the_source_is_told_to_all_and_another_ranks_repaired(
         net = model(seed=3)
         if dist.get_rank() == 1:
             net[1].sketch_seed[0] += 1
+            net[1].U1.zero_()  # beside sound sketches the record would be written anew
         return error_of(fn, net, src) if fn is sync_sketches else error_of(fn, net), net[1].sketch_seed.tolist()
 
     for src, fn in ((1, sync_sketches), (0, verify_sketches)):

@@ -1,5 +1,6 @@
 import pytest
-from panther.kernels import _backend, backend
+import torch
+from panther.kernels import _backend, backend, sketched_matmul
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +22,9 @@ def test_an_explicit_triton_that_cannot_run_raises(monkeypatch):
     monkeypatch.setenv("PANTHER_KERNELS", "triton")
     with pytest.raises(RuntimeError, match="PANTHER_KERNELS=auto"):
         backend()
+    operands = [torch.ones(2, 2)] * 5
+    with pytest.raises(RuntimeError, match="PANTHER_KERNELS=auto"):
+        sketched_matmul(*operands)
 
 
 def test_unknown_backend_names_the_known(monkeypatch):

@@ -66,6 +66,19 @@ def test_float16_overflows_no_earlier_than_the_dense_layer(rows, autocast):
     assert_close(out, exact)
 
 
+def test_float16_keeps_small_inputs_and_large_gradients():
+    torch.manual_seed(0)
+    layer = SKLinear(1024, 1024, 2, 64, bias=False)
+    x = 1e-4 * torch.randn(4, 1024)
+    exact = layer.double()(x.half().double())
+    assert_close(layer.half()(x.half()), exact)
+    layer = SKLinear(256, 8192, 1, 16).half()
+    x = torch.randn(4, 256).half().requires_grad_()
+    grad = 1000 * torch.randn(4, 8192).half()
+    (ours,) = torch.autograd.grad(layer(x), x, grad)
+    assert_close(ours, grad.double() @ layer.double().weight.detach(), torch.float16)
+
+
 def test_bad_input_says_the_rule_the_values_and_the_fix():
     S1, U1, S2, U2 = operands()
     with pytest.raises(ShapeError, match=r"last dimension of the input, \(2, 7\), must be in_features=6"):
@@ -80,5 +93,11 @@ def test_bad_input_says_the_rule_the_values_and_the_fix():
         sketched_linear([1.0], S1, U1, S2, U2)
     with pytest.raises(ShapeError, match=r"S1 and U2 must be \(in, R\)"):
         sketched_linear(torch.ones(2, 6), S1, U1, S2, U1)
+    for wrong in ((S1, U1.double(), S2, U2), (S1, U1, S2.double(), U2), (S1, U1, S2, U2, torch.ones(5).double())):
+        with pytest.raises(DTypeError, match="must share a dtype"):
+            sketched_linear(torch.ones(2, 6), *wrong)
+    for wrong in (S1[:, 0], S1[None]):
+        with pytest.raises(ShapeError, match="factors must have two dimensions"):
+            sketched_linear(torch.ones(2, 6), wrong, U1, S2, U2)
     with pytest.raises(ShapeError, match=r"bias must have shape \(5,\), not \(6,\)"):
         sketched_linear(torch.ones(2, 6), S1, U1, S2, U2, torch.ones(6))

@@ -309,6 +309,22 @@ def test_integers_for_weights_are_refused_before_anything_is_replaced(folder):
 def test_what_was_frozen_stays_frozen(folder):
     model = unsketched().requires_grad_(False)
     assert not any(p.requires_grad for p in pr.load_compressed(folder, model).parameters())
+    model = sketched()
+    model[0].S2.requires_grad_(False)
+    model[3][0].freeze_sketches_()
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    restored = pr.load_compressed(folder, model)
+    assert {name: p.requires_grad for name, p in restored.named_parameters()} == flags
+
+
+def test_conjugates_are_no_aliases(tmp_path):
+    model, other = nn.Module(), nn.Module()
+    z = torch.tensor([1 + 2j, 3 + 4j])
+    for name, value in {"z": z, "w": z.conj()}.items():
+        model.register_buffer(name, value)
+        other.register_buffer(name, torch.zeros(2, dtype=torch.complex64))
+    pr.save_compressed(model, tmp_path)
+    assert torch.equal(pr.load_compressed(tmp_path, other).w, z.conj().resolve_conj())
 
 
 def test_wrappers_are_left_out(tmp_path):
@@ -326,6 +342,14 @@ def test_both_files_can_be_read_by_whom_the_umask_allows(folder):
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    mixed = pr.nn.SKLinear(64, 48, 2)
+    mixed.bias.data = mixed.bias.data.double()
+    with pytest.raises(FormatError, match=r"mixes torch.float32, torch.float64: cast it to one dtype"):
+        pr.save_compressed(mixed, tmp_path)
+    sparse = nn.Module()
+    sparse.register_buffer("s", torch.eye(3).to_sparse())
+    with pytest.raises(FormatError, match=r"'s' has layout torch.sparse_coo: only dense tensors"):
+        pr.save_compressed(sparse, tmp_path)
     with pytest.raises(FormatError, match="has S1_mask besides or instead: remove the parametrization or pruning"):
         pr.save_compressed(nn.Sequential(prune.l1_unstructured(pr.nn.SKLinear(64, 48, 2), "S1", 0.5)), tmp_path)
     broken = pr.nn.SKLinear(64, 48, 2)

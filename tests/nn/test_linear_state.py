@@ -230,6 +230,46 @@ def test_a_seed_under_meta_and_fake_tensors_is_the_generators():
         assert layer.seed == expected
 
 
+def test_a_fitted_layer_that_leaves_meta_or_is_emptied_can_be_saved():
+    emptied = fitted()
+    emptied.sketch_seed.fill_(7)  # as to_empty may leave it
+    for layer in (fitted().to("meta").to_empty(device="cpu"), emptied):
+        layer.reset_parameters()
+        assert layer.sketch_seed[:3].tolist() == [-1, 2, 1]
+        fresh = seeded()
+        fresh.load_state_dict(layer.state_dict())
+        assert torch.equal(fresh(X), layer(X))
+
+
+def test_a_fitted_checkpoint_without_values_makes_a_fitted_layer():
+    with torch.device("meta"):
+        layer = SKLinear(64, 48, 2, 2)
+    layer.load_state_dict(fitted().to("meta").state_dict(), assign=True)
+    assert layer.is_fitted
+
+
+def test_buffers_keep_their_order_through_changes_of_mode():
+    layer = fitted()
+    layer.load_state_dict(seeded().state_dict())
+    assert [name for name, _ in layer.named_buffers()] == [name for name, _ in seeded().named_buffers()]
+
+
+def test_stacked_sketches_of_another_scale_are_not_the_layers_own():
+    layer = seeded()
+    stacked = {name: getattr(layer, name).clone() for name in ("S1s", "U1s", "S2s", "U2s")} | {"bias": layer.bias.data}
+    stacked["U1s"] *= 1.25
+    other = seeded()
+    other.load_state_dict(stacked)
+    assert other.is_fitted
+    assert not torch.allclose(other(X), layer(X))
+
+
+def test_what_is_no_tensor_is_torchs_error():
+    layer = seeded()
+    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading .*(?s:.)*S1 must be a tensor, not list"):
+        layer.load_state_dict({**layer.state_dict(), "S1": [1, 2]})
+
+
 def test_the_sketches_of_a_frozen_layer_are_loaded_frozen():
     layer = seeded().requires_grad_(False)
     layer.load_state_dict(fitted().state_dict())

@@ -45,6 +45,7 @@ def test_manual_seed_governs_drawn_seeds():
     torch.manual_seed(5)
     assert [draw_seed() for _ in range(3)] == first
     assert len(set(first)) == 3
+    assert max(draw_seed() for _ in range(40)) > 2**62  # all 63 bits are used: false by chance once in 2^40
     assert all(0 <= seed < 2**63 and type(seed) is int for seed in first)
 
 
@@ -81,6 +82,8 @@ def test_check_seed():
         ((0, 0, 2, 3), {}, ShapeError, "rows=2 must be a range"),
         ((2**64, 0, range(2), range(2)), {}, ValueError, "2\\^63"),
         ((-1, 0, range(2), range(2)), {}, ValueError, "2\\^63"),
+        ((0, -1, range(2), range(2)), {}, ValueError, "stream=-1 must be in"),
+        ((0, 2**32, range(2), range(2)), {}, ValueError, "stream=4294967296 must be in"),
         ((0, 0, range(2), range(2)), {"dtype": torch.bool}, DTypeError, "must be a floating dtype"),
     ],
 )
