@@ -1,7 +1,7 @@
 """Kernels for sketched layers: a torch reference, and one dispatch. Knows nothing of the rest of Panther."""
 
-from ._backend import backend, triton_available
+from ._backend import backend
 from .ops import sketched_matmul
 from .reference import philox_4x32, sign_block
 
-__all__ = ["backend", "philox_4x32", "sign_block", "sketched_matmul", "triton_available"]
+__all__ = ["backend", "philox_4x32", "sign_block", "sketched_matmul"]

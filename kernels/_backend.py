@@ -1,22 +1,15 @@
-"""Which kernels run: decided once, from what is installed and from ``PANTHER_KERNELS``.
+"""Which kernels run: decided once, by ``PANTHER_KERNELS`` and by what there is.
 
 ``PANTHER_KERNELS=auto`` (the default) uses Triton kernels where they exist and can run and the torch reference
 elsewhere; ``torch`` always takes the reference; ``triton`` insists, and raises where it cannot be had.
 """
 
-__all__ = ["backend", "triton_available"]
+__all__ = ["backend"]
 
 import os
 from functools import lru_cache
-from importlib.util import find_spec
 
 _CHOICES = ("auto", "torch", "triton")
-
-
-@lru_cache(maxsize=1)
-def triton_available() -> bool:
-    """Whether the ``triton`` package is installed; it is not imported to find out."""
-    return find_spec("triton") is not None
 
 
 @lru_cache(maxsize=1)
