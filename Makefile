@@ -24,6 +24,7 @@ lint: .venv/.all-stamp
 	.venv/bin/mypy
 
 docs: .venv/.all-stamp
+	rm -rf docs/api/generated  # pages of names that are gone would be warned of
 	.venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 bench: .venv/.all-stamp
