@@ -2,6 +2,14 @@
 
 from ._backend import backend
 from .ops import sketched_matmul
-from .reference import philox_4x32, sign_block
+from .reference import normal_block, philox_4x32, sign_block, uniform_block, word_block
 
-__all__ = ["backend", "philox_4x32", "sign_block", "sketched_matmul"]
+__all__ = [
+    "backend",
+    "normal_block",
+    "philox_4x32",
+    "sign_block",
+    "sketched_matmul",
+    "uniform_block",
+    "word_block",
+]

@@ -7,7 +7,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import errors, nn, sketch
+from . import errors, linalg, nn, sketch
 from ._version import __version__
 from .nn.io import load_compressed, save_compressed
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _LAZY = ("distributed",)  # PEP 562: imported when first asked for
 
-__all__ = ["__version__", "distributed", "errors", "load_compressed", "nn", "save_compressed", "sketch"]
+__all__ = ["__version__", "distributed", "errors", "linalg", "load_compressed", "nn", "save_compressed", "sketch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,20 +3,23 @@
 __all__ = ["SketchingOperator", "TransposedSketch"]
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from panther.errors import DTypeError, ShapeError, check_floating, check_size
-from panther.sketch.streams import check_seed
+from panther.errors import DTypeError, FormatError, ShapeError, check_floating, check_size
+from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
 
 
 class SketchingOperator(ABC):
     """A random matrix S of shape (d, m), d the sketch size, defined by a seed.
 
     ``S @ A`` sketches the columns of A, ``A @ S.T`` its rows; both take batched right-hand sides and are
-    differentiable in A. Unless ``scale=False``, S is isometric in expectation: E ||S x||^2 = ||x||^2.
+    differentiable in A, and ``S @ A`` takes a two-dimensional sparse A too. Unless ``scale=False``, S is isometric in
+    expectation: E ||S x||^2 = ||x||^2. What a product draws is kept for the next one (up to 2^24 numbers); it is
+    neither copied nor saved with the operator.
 
     Args:
         d: Sketch size, the number of rows.
@@ -30,7 +33,16 @@ class SketchingOperator(ABC):
     Raises:
         ShapeError: If a size is negative.
         DTypeError: If ``dtype`` is not a floating one.
+        ValueError: If ``seed`` or ``stream`` is outside its range.
     """
+
+    _kinds: ClassVar[dict[str, type["SketchingOperator"]]] = {}
+    _options: ClassVar[tuple[str, ...]] = ()  # what a kind's constructor takes beyond the arguments above
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.__name__.startswith("_"):
+            SketchingOperator._kinds[cls.__name__] = cls
 
     def __init__(
         self,
@@ -46,14 +58,37 @@ class SketchingOperator(ABC):
         check_floating("dtype", dtype)
         self.shape = torch.Size((check_size("d", d, least=0), check_size("m", m, least=0)))
         self.seed = check_seed(seed)
-        self.stream = stream
-        self.scale = scale
+        self.stream = check_stream(stream)
+        self.scale = bool(scale)
+        self.version = STREAM_VERSION
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.device = torch.get_default_device() if device is None else torch.device(device)
+        self._drawn: Any = None
 
     @abstractmethod
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
-        """The entries at ``rows`` and ``cols`` (contiguous), drawn without the others."""
+        """The entries at ``rows`` and ``cols``, drawn without the others.
+
+        Args:
+            rows: Contiguous slice or range of rows, step 1.
+            cols: The same for columns.
+
+        Raises:
+            TypeError: If they are neither slices nor ranges.
+            ShapeError: If a step is not 1, or a range leaves the matrix.
+        """
+
+    @abstractmethod
+    def _apply(self, A: Tensor) -> Tensor:
+        """``S @ A`` for dense A of shape (*batch, m, n) and this dtype; autograd is not this method's affair."""
+
+    @abstractmethod
+    def _apply_transposed(self, A: Tensor) -> Tensor:
+        """``S.T @ A`` for dense A of shape (*batch, d, n)."""
+
+    def _apply_to_sparse(self, A: Tensor) -> Tensor:
+        """``S @ A`` for A of shape (m, n), of a sparse layout."""
+        return (A.t() @ self.dense().mT).mT
 
     def dense(self) -> Tensor:  # (d, m)
         """The whole matrix."""
@@ -64,25 +99,76 @@ class SketchingOperator(ABC):
         """The transpose, as an operator."""
         return TransposedSketch(self)
 
+    mT = T
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same sketch on another device or in another dtype."""
         check_floating("dtype", dtype)
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin.__setstate__(self.__getstate__())
         twin.device = self.device if device is None else torch.device(device)
         twin.dtype = self.dtype if dtype is None else dtype
         return twin
 
+    def to_dict(self) -> dict[str, Any]:
+        """What defines the matrix, as numbers and strings that JSON can hold.
+
+        Example:
+            >>> from panther.sketch import SignSketch
+            >>> SignSketch(2, 5, seed=7).to_dict()  # doctest: +NORMALIZE_WHITESPACE
+            {'kind': 'SignSketch', 'd': 2, 'm': 5, 'seed': 7, 'stream': 0, 'scale': True, 'version': 1,
+             'dtype': 'float32'}
+        """
+        return {
+            "kind": type(self).__name__,
+            "d": self.shape[0],
+            "m": self.shape[1],
+            "seed": self.seed,
+            "stream": self.stream,
+            "scale": self.scale,
+            "version": self.version,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **{name: getattr(self, name) for name in self._options},
+        }
+
+    @staticmethod
+    def from_dict(saved: Mapping[str, Any], device: torch.device | str | None = None) -> "SketchingOperator":
+        """The operator that :meth:`to_dict` described.
+
+        Raises:
+            FormatError: If a key is missing or unknown, or the kind or the version is one that this Panther lacks.
+
+        Example:
+            >>> from panther.sketch import SignSketch
+            >>> S = SignSketch(2, 5, seed=7)
+            >>> torch.equal(SketchingOperator.from_dict(S.to_dict()).dense(), S.dense())
+            True
+        """
+        arguments = dict(saved)
+        kind = SketchingOperator._kinds.get(arguments.pop("kind", None))
+        if kind is None:
+            known = ", ".join(SketchingOperator._kinds)
+            raise FormatError(f"kind={saved.get('kind')!r} of a sketch must be one of {known}: upgrade Panther")
+        expected = {"d", "m", "seed", "stream", "scale", "version", "dtype", *kind._options}
+        if set(arguments) != expected:
+            wrong = ", ".join(sorted(expected ^ set(arguments)))
+            raise FormatError(f"a saved {kind.__name__} must have exactly the keys of to_dict(): {wrong} differ")
+        if (version := arguments.pop("version")) != STREAM_VERSION:
+            raise FormatError(f"stream version {version} of a sketch must be {STREAM_VERSION}: upgrade Panther")
+        dtype = getattr(torch, str(arguments.pop("dtype")), None)
+        if not isinstance(dtype, torch.dtype):
+            raise FormatError(f"dtype={saved['dtype']!r} of a sketch must name one of torch: 'float32', say")
+        return kind(**arguments, dtype=dtype, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_drawn": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def __matmul__(self, A: Tensor) -> Tensor:
         """``S @ A`` for A of shape (m,) or (*batch, m, n)."""
-        _check_operand(self, A, -2, self.shape[1])
-        return self._apply(A)
-
-    def _apply(self, A: Tensor) -> Tensor:
-        return self.dense() @ A
-
-    def _apply_transposed(self, A: Tensor) -> Tensor:
-        return self.dense().mT @ A
+        return _multiply(self, A)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,33 +179,23 @@ class SketchingOperator(ABC):
         if not isinstance(left, Tensor):
             return left @ right
         _check_operand(right, left, -1, right.shape[0])
-        return right._apply_transposed(left) if left.ndim == 1 else right._apply_transposed(left.mT).mT
+        if left.layout != torch.strided:
+            return (right.T @ left.t()).mT
+        return right.T @ left if left.ndim == 1 else (right.T @ left.mT).mT
 
     def __repr__(self) -> str:
+        options = "".join(f"{name}={getattr(self, name)!r}, " for name in self._options)
         return (
-            f"{type(self).__name__}({self.shape[0]}, {self.shape[1]}, seed={self.seed}, dtype={self.dtype}, "
+            f"{type(self).__name__}({self.shape[0]}, {self.shape[1]}, {options}seed={self.seed}, dtype={self.dtype}, "
             f"device='{self.device}')"
         )
-
-
-def _check_operand(S: "SketchingOperator | TransposedSketch", A: Tensor, dim: int, size: int) -> None:
-    if not isinstance(A, Tensor) or A.ndim == 0:
-        raise TypeError(f"a sketch multiplies tensors of one or more dimensions, not {type(A).__name__}")
-    dim = -1 if A.ndim == 1 else dim
-    if A.shape[dim] != size:
-        raise ShapeError(
-            f"dimension {dim} of the operand, of shape {tuple(A.shape)}, must be {size} to meet a sketch of "
-            f"shape {tuple(S.shape)}: transpose the operand or change the sketch's size"
-        )
-    if A.dtype != S.dtype:
-        raise DTypeError(f"the operand is {A.dtype} and the sketch {S.dtype}: cast the operand, A.to({S.dtype})")
 
 
 class TransposedSketch:
     """The transpose of a sketching operator; ``A @ S.T`` is its reason to be."""
 
     def __init__(self, base: SketchingOperator) -> None:
-        self.T = base
+        self.T = self.mT = base
         self.shape = base.shape[::-1]
         self.seed, self.dtype, self.device = base.seed, base.dtype, base.device
 
@@ -137,13 +213,60 @@ class TransposedSketch:
 
     def __matmul__(self, A: Tensor) -> Tensor:
         """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
-        _check_operand(self, A, -2, self.shape[1])
-        return self.T._apply_transposed(A)
-
-    def _apply_transposed(self, A: Tensor) -> Tensor:
-        return self.T._apply(A)
+        return _multiply(self, A)
 
     __torch_function__ = SketchingOperator.__torch_function__
 
     def __repr__(self) -> str:
         return f"{self.T!r}.T"
+
+
+def _multiply(S: SketchingOperator | TransposedSketch, A: Tensor) -> Tensor:
+    _check_operand(S, A, -2, S.shape[1])
+    base, transposed = (S.T, True) if isinstance(S, TransposedSketch) else (S, False)
+    if A.layout != torch.strided:
+        if A.ndim != 2:
+            raise ShapeError(f"a sparse operand, of shape {tuple(A.shape)}, must have two dimensions: use A.to_dense()")
+        return (A.t() @ base.dense()).mT if transposed else base._apply_to_sparse(A)
+    return _Product.apply(A[:, None], base, transposed)[:, 0] if A.ndim == 1 else _Product.apply(A, base, transposed)
+
+
+class _Product(torch.autograd.Function):
+    """``S @ A`` or ``S.T @ A``: linear in A, so each derivative is a product again, and S is never saved."""
+
+    @staticmethod
+    def forward(A: Tensor, S: SketchingOperator, transposed: bool) -> Tensor:
+        return S._apply_transposed(A) if transposed else S._apply(A)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, SketchingOperator, bool], output: Tensor) -> None:
+        _, ctx.S, ctx.transposed = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _Product.apply(grad, ctx.S, not ctx.transposed), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        return _Product.apply(tangent, ctx.S, ctx.transposed)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[int, None, None], A: Tensor, S: SketchingOperator, transposed: bool
+    ) -> tuple[Tensor, int]:
+        return _Product.apply(A.movedim(in_dims[0], 0), S, transposed), 0
+
+
+def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int, size: int) -> None:
+    if not isinstance(A, Tensor) or A.ndim == 0:
+        raise TypeError(f"a sketch multiplies tensors of one or more dimensions, not {type(A).__name__}")
+    dim = -1 if A.ndim == 1 else dim
+    if A.shape[dim] != size:
+        raise ShapeError(
+            f"dimension {dim} of the operand, of shape {tuple(A.shape)}, must be {size} to meet a sketch of "
+            f"shape {tuple(S.shape)}: transpose the operand or change the sketch's size"
+        )
+    if A.dtype != S.dtype:
+        raise DTypeError(f"the operand is {A.dtype} and the sketch {S.dtype}: cast the operand, A.to({S.dtype})")
+    if A.device.type != S.device.type:
+        raise DTypeError(f"the operand is on {A.device} and the sketch on {S.device}: move the sketch, S.to(A.device)")

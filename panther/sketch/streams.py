@@ -5,7 +5,7 @@ Key of the Philox-4x32-10 generator: the seed. Counter: ``(row, column block, st
 block of a sketch can be drawn without the rest.
 """
 
-__all__ = ["STREAM_VERSION", "Kind", "check_seed", "draw_seed", "signs"]
+__all__ = ["STREAM_VERSION", "Kind", "check_seed", "check_stream", "draw_seed", "signs", "tag"]
 
 from enum import IntEnum
 
@@ -25,6 +25,33 @@ class Kind(IntEnum):
     """What a stream holds; part of the counter, so that two kinds of one seed are independent."""
 
     SIGN = 1
+    GAUSSIAN = 2
+    UNIFORM = 3
+    SPARSE = 4
+    SRHT = 5
+
+
+def tag(kind: Kind, version: int = STREAM_VERSION) -> int:
+    """Fourth word of the counter: ``version * 2^16 + kind``."""
+    return (version << 16) + kind
+
+
+def check_stream(stream: int) -> int:
+    """Return the number of a stream as a Python int.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is outside ``[0, 2^32)``.
+
+    Example:
+        >>> check_stream(1)
+        1
+    """
+    if isinstance(stream, bool) or not hasattr(stream, "__index__"):
+        raise TypeError(f"stream must be an integer, not {type(stream).__name__}: pass stream=0, say")
+    if not 0 <= stream.__index__() < 1 << 32:
+        raise ValueError(f"stream={stream} must be in [0, 2^32): number the matrices of a seed from 0")
+    return stream.__index__()
 
 
 def draw_seed() -> int:
@@ -100,12 +127,10 @@ def signs(
         True
     """
     check_floating("dtype", dtype)
-    if not 0 <= stream < 1 << 32:
-        raise ValueError(f"stream={stream} must be in [0, 2^32): number the matrices of a seed from 0")
+    stream = check_stream(stream)
     for name, part in (("rows", rows), ("cols", cols)):
         if not isinstance(part, range) or (len(part) and (part.step != 1 or part.start < 0)):
             raise ShapeError(f"{name}={part!r} must be a range of step 1 from 0 or more: use range(start, stop)")
-    tag = (version << 16) + Kind.SIGN
     device = torch.get_default_device() if device is None else device
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    return sign_block(check_seed(seed), stream, tag, rows, cols, dtype=dtype, device=device)
+    return sign_block(check_seed(seed), stream, tag(Kind.SIGN, version), rows, cols, dtype=dtype, device=device)

@@ -1,0 +1,131 @@
+"""What the drivers take for a matrix: a tensor, a sparse tensor, an array, or anything that multiplies."""
+
+__all__ = ["Operand", "as_operand", "driver"]
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from panther.errors import DTypeError, ShapeError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def driver(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a driver without autograd and without autocast, whose half precision no factorisation survives."""
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Operand:
+    """A real matrix A, or a batch of them, seen through its products.
+
+    Attributes:
+        A: What the user passed; a dense tensor of half precision is held in float32.
+        shape: ``(*batch, m, n)``.
+        dtype: Of the products and of the factors, float32 or float64.
+        device: Of the products.
+        dense: A itself if it is a dense tensor, else None.
+    """
+
+    def __init__(self, A: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.A, self.device, self.shape = A, device, torch.Size(A.shape)
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self._own_dtype = dtype
+        self.dense: Tensor | None = None
+        if isinstance(A, Tensor):
+            self.A = A = A.to(self.dtype)
+            self._own_dtype = self.dtype
+            self.dense = A if A.layout == torch.strided else None
+        self._transposed: Any = None
+
+    def matmul(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
+        """``A @ X``."""
+        return self._product(self.A, X, self.shape[-2])
+
+    def rmatmul(self, X: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, n, l)
+        """``A.mT @ X``."""
+        if self._transposed is None:
+            self._transposed = _transpose(self.A)
+        return self._product(self._transposed, X, self.shape[-1])
+
+    def _product(self, A: Any, X: Tensor, rows: int) -> Tensor:
+        if X.shape[-1] == 0 or X.shape[-2] == 0:  # scipy and sparse layouts do not all take these
+            return X.new_zeros(*X.shape[:-2], rows, X.shape[-1])
+        if isinstance(A, Tensor):
+            return A @ X
+        Y = torch.as_tensor(A @ X.to(self._own_dtype)).to(self.device, self.dtype)
+        if Y.shape != (*X.shape[:-2], rows, X.shape[-1]):
+            raise ShapeError(
+                f"the product of A, of shape {tuple(self.shape)}, with a matrix of shape {tuple(X.shape)} must have "
+                f"{rows} rows and came out as {tuple(Y.shape)}: check the @ and .T of {type(self.A).__name__}"
+            )
+        return Y
+
+    def check_finite(self, product: Tensor) -> None:
+        """Raise ValueError if a product has NaN or infinity, saying whether A has them too.
+
+        Sketches here have no zero row, so whatever A has shows in ``A @ S.T``: A itself need not be read.
+        """
+        if bool(product.isfinite().all()):
+            return
+        values = self.A.values() if isinstance(self.A, Tensor) and self.dense is None else self.dense
+        if values is None or not bool(values.isfinite().all()):
+            kind = "infinity" if values is not None and not bool(values.isnan().any()) else "NaN or infinity"
+            raise ValueError(f"A must be finite and has {kind}: clean it, torch.nan_to_num(A), say")
+        raise ValueError(f"products of A overflow {self.dtype}: divide A by its largest entry, or use float64")
+
+
+def as_operand(A: Any, batched: bool = True) -> Operand:
+    """See A as an operand.
+
+    Args:
+        A: A tensor, sparse or not, a NumPy array, or anything with ``.shape``, ``@`` and ``.mT`` or ``.T``; the ``@``
+            gets tensors of A's dtype (of torch's default if it has none).
+        batched: Whether leading dimensions are allowed.
+
+    Raises:
+        TypeError: If A is nothing of this.
+        DTypeError: If it is not real and floating.
+        ShapeError: If it has fewer than two dimensions, or more where they are not allowed.
+    """
+    if isinstance(A, np.ndarray):
+        A = torch.as_tensor(A)
+    if not isinstance(A, Tensor) and not (hasattr(A, "shape") and hasattr(A, "__matmul__")):
+        raise TypeError(f"A must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor(A)")
+    if len(A.shape) < 2:
+        raise ShapeError(f"A, of shape {tuple(A.shape)}, must have two dimensions or more: use A[:, None], say")
+    if len(A.shape) > 2 and (not batched or not isinstance(A, Tensor) or A.layout != torch.strided):
+        what = "A" if not batched else "an A that is not a dense tensor"
+        raise ShapeError(f"{what}, of shape {tuple(A.shape)}, must have two dimensions: pass one matrix at a time")
+    dtype = _dtype_of(A)
+    if not dtype.is_floating_point:
+        fix = "pass its real and imaginary parts" if dtype.is_complex else "use A.double()"
+        raise DTypeError(f"A is {dtype} and must be real and floating: {fix}")
+    return Operand(A, dtype, torch.device(getattr(A, "device", None) or torch.get_default_device()))
+
+
+def _dtype_of(A: Any) -> torch.dtype:
+    dtype = getattr(A, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return torch.get_default_dtype() if dtype is None else torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _transpose(A: Any) -> Any:
+    if isinstance(A, Tensor) and A.layout != torch.strided:
+        return A.t()
+    for name in ("mT", "T"):
+        if hasattr(A, name):
+            return getattr(A, name)
+    raise TypeError(f"A, a {type(A).__name__}, must have .mT or .T: give it one")
