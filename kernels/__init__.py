@@ -2,10 +2,11 @@
 
 from ._backend import backend
 from .ops import sketched_matmul
-from .reference import normal_block, philox_4x32, sign_block, uniform_block, word_block
+from .reference import hadamard_transform, normal_block, philox_4x32, sign_block, uniform_block, word_block
 
 __all__ = [
     "backend",
+    "hadamard_transform",
     "normal_block",
     "philox_4x32",
     "sign_block",

@@ -5,7 +5,15 @@ doi:10.1145/2063384.2063405) is a keyed bijection of 128-bit counters. All of it
 values are the same on every device.
 """
 
-__all__ = ["normal_block", "philox_4x32", "sign_block", "sketched_matmul", "uniform_block", "word_block"]
+__all__ = [
+    "hadamard_transform",
+    "normal_block",
+    "philox_4x32",
+    "sign_block",
+    "sketched_matmul",
+    "uniform_block",
+    "word_block",
+]
 
 import math
 from collections.abc import Callable
@@ -21,6 +29,9 @@ SIGNS_PER_CALL = 128  # four words of 32 bits
 
 # Rows of int64 temporaries are generated in slabs of about this many counters, to bound the peak memory.
 _SLAB = 1 << 16
+
+# Bits of an index that one product of a Hadamard transform deals with.
+_RADIX_BITS = 5
 
 
 def _mulhilo(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,6 +234,48 @@ def normal_block(
         return torch.stack((rho * phi.cos(), rho * phi.sin()), dim=-1).flatten(1)
 
     return _real_block(convert, seed, stream, tag, rows, cols, dtype, device)
+
+
+def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
+    r"""The Walsh-Hadamard transform over dimension -2, unnormalised, in natural order: :math:`y_i = \sum_j \pm x_j`.
+
+    The sign is that of :math:`(-1)^{\mathrm{popcount}(i \,\&\, j)}`. :math:`H_{ab} = H_a \otimes H_b`, so it is a few
+    products with a Hadamard matrix of at most 32 rows, each one pass over the data.
+
+    Args:
+        x: Shape ``(*batch, N, n)``, N a power of two.
+
+    Raises:
+        ValueError: If N is no power of two.
+
+    Cost: ``2 r log(N) / log(r)`` flops an entry with r = 32, ``log(N) / log(r)`` passes.
+
+    Example:
+        >>> hadamard_transform(torch.tensor([[1.0], [2.0]]))
+        tensor([[ 3.],
+                [-1.]])
+    """
+    N, n = x.shape[-2:]
+    if N < 1 or N & (N - 1):
+        raise ValueError(f"the length {N} of a Hadamard transform must be a power of two: pad with zeros")
+    bits = N.bit_length() - 1
+    stages = -(-bits // _RADIX_BITS)
+    shape = x.shape
+    right = N
+    for stage in range(stages):
+        radix = 1 << (bits * (stage + 1) // stages - bits * stage // stages)
+        right //= radix
+        H = _hadamard_matrix(radix, x.dtype, x.device)
+        x = x.reshape(-1, radix, right * n)  # (the rest, radix, right n)
+        x = x[..., 0] @ H if x.shape[-1] == 1 else H @ x
+    return x.reshape(shape)
+
+
+def _hadamard_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    H = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(H) < n:
+        H = torch.cat((torch.cat((H, H), 1), torch.cat((H, -H), 1)))
+    return H
 
 
 def sketched_matmul(

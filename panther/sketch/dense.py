@@ -14,7 +14,6 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError
 from panther.kernels import normal_block, sign_block, uniform_block
 from panther.sketch.operator import SketchingOperator
 from panther.sketch.streams import Kind, tag
@@ -28,11 +27,9 @@ class _DenseSketch(SketchingOperator):
     def _draw(self, rows: range, cols: range, scale: float) -> Tensor:
         """Entries of standard form times ``scale``."""
 
-    def block(self, rows: slice | range, cols: slice | range) -> Tensor:
+    def _block(self, rows: range, cols: range) -> Tensor:
         d = self.shape[0]
-        return self._draw(
-            as_range(rows, d), as_range(cols, self.shape[1]), 1 / math.sqrt(d) if self.scale and d else 1.0
-        )
+        return self._draw(rows, cols, 1 / math.sqrt(d) if self.scale and d else 1.0)
 
     def _panels(self) -> list[range]:
         """Ranges of columns that cover the matrix, each within the memory bound."""
@@ -77,9 +74,7 @@ class GaussianSketch(_DenseSketch):
 
     def _draw(self, rows: range, cols: range, scale: float) -> Tensor:
         kind = tag(Kind.GAUSSIAN, self.version)
-        return normal_block(
-            self.seed, self.stream, kind, rows, cols, scale=scale, dtype=self.dtype, device=self.device
-        )
+        return normal_block(self.seed, self.stream, kind, rows, cols, scale=scale, dtype=self.dtype, device=self.device)
 
 
 class UniformSketch(_DenseSketch):
@@ -119,15 +114,3 @@ class SignSketch(_DenseSketch):
         kind = tag(Kind.SIGN, self.version)
         block = sign_block(self.seed, self.stream, kind, rows, cols, dtype=self.dtype, device=self.device)
         return block if scale == 1 else block.mul_(scale)
-
-
-def as_range(part: slice | range, size: int) -> range:
-    """A slice or range of a user as a range within ``[0, size)``."""
-    if not isinstance(part, slice | range):
-        raise TypeError(
-            f"rows and cols of a block must be slices or ranges, not {type(part).__name__}: use slice(i, i + 1)"
-        )
-    result = range(*part.indices(size)) if isinstance(part, slice) else part
-    if len(result) and (result.step != 1 or result.start < 0 or result.stop > size):
-        raise ShapeError(f"{part} must have step 1 and lie in [0, {size}): draw the block around it and index that")
-    return result if len(result) else range(0)

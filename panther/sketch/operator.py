@@ -65,7 +65,6 @@ class SketchingOperator(ABC):
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self._drawn: Any = None
 
-    @abstractmethod
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
         """The entries at ``rows`` and ``cols``, drawn without the others.
 
@@ -77,6 +76,11 @@ class SketchingOperator(ABC):
             TypeError: If they are neither slices nor ranges.
             ShapeError: If a step is not 1, or a range leaves the matrix.
         """
+        return self._block(_as_range(rows, self.shape[0]), _as_range(cols, self.shape[1]))
+
+    @abstractmethod
+    def _block(self, rows: range, cols: range) -> Tensor:
+        """The entries at ranges of step 1 within the matrix."""
 
     @abstractmethod
     def _apply(self, A: Tensor) -> Tensor:
@@ -99,7 +103,10 @@ class SketchingOperator(ABC):
         """The transpose, as an operator."""
         return TransposedSketch(self)
 
-    mT = T
+    @property
+    def mT(self) -> "TransposedSketch":
+        """The transpose, under the name a batch of matrices has for it."""
+        return TransposedSketch(self)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same sketch on another device or in another dtype."""
@@ -270,3 +277,15 @@ def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int,
         raise DTypeError(f"the operand is {A.dtype} and the sketch {S.dtype}: cast the operand, A.to({S.dtype})")
     if A.device.type != S.device.type:
         raise DTypeError(f"the operand is on {A.device} and the sketch on {S.device}: move the sketch, S.to(A.device)")
+
+
+def _as_range(part: slice | range, size: int) -> range:
+    """A slice or range of a user as a range within ``[0, size)``."""
+    if not isinstance(part, slice | range):
+        raise TypeError(
+            f"rows and cols of a block must be slices or ranges, not {type(part).__name__}: use slice(i, i + 1)"
+        )
+    result = range(*part.indices(size)) if isinstance(part, slice) else part
+    if len(result) and (result.step != 1 or result.start < 0 or result.stop > size):
+        raise ShapeError(f"{part} must have step 1 and lie in [0, {size}): draw the block around it and index that")
+    return result if len(result) else range(0)

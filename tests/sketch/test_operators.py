@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 from tolerances import assert_close
 
 from panther.errors import DTypeError, ShapeError
-from panther.sketch import GaussianSketch, SignSketch, SketchingOperator, UniformSketch, scaled_sign_sketch
+from panther.sketch import (
+    SRHT,
+    GaussianSketch,
+    SignSketch,
+    SketchingOperator,
+    SparseSketch,
+    UniformSketch,
+    scaled_sign_sketch,
+)
 
-KINDS = [SignSketch, GaussianSketch, UniformSketch]
+KINDS = [SignSketch, GaussianSketch, UniformSketch, SparseSketch, SRHT]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SIZES = [(1, 1), (3, 130), (40, 7), (0, 5), (5, 0)]
 

@@ -1,0 +1,191 @@
+r"""Sparse sketches: a few random signs in every column, or in every row.
+
+With entries along the short axis, and d no larger than m, this is the sparse Johnson-Lindenstrauss transform (D. M.
+Kane and J. Nelson, "Sparser Johnson-Lindenstrauss transforms", J. ACM 61, 2014, doi:10.1145/2559902), and CountSketch
+for one entry a column (M. Charikar, K. Chen and M. Farach-Colton, 2004, doi:10.1016/S0304-3975(03)00400-6; K. L.
+Clarkson and D. P. Woodruff, J. ACM 63, 2017, doi:10.1145/3019134). Short and long axis are RandBLAS's terms.
+
+The k entries of a vector of length n stand one in each of k equal parts, all shifted cyclically by one random number:
+distinct by construction, and every position equally likely. From the words w of row v of the stream (v the number of
+the vector), with integer division,
+
+.. math:: s = w_0 n / 2^{32}, \qquad p_i = (\ell_i + (w_{i+1} / 2)(\ell_{i+1} - \ell_i) / 2^{31} + s) \bmod n,
+   \qquad \ell_i = i n / k,
+
+and entry :math:`p_i` is negative if :math:`w_{i+1}` is odd.
+"""
+
+__all__ = ["Axis", "SparseSketch"]
+
+import math
+import warnings
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from panther.errors import ShapeError, check_size
+from panther.kernels import word_block
+from panther.sketch.operator import SketchingOperator
+from panther.sketch.streams import Kind, tag
+
+# Default number of entries a vector: one more than that buys little distortion (see "Choosing a sketch").
+_VEC_NNZ = 4
+
+
+class Axis(StrEnum):
+    """Along which axis of the matrix the vectors lie that have ``vec_nnz`` entries each."""
+
+    Short = "short"
+    """The shorter one: columns where d <= m, rows otherwise."""
+    Long = "long"
+    """The longer one: rows where d <= m, columns otherwise."""
+
+
+class SparseSketch(SketchingOperator):
+    r"""``vec_nnz`` random signs in each column (each row, along the long axis), scaled to an isometry in expectation.
+
+    The entries are :math:`\pm 1/\sqrt{\mathrm{vec\_nnz}}` where columns have ``vec_nnz`` entries,
+    :math:`\pm\sqrt{m / (d\,\mathrm{vec\_nnz})}` where rows have (:math:`\pm 1` with ``scale=False``). Along the short
+    axis the sketch keeps the geometry of any subspace of dimension well below d; along the long axis it samples, which
+    is cheaper and holds only where no few rows of A matter more than the rest.
+
+    Args:
+        d: Sketch size, the number of rows.
+        m: Number of columns, the dimension that is sketched.
+        vec_nnz: Entries a column or row; None is 4, or its length if that is less.
+        axis: ``Axis.Short`` or ``Axis.Long``, or their names in lower case.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
+        stream: Independent matrices of one seed differ in their stream.
+        scale: Whether to scale to an isometry in expectation.
+        dtype: Floating dtype; None is torch's default.
+        device: Where products take place; None is torch's default.
+
+    Raises:
+        ShapeError: If ``vec_nnz`` exceeds the length of the vectors, or a size is negative.
+
+    Cost: with ``nnz = vec_nnz m`` (``vec_nnz d`` along the long axis), ``nnz / 4`` Philox calls and a sort to draw,
+    ``2 nnz n`` flops to apply to an (m, n) matrix, where a dense sketch takes ``2 d m n``; ``vec_nnz nnz(A)`` if A is
+    sparse.
+
+    Example:
+        >>> S = SparseSketch(100, 10_000, seed=0)
+        >>> (S @ torch.ones(10_000, 3)).shape
+        torch.Size([100, 3])
+        >>> (SparseSketch(3, 8, vec_nnz=1, seed=0).dense() != 0).sum(dim=0)
+        tensor([1, 1, 1, 1, 1, 1, 1, 1])
+    """
+
+    _options = ("vec_nnz", "axis")
+
+    def __init__(
+        self,
+        d: int,
+        m: int,
+        vec_nnz: int | None = None,
+        axis: Axis | str = Axis.Short,
+        *,
+        seed: int | None = None,
+        stream: int = 0,
+        scale: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(d, m, seed=seed, stream=stream, scale=scale, dtype=dtype, device=device)
+        try:
+            self.axis = Axis(axis)
+        except ValueError:
+            raise ValueError(f"axis={axis!r} must be 'short' or 'long': use Axis.Short or Axis.Long") from None
+        self._by_column = (self.axis is Axis.Short) == (self.shape[0] <= self.shape[1])
+        self._length = self.shape[0] if self._by_column else self.shape[1]
+        self.vec_nnz = min(_VEC_NNZ, self._length) if vec_nnz is None else check_size("vec_nnz", vec_nnz, least=0)
+        if self.vec_nnz > self._length or (self.vec_nnz == 0 < self._length):
+            what = "columns" if self._by_column else "rows"
+            raise ShapeError(
+                f"vec_nnz={self.vec_nnz} must be between 1 and {self._length}, the length of the {what} of a "
+                f"{self.shape[0]} x {self.shape[1]} sketch: use vec_nnz={min(_VEC_NNZ, self._length)}"
+            )
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries that are not zero."""
+        return self.vec_nnz * (self.shape[1] if self._by_column else self.shape[0])
+
+    def _block(self, rows: range, cols: range) -> Tensor:
+        vectors, window = (cols, rows) if self._by_column else (rows, cols)
+        out = torch.zeros(len(vectors), len(window), dtype=self.dtype, device=self.device)
+        if out.numel():
+            position, value = self._entries(vectors)
+            position = position - window.start
+            outside = (position < 0) | (position >= len(window))
+            # Entries of a vector are distinct, so adding a zero in place of one outside disturbs no other.
+            out.scatter_add_(1, position.masked_fill(outside, 0), value.to(self.dtype).masked_fill(outside, 0))
+        return out.mT if self._by_column else out
+
+    def to_sparse(self) -> Tensor:
+        """The matrix as a coalesced COO tensor of shape (d, m)."""
+        return self._csr().to_sparse_coo().to(self.dtype).coalesce()
+
+    def _entries(self, vectors: range) -> tuple[Tensor, Tensor]:  # both (len(vectors), vec_nnz)
+        """Positions and values, the latter in float32 or float64."""
+        n, k = self._length, self.vec_nnz
+        kind = tag(Kind.SPARSE, self.version)
+        words = word_block(self.seed, self.stream, kind, vectors, range(k + 1), device=self.device)
+        edges = torch.arange(k + 1, device=self.device) * n // max(k, 1)
+        shift = words[:, :1] * n >> 32
+        word = words[:, 1:]
+        position = (edges[:-1] + ((word >> 1) * edges.diff() >> 31) + shift) % max(n, 1)
+        return position, (1 - 2 * (word & 1)).to(torch.promote_types(self.dtype, torch.float32)) * self._value()
+
+    def _value(self) -> float:
+        if not self.scale or not self.nnz:
+            return 1.0
+        return math.sqrt(1 / self.vec_nnz) if self._by_column else math.sqrt(self.shape[1] / self.nnz)
+
+    def _csr(self, transposed: bool = False) -> Tensor:
+        """S, or its transpose, in the format whose products are fastest; in float32 at least."""
+        if self._drawn is None:
+            self._drawn = {}
+        if transposed not in self._drawn:
+            count = self.shape[1] if self._by_column else self.shape[0]
+            position, value = self._entries(range(count))
+            position, order = position.sort(dim=1)
+            value = value.gather(1, order)
+            vector = torch.arange(count, device=self.device).repeat_interleave(self.vec_nnz)
+            position, value = position.flatten(), value.flatten()
+            if transposed == self._by_column:  # the vectors are the rows of what is asked for
+                starts = torch.arange(count + 1, device=self.device) * self.vec_nnz
+                index = position
+            else:
+                starts = torch.bincount(position, minlength=self._length).cumsum(0)
+                starts = torch.cat((starts.new_zeros(1), starts))
+                order = position.argsort(stable=True)
+                index, value = vector[order], value[order]
+            shape = self.shape[::-1] if transposed else self.shape
+            with warnings.catch_warnings():  # torch says once that its CSR layout is in beta state
+                warnings.filterwarnings("ignore", message="Sparse CSR tensor support", category=UserWarning)
+                matrix = torch.sparse_csr_tensor(starts, index, value, tuple(shape), check_invariants=False)
+            self._drawn[transposed] = matrix
+        return self._drawn[transposed]
+
+    def _apply(self, A: Tensor) -> Tensor:
+        return _csr_product(self._csr(), A) if self.nnz and A.numel() else self._nothing(A, self.shape[0])
+
+    def _apply_transposed(self, A: Tensor) -> Tensor:
+        return _csr_product(self._csr(True), A) if self.nnz and A.numel() else self._nothing(A, self.shape[1])
+
+    def _apply_to_sparse(self, A: Tensor) -> Tensor:
+        if not self.nnz or not A._nnz():
+            return torch.zeros(self.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
+        S = self._csr().to_sparse_coo()
+        return torch.sparse.mm(S, A.to_sparse_coo().to(S.dtype)).to_dense().to(A.dtype)
+
+    def _nothing(self, A: Tensor, rows: int) -> Tensor:
+        return A.new_zeros(*A.shape[:-2], rows, A.shape[-1])
+
+
+def _csr_product(matrix: Tensor, A: Tensor) -> Tensor:
+    """``matrix @ A`` for A of shape (*batch, columns, n), as one product of matrices."""
+    n, batch = A.shape[-1], A.shape[:-2]
+    columns = A.movedim(-2, 0).reshape(matrix.shape[1], -1).to(matrix.dtype)
+    return (matrix @ columns).reshape(matrix.shape[0], *batch, n).movedim(0, -2).to(A.dtype)
