@@ -1,7 +1,17 @@
 """Random sketches that are functions of an integer seed."""
 
 from .dense import GaussianSketch, SignSketch, UniformSketch
-from .functional import scaled_sign_sketch
+from .functional import (
+    DistributionFamily,
+    count_skop,
+    dense_sketch_operator,
+    gaussian_skop,
+    scaled_sign_sketch,
+    sjlt_skop,
+    sketch_tensor,
+    sparse_sketch_operator,
+    srht,
+)
 from .operator import SketchingOperator, TransposedSketch
 from .sparse import Axis, SparseSketch
 from .streams import STREAM_VERSION, check_seed, draw_seed, signs
@@ -11,6 +21,7 @@ __all__ = [
     "SRHT",
     "STREAM_VERSION",
     "Axis",
+    "DistributionFamily",
     "GaussianSketch",
     "SignSketch",
     "SketchingOperator",
@@ -18,7 +29,14 @@ __all__ = [
     "TransposedSketch",
     "UniformSketch",
     "check_seed",
+    "count_skop",
+    "dense_sketch_operator",
     "draw_seed",
+    "gaussian_skop",
     "scaled_sign_sketch",
     "signs",
+    "sjlt_skop",
+    "sketch_tensor",
+    "sparse_sketch_operator",
+    "srht",
 ]

@@ -1,11 +1,42 @@
-"""Function forms: sketches as tensors, and a tensor sketched along one dimension."""
+r"""Function forms: sketches as tensors, and a tensor sketched along one dimension.
 
-__all__ = ["scaled_sign_sketch"]
+Each takes its sizes, then the device and the dtype by position, and a ``seed`` by keyword; None draws one from torch's
+default CPU generator. But for :func:`sparse_sketch_operator`, sketches are isometries in expectation. To apply a sketch
+without forming its matrix, or to draw a block of it, use the operator each form names.
+"""
+
+__all__ = [
+    "DistributionFamily",
+    "count_skop",
+    "dense_sketch_operator",
+    "gaussian_skop",
+    "scaled_sign_sketch",
+    "sjlt_skop",
+    "sketch_tensor",
+    "sparse_sketch_operator",
+    "srht",
+]
+
+from enum import StrEnum
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from panther.sketch.dense import SignSketch
+from panther.errors import ShapeError, check_floating, check_size
+from panther.sketch.dense import GaussianSketch, SignSketch, UniformSketch
+from panther.sketch.operator import SketchingOperator
+from panther.sketch.sparse import Axis, SparseSketch
+from panther.sketch.trig import SRHT
+
+
+class DistributionFamily(StrEnum):
+    """How the entries of a dense sketch are distributed."""
+
+    Gaussian = "gaussian"
+    """Normal."""
+    Uniform = "uniform"
+    """Uniform in an interval around 0."""
 
 
 def scaled_sign_sketch(
@@ -16,7 +47,7 @@ def scaled_sign_sketch(
     *,
     seed: int | None = None,
 ) -> Tensor:  # (m, n)
-    r"""A random sign matrix of shape (m, n), entries :math:`\pm 1/\sqrt m`, as a tensor.
+    r"""A random sign matrix of shape (m, n), entries :math:`\pm 1/\sqrt m`: :class:`SignSketch` as a tensor.
 
     Args:
         m: Number of rows, the sketch size.
@@ -30,3 +61,275 @@ def scaled_sign_sketch(
         tensor([0.5000])
     """
     return SignSketch(m, n, seed=seed, device=device, dtype=dtype).dense()
+
+
+def dense_sketch_operator(
+    m: int,
+    n: int,
+    distribution: DistributionFamily | str,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    seed: int | None = None,
+) -> Tensor:  # (m, n)
+    r"""A random matrix of shape (m, n) and independent entries of variance 1/m.
+
+    :class:`GaussianSketch` or :class:`UniformSketch` (entries in :math:`\pm\sqrt{3/m}`) as a tensor.
+
+    Args:
+        m: Number of rows, the sketch size.
+        n: Number of columns.
+        distribution: Of the entries; its name in lower case will do.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+        seed: None draws one from torch's default CPU generator.
+
+    Raises:
+        ValueError: If ``distribution`` is neither.
+
+    Example:
+        >>> S = dense_sketch_operator(100, 50, DistributionFamily.Uniform, seed=0)
+        >>> bool(S.abs().max() <= 0.03**0.5)
+        True
+    """
+    kind = _dense_kind(distribution)
+    return kind(m, n, seed=seed, device=device, dtype=dtype).dense()
+
+
+def gaussian_skop(
+    m: int,
+    d: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    seed: int | None = None,
+) -> Tensor:  # (m, d)
+    """A Gaussian matrix of shape (m, d) and variance 1/m, m the sketch size: :class:`GaussianSketch` as a tensor.
+
+    Example:
+        >>> gaussian_skop(4, 3, seed=0).shape
+        torch.Size([4, 3])
+    """
+    return GaussianSketch(m, d, seed=seed, device=device, dtype=dtype).dense()
+
+
+def count_skop(
+    m: int,
+    d: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    seed: int | None = None,
+) -> Tensor:  # (m, d)
+    """A CountSketch of shape (m, d), as a dense tensor: one entry of each column is +1 or -1, the others are 0.
+
+    To apply it in O(nnz), use :class:`SparseSketch` with ``vec_nnz=1``.
+
+    Example:
+        >>> count_skop(4, 6, seed=0).abs().sum(dim=0)
+        tensor([1., 1., 1., 1., 1., 1.])
+    """
+    return sjlt_skop(m, d, 1, device, dtype, seed=seed)
+
+
+def sjlt_skop(
+    m: int,
+    d: int,
+    sparsity: int = 2,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    seed: int | None = None,
+) -> Tensor:  # (m, d)
+    r"""A sparse Johnson-Lindenstrauss transform of shape (m, d), as a dense tensor.
+
+    ``sparsity`` entries of each column are :math:`\pm 1/\sqrt{\mathrm{sparsity}}`, the others 0, whatever m and d. To
+    apply it in O(nnz), use :class:`SparseSketch`.
+
+    Raises:
+        ShapeError: If ``sparsity`` is below 1 or above m.
+
+    Example:
+        >>> (sjlt_skop(4, 6, 2, seed=0) != 0).sum(dim=0)
+        tensor([2, 2, 2, 2, 2, 2])
+    """
+    axis = _along_columns(m, d)
+    return SparseSketch(m, d, check_size("sparsity", sparsity, 1), axis, seed=seed, device=device, dtype=dtype).dense()
+
+
+def sparse_sketch_operator(
+    m: int,
+    n: int,
+    vec_nnz: int,
+    axis: Axis | str = Axis.Short,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    seed: int | None = None,
+) -> Tensor:  # (m, n), COO
+    """A sparse sketch as a coalesced COO tensor of shape (m, n), entries +1 and -1, not scaled.
+
+    Along the short axis each vector of the shorter dimension (a column where m <= n, a row otherwise) has exactly
+    ``vec_nnz`` entries, along the long axis each vector of the other one. :class:`SparseSketch` is the operator.
+
+    Raises:
+        ShapeError: If ``vec_nnz`` is below 1 or above the length of the vectors.
+
+    Example:
+        >>> S = sparse_sketch_operator(4, 6, 2, Axis.Short, seed=0)
+        >>> S.to_dense().abs().sum(dim=0)
+        tensor([2., 2., 2., 2., 2., 2.])
+    """
+    return SparseSketch(m, n, vec_nnz, axis, scale=False, seed=seed, device=device, dtype=dtype).to_sparse()
+
+
+def srht(
+    x: Tensor,  # (*batch, n)
+    m: int,
+    *,
+    seed: int | None = None,
+) -> Tensor:  # (*batch, m)
+    """Sketch the last dimension of x to m numbers by the subsampled randomised Hadamard transform, :class:`SRHT`.
+
+    Args:
+        x: Vectors of any length, on any device, of any floating dtype; differentiable.
+        m: Sketch size.
+        seed: None draws one from torch's default CPU generator.
+
+    Example:
+        >>> x = torch.randn(5, 300)
+        >>> srht(x, 64, seed=0).shape
+        torch.Size([5, 64])
+    """
+    return sketch_tensor(x, -1, m, SRHT(m, _size_along(x, -1), seed=seed, dtype=x.dtype, device=x.device))
+
+
+@overload
+def sketch_tensor(
+    input: Tensor,
+    axis: int,
+    new_size: int,
+    distribution: DistributionFamily | str,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sketch_tensor(
+    input: Tensor,
+    axis: int,
+    new_size: int,
+    sketch_matrix: Tensor | SketchingOperator,
+    /,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor: ...
+
+
+@overload
+def sketch_tensor(
+    input: Tensor,
+    axis: int,
+    new_size: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    sketch_matrix: Tensor | SketchingOperator,
+) -> Tensor: ...
+
+
+def sketch_tensor(
+    input: Tensor,
+    axis: int,
+    new_size: int,
+    distribution: DistributionFamily | str | Tensor | SketchingOperator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    sketch_matrix: Tensor | SketchingOperator | None = None,
+    seed: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sketch one dimension of a tensor to ``new_size``; differentiable in ``input``.
+
+    Args:
+        input: A tensor of any floating dtype.
+        axis: The dimension to sketch.
+        new_size: Its new size.
+        distribution: Of the entries of the matrix that is drawn; in this place a ``sketch_matrix`` may stand too.
+        device: Where to compute; None is where ``input`` is.
+        dtype: Floating dtype to compute and return; None is that of ``input``.
+        sketch_matrix: The matrix to apply, (new_size, input.shape[axis]): a tensor, sparse or not, or an operator.
+        seed: Of the matrix that is drawn; None draws one from torch's default CPU generator.
+
+    Returns:
+        The sketched tensor and the matrix S of shape (new_size, input.shape[axis]) where a distribution is given; the
+        sketched tensor alone where the matrix is.
+
+    Raises:
+        ShapeError: If there is no such axis, or the matrix has another shape.
+        TypeError: If both or neither of ``distribution`` and ``sketch_matrix`` are given.
+
+    Example:
+        >>> x = torch.randn(5, 300, 2)
+        >>> y, S = sketch_tensor(x, 1, 40, DistributionFamily.Gaussian, seed=0)
+        >>> y.shape, S.shape
+        (torch.Size([5, 40, 2]), torch.Size([40, 300]))
+        >>> torch.allclose(sketch_tensor(x, 1, 40, S), y)
+        True
+    """
+    size = _size_along(input, axis)
+    check_floating("dtype", dtype)
+    input = input.to(device=device, dtype=dtype)
+    check_floating("input.dtype", input.dtype)
+    new_size = check_size("new_size", new_size, least=0)
+    if isinstance(distribution, Tensor | SketchingOperator):
+        if sketch_matrix is not None:
+            raise TypeError("sketch_tensor takes one sketch matrix and was given two: leave out the fourth argument")
+        distribution, sketch_matrix = None, distribution
+    if (distribution is None) == (sketch_matrix is None):
+        raise TypeError("sketch_tensor takes either distribution= or sketch_matrix=: give one of them")
+    if sketch_matrix is None:
+        S = _dense_kind(distribution)(new_size, size, seed=seed, device=input.device, dtype=input.dtype).dense()  # type: ignore[arg-type]
+        return _sketch_along(S, input, axis), S
+    if seed is not None:
+        raise TypeError(f"seed={seed} has no meaning for a given sketch_matrix: leave it out")
+    if tuple(sketch_matrix.shape) != (new_size, size):
+        raise ShapeError(
+            f"sketch_matrix, of shape {tuple(sketch_matrix.shape)}, must have the shape (new_size, input.shape[{axis}])"
+            f" = ({new_size}, {size}): change new_size or draw another matrix"
+        )
+    return _sketch_along(sketch_matrix.to(device=input.device, dtype=input.dtype), input, axis)
+
+
+def _sketch_along(S: Tensor | SketchingOperator, x: Tensor, axis: int) -> Tensor:
+    columns = x.movedim(axis, 0)  # (size, the rest)
+    rest = columns.shape[1:]
+    return (S @ columns.reshape(columns.shape[0], rest.numel())).reshape(S.shape[0], *rest).movedim(0, axis)
+
+
+def _size_along(x: Tensor, axis: int) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(f"axis must be an integer, not {type(axis).__name__}")
+    if not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"axis={axis} must be between {-x.ndim} and {x.ndim - 1} for a tensor of {x.ndim} dimensions")
+    return x.shape[axis]
+
+
+def _dense_kind(distribution: DistributionFamily | str) -> type[GaussianSketch] | type[UniformSketch]:
+    try:
+        family = DistributionFamily(distribution)
+    except ValueError:
+        raise ValueError(
+            f"distribution={distribution!r} must be DistributionFamily.Gaussian or DistributionFamily.Uniform"
+        ) from None
+    return GaussianSketch if family is DistributionFamily.Gaussian else UniformSketch
+
+
+def _along_columns(m: int, n: int) -> Axis:
+    """The axis on which the vectors of a sparse sketch are its columns."""
+    return Axis.Short if check_size("m", m, 0) <= check_size("d", n, 0) else Axis.Long

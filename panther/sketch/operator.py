@@ -250,15 +250,15 @@ class _Product(torch.autograd.Function):
         _, ctx.S, ctx.transposed = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Product.apply(grad, ctx.S, not ctx.transposed), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return _Product.apply(tangent, ctx.S, ctx.transposed)
 
     @staticmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         info: Any, in_dims: tuple[int, None, None], A: Tensor, S: SketchingOperator, transposed: bool
     ) -> tuple[Tensor, int]:
         return _Product.apply(A.movedim(in_dims[0], 0), S, transposed), 0
