@@ -3,7 +3,7 @@
 __all__ = ["SketchingOperator", "TransposedSketch"]
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from panther.errors import DTypeError, FormatError, ShapeError, check_floating, check_size
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
+
+_Linear = Callable[[Tensor], Tensor]
 
 
 class SketchingOperator(ABC):
@@ -235,33 +237,36 @@ def _multiply(S: SketchingOperator | TransposedSketch, A: Tensor) -> Tensor:
         if A.ndim != 2:
             raise ShapeError(f"a sparse operand, of shape {tuple(A.shape)}, must have two dimensions: use A.to_dense()")
         return (A.t() @ base.dense()).mT if transposed else base._apply_to_sparse(A)
-    return _Product.apply(A[:, None], base, transposed)[:, 0] if A.ndim == 1 else _Product.apply(A, base, transposed)
+    product, adjoint = base._apply, base._apply_transposed
+    if transposed:
+        product, adjoint = adjoint, product
+    return _Product.apply(A[:, None], product, adjoint)[:, 0] if A.ndim == 1 else _Product.apply(A, product, adjoint)
 
 
 class _Product(torch.autograd.Function):
-    """``S @ A`` or ``S.T @ A``: linear in A, so each derivative is a product again, and S is never saved."""
+    """``S @ A``, linear in A: every derivative is such a product or its adjoint, and S is never saved."""
 
     @staticmethod
-    def forward(A: Tensor, S: SketchingOperator, transposed: bool) -> Tensor:
-        return S._apply_transposed(A) if transposed else S._apply(A)
+    def forward(A: Tensor, product: _Linear, adjoint: _Linear) -> Tensor:
+        return product(A)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, SketchingOperator, bool], output: Tensor) -> None:
-        _, ctx.S, ctx.transposed = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Linear, _Linear], output: Tensor) -> None:
+        _, ctx.product, ctx.adjoint = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Product.apply(grad, ctx.S, not ctx.transposed), None, None
+        return _Product.apply(grad, ctx.adjoint, ctx.product), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Product.apply(tangent, ctx.S, ctx.transposed)
+        return _Product.apply(tangent, ctx.product, ctx.adjoint)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int, None, None], A: Tensor, S: SketchingOperator, transposed: bool
+        info: Any, in_dims: tuple[int, None, None], A: Tensor, product: _Linear, adjoint: _Linear
     ) -> tuple[Tensor, int]:
-        return _Product.apply(A.movedim(in_dims[0], 0), S, transposed), 0
+        return _Product.apply(A.movedim(in_dims[0], 0), product, adjoint), 0
 
 
 def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int, size: int) -> None:

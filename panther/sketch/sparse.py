@@ -53,7 +53,7 @@ class SparseSketch(SketchingOperator):
     Args:
         d: Sketch size, the number of rows.
         m: Number of columns, the dimension that is sketched.
-        vec_nnz: Entries a column or row; None is 4, or its length if that is less.
+        vec_nnz: Entries a column or row, at least 1; None is 4, or their length if that is less.
         axis: ``Axis.Short`` or ``Axis.Long``, or their names in lower case.
         seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
         stream: Independent matrices of one seed differ in their stream.
@@ -98,12 +98,13 @@ class SparseSketch(SketchingOperator):
             raise ValueError(f"axis={axis!r} must be 'short' or 'long': use Axis.Short or Axis.Long") from None
         self._by_column = (self.axis is Axis.Short) == (self.shape[0] <= self.shape[1])
         self._length = self.shape[0] if self._by_column else self.shape[1]
-        self.vec_nnz = min(_VEC_NNZ, self._length) if vec_nnz is None else check_size("vec_nnz", vec_nnz, least=0)
-        if self.vec_nnz > self._length or (self.vec_nnz == 0 < self._length):
+        default = min(_VEC_NNZ, self._length)
+        self.vec_nnz = default if vec_nnz is None or not self._length else check_size("vec_nnz", vec_nnz, least=1)
+        if self.vec_nnz > self._length:
             what = "columns" if self._by_column else "rows"
             raise ShapeError(
-                f"vec_nnz={self.vec_nnz} must be between 1 and {self._length}, the length of the {what} of a "
-                f"{self.shape[0]} x {self.shape[1]} sketch: use vec_nnz={min(_VEC_NNZ, self._length)}"
+                f"vec_nnz={self.vec_nnz} must be at most {self._length}, the length of the {what} of a "
+                f"{self.shape[0]} x {self.shape[1]} sketch: use vec_nnz={default}"
             )
 
     @property
