@@ -1,0 +1,102 @@
+"""Sketches against the product with a dense matrix, against scipy's CountSketch, and by what they do to lengths.
+
+Times are those of a sketch that is drawn already, and, for the sparse one, of drawing and applying a fresh one too;
+scipy draws in every call. The distortion is the largest deviation from 1 of a singular value of S Q, Q orthonormal, for
+a random Q and for the coherent one, the first columns of the identity.
+"""
+
+__all__ = ["run"]
+
+import argparse
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import scipy.linalg
+import torch
+from harness import interleave, keep_freed_memory, print_table, write_csv
+from torch import Tensor
+
+from panther.sketch import SRHT, Axis, GaussianSketch, SignSketch, SketchingOperator, SparseSketch
+
+SHAPES = [(65536, 512, 1024), (65536, 512, 4096), (65536, 64, 256), (4096, 64, 256)]  # m, n, d
+DTYPES = [torch.float32, torch.float64]
+REFERENCE = "dense product"
+
+
+def run(device: str, budget_s: float, quick: bool = False) -> None:
+    """Measure every case and write the CSV."""
+    keep_freed_memory()
+    rows: list[dict[str, Any]] = []
+    for m, n, d in [(512, 8, 64)] if quick else SHAPES:
+        for dtype in DTYPES:
+            rows += _case(m, n, d, dtype, device, budget_s)
+    print_table(rows)
+    if not quick:
+        print(f"written to {write_csv('sketch', rows, device=device)}")
+
+
+def _case(m: int, n: int, d: int, dtype: torch.dtype, device: str, budget_s: float) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    A = torch.randn(m, n, dtype=dtype, device=device)
+    kinds: dict[str, Callable[..., SketchingOperator]] = {
+        REFERENCE: partial(SignSketch, d, m),
+        "Gaussian": partial(GaussianSketch, d, m),
+        "SJLT, vec_nnz 8": partial(SparseSketch, d, m, 8),
+        "SJLT, vec_nnz 4": partial(SparseSketch, d, m, 4),
+        "SJLT, vec_nnz 2": partial(SparseSketch, d, m, 2),
+        "CountSketch": partial(SparseSketch, d, m, 1),
+        "long axis, vec_nnz 64": partial(SparseSketch, d, m, 64, Axis.Long),
+        "SRHT": partial(SRHT, d, m),
+    }
+    kinds = {name: partial(kind, dtype=dtype, device=device) for name, kind in kinds.items()}
+    drawn = {name: kind(seed=0) for name, kind in kinds.items()}
+    fresh = "SJLT, vec_nnz 4, drawn afresh"
+    calls: dict[str, Callable[[], object]] = {name: partial(_apply, S, A) for name, S in drawn.items()}
+    calls[fresh] = lambda: kinds["SJLT, vec_nnz 4"](seed=0) @ A
+    if device == "cpu":
+        array = A.numpy()
+        calls["scipy clarkson_woodruff"] = lambda: scipy.linalg.clarkson_woodruff_transform(array, d, seed=0)
+    timings = interleave(calls, device=device, budget_s=budget_s)
+    random = torch.linalg.qr(A.double()).Q
+    coherent = torch.eye(m, n, dtype=torch.float64, device=device)
+    rows = []
+    for name, timing in timings.items():
+        kind = kinds.get(name)
+        rows.append(
+            {
+                "m": m,
+                "n": n,
+                "d": d,
+                "dtype": str(dtype).removeprefix("torch."),
+                "sketch": name,
+                "time_ms": f"{timing.median_s * 1e3:.3g}",
+                "x dense product": f"{timing.ratio_to(timings[REFERENCE]):.3g}",
+                "distortion": _distortion(kind, random) if kind else "",
+                "distortion_coherent": _distortion(kind, coherent) if kind else "",
+            }
+        )
+    return rows
+
+
+def _apply(S: SketchingOperator, A: Tensor) -> Tensor:
+    return S @ A
+
+
+def _distortion(kind: Callable[..., SketchingOperator], Q: Tensor) -> str:
+    S = kind(seed=1).to(dtype=torch.float64)
+    return f"{(torch.linalg.svdvals(S @ Q) - 1).abs().max().item():.3f}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, help="CPU threads; torch's default if left out")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds a case")
+    parser.add_argument("--quick", action="store_true", help="one small case, no CSV")
+    arguments = parser.parse_args()
+    warnings.simplefilter("error")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    run(arguments.device, arguments.budget, arguments.quick)
