@@ -10,13 +10,18 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test torture lint docs bench clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
 
 test: .venv/.all-stamp
 	.venv/bin/pytest $(ARGS)
+
+# The property tests with 2,000 examples each, and what is marked slow: the better part of an hour.
+torture: .venv/.all-stamp
+	PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -k fuzz --timeout 3000 $(ARGS)
+	.venv/bin/pytest -m 'slow and not gpu' --timeout 3000 $(ARGS)
 
 lint: .venv/.all-stamp
 	.venv/bin/ruff format --check .

@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzz, is_a_sentence
+from hypothesis import given
 from hypothesis import strategies as st
 
 from panther.errors import DTypeError, PantherError, ShapeError
@@ -159,12 +160,7 @@ dtypes = st.sampled_from([None, torch.float64, torch.float32, torch.float16, tor
 seeds = st.one_of(st.none(), st.integers(-2, 2**64))
 
 
-def is_a_sentence(error):
-    assert len(str(error)) > 20
-    assert "\n" not in str(error)
-
-
-@settings(max_examples=150, deadline=None)
+@fuzz
 @given(m=sizes, n=sizes, k=sizes, name=st.sampled_from([*FORMS, "sjlt", "sparse"]), dtype=dtypes, seed=seeds)
 def test_fuzz_forms(m, n, k, name, dtype, seed):
     try:
@@ -182,7 +178,7 @@ def test_fuzz_forms(m, n, k, name, dtype, seed):
     assert bool(S.to_dense().isfinite().all())
 
 
-@settings(max_examples=100, deadline=None)
+@fuzz
 @given(
     shape=st.lists(st.sampled_from([0, 1, 2, 7, 33]), max_size=4),
     axis=st.integers(-5, 5),

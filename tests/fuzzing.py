@@ -1,0 +1,20 @@
+"""What the property tests share: how many examples, and what an error must be.
+
+``PANTHER_FUZZ_EXAMPLES`` sets the number of examples of each; ``make torture`` runs them with thousands.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+fuzz = settings(
+    max_examples=int(os.environ.get("PANTHER_FUZZ_EXAMPLES", "100")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def is_a_sentence(error: Exception) -> None:
+    """One line that says more than the name of what went wrong."""
+    assert len(str(error)) > 20
+    assert "\n" not in str(error)
