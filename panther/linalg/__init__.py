@@ -1,5 +1,24 @@
 """Randomized linear algebra: building blocks, drivers on top of them, and the error they made."""
 
+from ._qb import QBResult, qb
+from ._rangefinder import rangefinder
+from .eigh import EighResult, NystromResult, nystrom, randomized_eigh
 from .error import ErrorEstimate, estimate_error
+from .orthogonal import cholesky_qr, orthonormalize
+from .svd import SVDResult, randomized_svd
 
-__all__ = ["ErrorEstimate", "estimate_error"]
+__all__ = [
+    "EighResult",
+    "ErrorEstimate",
+    "NystromResult",
+    "QBResult",
+    "SVDResult",
+    "cholesky_qr",
+    "estimate_error",
+    "nystrom",
+    "orthonormalize",
+    "qb",
+    "randomized_eigh",
+    "randomized_svd",
+    "rangefinder",
+]

@@ -1,0 +1,195 @@
+r"""Orthonormal bases that hold most of a matrix: subspace iteration and block Krylov spaces.
+
+N. Halko, P.-G. Martinsson and J. A. Tropp, "Finding structure with randomness", SIAM Rev. 53 (2011), 217-288,
+doi:10.1137/090771806; C. Musco and C. Musco, "Randomized block Krylov methods for stronger and faster approximate
+singular value decomposition", NeurIPS 2015, arXiv:1504.05477.
+"""
+
+__all__ = ["check_n_iter", "check_rank", "check_tol", "krylov_basis", "krylov_blocks", "rangefinder", "sign_matrix"]
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from panther.errors import ShapeError, check_size
+from panther.linalg._operand import Operand, as_operand, driver
+from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.linalg.orthogonal import orthonormalize
+from panther.sketch import SignSketch, check_seed
+
+_MOST_ITERATIONS = 100
+_AUTO = 3
+# A Krylov space wider than k + oversample buys more accuracy a product than further iterations of a narrow one.
+_WIDENING = 17  # tenths
+# Products of widths that are no multiple of 16 take up to 1.4 times as long a column (MKL, 1 thread).
+_GRANULE = 16
+
+
+@overload
+def rangefinder(
+    A: Any, k: int, *, n_iter: int = ..., seed: int | None = ..., return_error: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def rangefinder(
+    A: Any, k: int, *, n_iter: int = ..., seed: int | None = ..., return_error: Literal[True]
+) -> tuple[Tensor, ErrorEstimate]: ...
+@driver
+def rangefinder(
+    A: Any,  # (*batch, m, n)
+    k: int,
+    *,
+    n_iter: int = 2,
+    seed: int | None = None,
+    return_error: bool = False,
+) -> Tensor | tuple[Tensor, ErrorEstimate]:  # (*batch, m, k)
+    r"""Find an orthonormal Q of k columns with :math:`A \approx Q Q^T A`.
+
+    .. math:: Q = \mathrm{orth}\big((A A^T)^q A \Omega\big), \qquad \Omega_{ij} = \pm 1,
+
+    by subspace iteration, orthonormalised after every product. The error is near that of the best rank k - 10 matrix or
+    better: ask for 10 columns more than the rank you are after.
+
+    Args:
+        A: A real tensor (\*batch, m, n), a sparse tensor, a NumPy array, or anything with ``.shape``, ``@`` and ``.T``.
+        k: Number of columns, from 0 to min(m, n).
+        n_iter: The number q of iterations, from 0 to 100.
+        seed: Of :math:`\Omega`; None draws one from torch's default CPU generator.
+        return_error: Whether to return an estimate of :math:`\|A - Q Q^T A\|_F` as well, from probes that are
+            independent of :math:`\Omega`.
+
+    Returns:
+        Q, (\*batch, m, k), in float32 or float64 (half precision is computed in float32), without gradients. With
+        ``return_error`` the pair of Q and an :class:`~panther.linalg.ErrorEstimate`.
+
+    Raises:
+        ShapeError: If k or n_iter is outside its range, or A has fewer than two dimensions.
+        DTypeError: If A is not real and floating.
+        ValueError: If A, or a product with it, has NaN or infinity.
+
+    Cost: ``2 n_iter + 1`` products of A with k columns.
+
+    Example:
+        >>> import torch
+        >>> A = torch.outer(torch.arange(1.0, 6.0), torch.ones(4))
+        >>> Q = rangefinder(A, 1, seed=0)
+        >>> torch.allclose(Q @ (Q.T @ A), A)
+        True
+
+    Reference: Halko, Martinsson and Tropp (2011), algorithm 4.4, doi:10.1137/090771806.
+    """
+    operand = as_operand(A)
+    k = check_rank(k, operand)
+    n_iter = check_n_iter(n_iter)
+    seed = check_seed(seed)
+    Y = operand.matmul(sign_matrix(operand, k, seed))
+    operand.check_finite(Y)
+    Q = orthonormalize(Y)
+    for _ in range(n_iter):
+        Q = orthonormalize(operand.matmul(orthonormalize(operand.rmatmul(Q))))
+    if not return_error:
+        return Q
+    return Q, estimate_error(A, _Projected(Q, operand), seed=seed)
+
+
+class _Projected:
+    """``Q Q^T A``, known by its products."""
+
+    def __init__(self, Q: Tensor, operand: Operand) -> None:
+        self.Q, self.operand = Q, operand
+
+    def __matmul__(self, X: Tensor) -> Tensor:
+        return self.Q @ (self.Q.mT @ self.operand.matmul(X))
+
+
+def krylov_basis(
+    X: Tensor,  # (*batch, n, b)
+    multiply: Callable[[Tensor], Tensor],
+    advance: Callable[[Tensor], Tensor],
+    blocks: int,
+) -> tuple[Tensor, Tensor]:  # (*batch, n, blocks b), (*batch, m, blocks b)
+    r"""Orthonormal basis P of a block Krylov space, and its image ``multiply(P)``.
+
+    The first block is the range of X; each next one that of ``advance(multiply(block))``, made orthogonal to all before
+    it. What rounding does to ``advance`` moves the basis a little and leaves the image exact.
+
+    Args:
+        X: First block.
+        multiply: (n, b) -> (m, b), the product whose image is kept.
+        advance: (m, b) -> (n, b).
+        blocks: Number of blocks, 1 or more, with ``blocks b <= n``.
+
+    Example:
+        >>> import torch
+        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]))
+        >>> P, Y = krylov_basis(torch.ones(4, 1), A.matmul, lambda Z: Z, 3)
+        >>> torch.allclose(P.T @ P, torch.eye(3), atol=1e-5), torch.allclose(A @ P, Y)
+        (True, True)
+    """
+    *batch, n, b = X.shape
+    Z = multiply(Q := orthonormalize(X))
+    # Stored by columns, so that the basis so far is contiguous.
+    P = X.new_empty(*batch, b * blocks, n).mT
+    Y = X.new_empty(*batch, b * blocks, Z.shape[-2]).mT
+    for start in range(0, b * blocks, b):
+        if start:
+            Z = multiply(Q := orthonormalize(advance(Z), P[..., :start]))
+        P[..., start : start + b], Y[..., start : start + b] = Q, Z
+    return P, Y
+
+
+def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
+    """Width and number of the blocks of a Krylov space for ``width`` = k + oversample and ``n_iter`` iterations.
+
+    ``n_iter + 1`` blocks, 1.7 times ``width`` in all (once without iterations), each rounded up to a multiple of 16.
+
+    Example:
+        >>> krylov_blocks(110, 0), krylov_blocks(110, 3)
+        ((112, 1), (48, 4))
+    """
+    blocks, width = n_iter + 1, max(width, 1)
+    total = width if n_iter == 0 else _WIDENING * width // 10
+    return -(-total // (blocks * _GRANULE)) * _GRANULE, blocks
+
+
+def sign_matrix(operand: Operand, columns: int, seed: int, rows: int | None = None) -> Tensor:
+    """Random signs to multiply an operand by: (*batch, n, columns), or of as many rows as asked for."""
+    rows = operand.shape[-1] if rows is None else rows
+    S = SignSketch(columns, rows, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
+    return S.dense().mT.expand(*operand.shape[:-2], rows, columns)
+
+
+def check_rank(k: int, operand: Operand) -> int:
+    """Return k as a Python int, or raise ShapeError unless ``0 <= k <= min(m, n)``."""
+    k = check_size("k", k, least=0)
+    most = min(operand.shape[-2:])
+    if k > most:
+        raise ShapeError(
+            f"k={k} must be at most min(m, n) = {most} for A of shape {tuple(operand.shape)}: use k={most}"
+        )
+    return k
+
+
+def check_n_iter(n_iter: int | str) -> int:
+    """Return n_iter as a Python int, 3 for "auto", or raise ShapeError unless ``0 <= n_iter <= 100``."""
+    if isinstance(n_iter, str):
+        if n_iter != "auto":
+            raise ValueError(f'n_iter={n_iter!r} must be an integer or "auto"')
+        return _AUTO
+    n_iter = check_size("n_iter", n_iter, least=0)
+    if n_iter > _MOST_ITERATIONS:
+        raise ShapeError(f"n_iter={n_iter} must be at most {_MOST_ITERATIONS}: raise k or oversample instead")
+    return n_iter
+
+
+def check_tol(tol: float | None) -> float | None:
+    """Return tol as a float, or raise ValueError unless ``0 <= tol < 1``; None stays."""
+    if tol is None:
+        return None
+    if isinstance(tol, bool) or not isinstance(tol, Real):
+        raise TypeError(f"tol must be a number, not {type(tol).__name__}")
+    if not (math.isfinite(tol) and 0 <= tol < 1):
+        raise ValueError(f"tol={tol} must be in [0, 1), relative to the norm of A: use 1e-3, say")
+    return float(tol)

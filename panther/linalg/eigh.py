@@ -1,0 +1,243 @@
+r"""Leading eigenpairs of a symmetric matrix, and Nystroem's approximation of a positive semidefinite one.
+
+Both start from an orthonormal P that spans the block Krylov space :math:`[A\Omega, A^2\Omega, \dots]` and from
+:math:`Y = A P`, which building that space leaves behind. Rayleigh and Ritz take the eigenpairs of :math:`P^T Y`;
+Nystroem's :math:`Y (P^T Y)^{-1} Y^T` is closer to a semidefinite A for the same products. J. A. Tropp, A. Yurtsever,
+M. Udell and V. Cevher, "Fixed-rank approximation of a positive-semidefinite matrix from streaming data", NeurIPS 2017,
+arXiv:1706.05736; P.-G. Martinsson and J. A. Tropp, Acta Numer. 29 (2020), doi:10.1017/S0962492920000021.
+"""
+
+__all__ = ["EighResult", "NystromResult", "nystrom", "randomized_eigh"]
+
+import math
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from panther.errors import ShapeError, check_size
+from panther.linalg._operand import as_operand, driver
+from panther.linalg._rangefinder import check_n_iter, check_rank, krylov_basis, krylov_blocks, sign_matrix
+from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.linalg.orthogonal import cholesky_qr, fix_signs
+from panther.sketch import check_seed
+
+
+class EighResult(NamedTuple):
+    """Truncated eigendecomposition, A about V diag(L) V^T.
+
+    Attributes:
+        L: Eigenvalues in descending order of magnitude, (*batch, k).
+        V: Eigenvectors, (*batch, n, k), orthonormal columns.
+    """
+
+    L: Tensor
+    V: Tensor
+
+    def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, n, l)
+        """The approximation of A times X."""
+        return self.V @ (self.L[..., None] * (self.V.mT @ X))
+
+
+class NystromResult(NamedTuple):
+    """Positive semidefinite approximation, A about U diag(L) U^T.
+
+    Attributes:
+        U: Eigenvectors, (*batch, n, k), orthonormal columns.
+        L: Eigenvalues in descending order, none negative, (*batch, k).
+    """
+
+    U: Tensor
+    L: Tensor
+
+    def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, n, l)
+        """The approximation of A times X."""
+        return self.U @ (self.L[..., None] * (self.U.mT @ X))
+
+
+@overload
+def randomized_eigh(
+    A: Any,
+    k: int,
+    *,
+    oversample: int = ...,
+    n_iter: int | Literal["auto"] = ...,
+    seed: int | None = ...,
+    return_error: Literal[False] = ...,
+) -> EighResult: ...
+@overload
+def randomized_eigh(
+    A: Any,
+    k: int,
+    *,
+    oversample: int = ...,
+    n_iter: int | Literal["auto"] = ...,
+    seed: int | None = ...,
+    return_error: Literal[True],
+) -> tuple[Tensor, Tensor, ErrorEstimate]: ...
+@driver
+def randomized_eigh(
+    A: Any,  # (*batch, n, n)
+    k: int,
+    *,
+    oversample: int = 10,
+    n_iter: int | Literal["auto"] = "auto",
+    seed: int | None = None,
+    return_error: bool = False,
+) -> EighResult | tuple[Tensor, Tensor, ErrorEstimate]:
+    r"""Compute the k eigenpairs of largest magnitude, of a symmetric :math:`A \approx V \,\mathrm{diag}(L)\, V^T`.
+
+    The sign convention: in each column of V the entry of largest magnitude is positive (of equal ones the first).
+
+    Args:
+        A: A real symmetric tensor (\*batch, n, n), a sparse tensor, a NumPy array, or anything with ``.shape`` and
+            ``@``.
+        k: Number of eigenpairs, from 0 to n.
+        oversample: Dimensions of the search space beyond k, 0 or more.
+        n_iter: Number of further blocks of the search space, from 0 to 100; the space is as wide as that of
+            :func:`~panther.linalg.randomized_svd`. "auto" is 3.
+        seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
+        return_error: Whether to return an estimate of :math:`\|A - V L V^T\|_F` as well, from probes that are
+            independent of the search.
+
+    Returns:
+        L (\*batch, k), in descending order of magnitude, and V (\*batch, n, k), in float32 or float64 (half precision
+        is computed in float32), without gradients. With ``return_error`` the tuple of both and an
+        :class:`~panther.linalg.ErrorEstimate`.
+
+    Raises:
+        ShapeError: If A is not square, or k, oversample or n_iter is outside its range.
+        DTypeError: If A is not real and floating.
+        ValueError: If A is not symmetric, or A, or a product with it, has NaN or infinity.
+
+    Cost: products of A with ``2.2 (k + oversample)`` columns (twice ``k + oversample`` for ``n_iter=0``).
+
+    Example:
+        >>> A = torch.tensor([[0.0, 2.0], [2.0, -3.0]])
+        >>> L, V = randomized_eigh(A, 1, seed=0)
+        >>> round(L.item(), 4), torch.allclose(A @ V, V * L, atol=1e-5)
+        (-4.0, True)
+
+    Reference: Halko, Martinsson and Tropp (2011), section 5.3, doi:10.1137/090771806.
+    """
+    k, seed, P, _, core = _project(A, k, oversample, n_iter, seed)
+    values, W = torch.linalg.eigh(core)
+    order = values.abs().argsort(dim=-1, descending=True, stable=True)[..., :k]
+    V = P @ W.gather(-1, order[..., None, :].expand(*W.shape[:-1], k))
+    result = EighResult(values.gather(-1, order), V * fix_signs(V))
+    if not return_error:
+        return result
+    return *result, estimate_error(A, result, seed=seed)
+
+
+@overload
+def nystrom(
+    A: Any,
+    k: int,
+    *,
+    oversample: int = ...,
+    n_iter: int | Literal["auto"] = ...,
+    seed: int | None = ...,
+    return_error: Literal[False] = ...,
+) -> NystromResult: ...
+@overload
+def nystrom(
+    A: Any,
+    k: int,
+    *,
+    oversample: int = ...,
+    n_iter: int | Literal["auto"] = ...,
+    seed: int | None = ...,
+    return_error: Literal[True],
+) -> tuple[Tensor, Tensor, ErrorEstimate]: ...
+@driver
+def nystrom(
+    A: Any,  # (*batch, n, n)
+    k: int,
+    *,
+    oversample: int = 10,
+    n_iter: int | Literal["auto"] = "auto",
+    seed: int | None = None,
+    return_error: bool = False,
+) -> NystromResult | tuple[Tensor, Tensor, ErrorEstimate]:
+    r"""Approximate a positive semidefinite matrix, :math:`A \approx U \,\mathrm{diag}(L)\, U^T`.
+
+    The k leading eigenpairs of :math:`Y (P^T Y)^{-1} Y^T`, computed with a shift :math:`\nu = \epsilon \|Y\|_F` that is
+    taken off again, so that rounding does not break the inverse.
+
+    Args:
+        A: A real positive semidefinite tensor (\*batch, n, n), a sparse tensor, a NumPy array, or anything with
+            ``.shape`` and ``@``.
+        k: Number of eigenpairs, from 0 to n.
+        oversample: As for :func:`~panther.linalg.randomized_eigh`, and so for the rest.
+        n_iter: Number of further blocks of the search space, from 0 to 100. "auto" is 3.
+        seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
+        return_error: Whether to return an estimate of :math:`\|A - U L U^T\|_F` as well.
+
+    Returns:
+        U (\*batch, n, k) and L (\*batch, k), descending and none negative, in float32 or float64 (half precision is
+        computed in float32), without gradients. With ``return_error`` the tuple of both and an
+        :class:`~panther.linalg.ErrorEstimate`.
+
+    Raises:
+        ShapeError: If A is not square, or k, oversample or n_iter is outside its range.
+        DTypeError: If A is not real and floating.
+        ValueError: If A is not symmetric or not semidefinite on the search space, or A, or a product with it, has NaN
+            or infinity.
+
+    Cost: that of :func:`~panther.linalg.randomized_eigh`, and a QR factorisation of (n, 1.7 (k + oversample)).
+
+    Example:
+        >>> X = torch.arange(6.0).reshape(3, 2)
+        >>> U, L = nystrom(X @ X.T, 2, seed=0)
+        >>> torch.allclose(U @ torch.diag(L) @ U.T, X @ X.T, atol=1e-4)
+        True
+
+    Reference: Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3, arXiv:1706.05736.
+    """
+    k, seed, P, Y, core = _project(A, k, oversample, n_iter, seed)
+    values, W = torch.linalg.eigh(core)
+    eps = torch.finfo(core.dtype).eps
+    scale = torch.linalg.vector_norm(Y, dim=(-2, -1), keepdim=True)
+    if bool((values < -100 * eps * scale[..., 0]).any()):
+        raise ValueError(
+            f"A must be positive semidefinite and has an eigenvalue of {float(values.min()):.3g} or less: use "
+            f"randomized_eigh, or add a multiple of the identity"
+        )
+    shift = eps * scale
+    shift = torch.where(shift > 0, shift, torch.finfo(core.dtype).tiny)
+    root = (values[..., None, :] + shift).clamp_min(shift).sqrt()
+    Q, R = cholesky_qr((Y + shift * P) @ W / root)
+    left, S, _ = torch.linalg.svd(R)
+    U = Q @ left[..., :k]
+    result = NystromResult(U * fix_signs(U), (S.square() - shift[..., 0]).clamp_min(0)[..., :k])
+    if not return_error:
+        return result
+    return *result, estimate_error(A, result, seed=seed)
+
+
+def _project(
+    A: Any, k: int, oversample: int, n_iter: int | str, seed: int | None
+) -> tuple[int, int, Tensor, Tensor, Tensor]:
+    """Checked arguments, the orthonormal P, its image Y = A P, and the symmetric P^T Y."""
+    operand = as_operand(A)
+    n = operand.shape[-1]
+    if operand.shape[-2] != n:
+        raise ShapeError(f"A, of shape {tuple(operand.shape)}, must be square: use randomized_svd")
+    k = check_rank(k, operand)
+    width = k + check_size("oversample", oversample, least=0)
+    block, blocks = krylov_blocks(width, check_n_iter(n_iter))
+    seed = check_seed(seed)
+    if block * blocks >= n:
+        P = operand.eye()
+        Y = operand.matmul(P)
+    else:
+        X = operand.matmul(sign_matrix(operand, block, seed))
+        operand.check_finite(X)
+        P, Y = krylov_basis(X, operand.matmul, lambda Z: Z, blocks)
+    core = P.mT @ Y
+    operand.check_finite(core)
+    skew = torch.linalg.vector_norm(core - core.mT, dim=(-2, -1))
+    if bool((skew > math.sqrt(torch.finfo(core.dtype).eps) * torch.linalg.vector_norm(core, dim=(-2, -1))).any()):
+        raise ValueError("A must be symmetric: use (A + A.mT) / 2, or randomized_svd")
+    return k, seed, P, Y, (core + core.mT) / 2

@@ -1,0 +1,166 @@
+r"""Truncated singular value decomposition from a block Krylov space.
+
+With n the smaller dimension, :math:`P \in R^{n \times d}` spans :math:`[A^T\Omega, (A^T A) A^T\Omega, \dots]` and
+:math:`A \approx (A P) P^T`, whose SVD is that of the tall A P. A space a few narrow blocks deep holds the leading
+singular vectors better than the one wide block of subspace iteration, for fewer products with A. C. Musco and C. Musco
+(2015), arXiv:1504.05477; P.-G. Martinsson and J. A. Tropp, "Randomized numerical linear algebra", Acta Numer. 29
+(2020), sections 11 and 12, doi:10.1017/S0962492920000021.
+"""
+
+__all__ = ["SVDResult", "randomized_svd"]
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from panther.errors import check_size
+from panther.linalg._operand import Operand, as_operand, driver
+from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, krylov_basis, krylov_blocks, sign_matrix
+from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.linalg.orthogonal import cholesky_qr, fix_signs, orthonormalize
+from panther.sketch import GaussianSketch, check_seed
+
+_TOL_PROBES = 16
+
+
+class SVDResult(NamedTuple):
+    """Truncated SVD, A about U diag(S) V^T.
+
+    Attributes:
+        U: Left singular vectors, (*batch, m, k), orthonormal columns.
+        S: Singular values in descending order, (*batch, k).
+        V: Right singular vectors, (*batch, n, k), orthonormal columns.
+    """
+
+    U: Tensor
+    S: Tensor
+    V: Tensor
+
+    def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
+        """The approximation of A times X."""
+        return self.U @ (self.S[..., None] * (self.V.mT @ X))
+
+
+@overload
+def randomized_svd(
+    A: Any,
+    k: int,
+    tol: float | None = ...,
+    *,
+    oversample: int = ...,
+    n_iter: int | Literal["auto"] = ...,
+    seed: int | None = ...,
+    return_error: Literal[False] = ...,
+) -> SVDResult: ...
+@overload
+def randomized_svd(
+    A: Any,
+    k: int,
+    tol: float | None = ...,
+    *,
+    oversample: int = ...,
+    n_iter: int | Literal["auto"] = ...,
+    seed: int | None = ...,
+    return_error: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor, ErrorEstimate]: ...
+@driver
+def randomized_svd(
+    A: Any,  # (*batch, m, n)
+    k: int,
+    tol: float | None = None,
+    *,
+    oversample: int = 10,
+    n_iter: int | Literal["auto"] = "auto",
+    seed: int | None = None,
+    return_error: bool = False,
+) -> SVDResult | tuple[Tensor, Tensor, Tensor, ErrorEstimate]:
+    r"""Compute the k leading singular triplets, :math:`A \approx U \,\mathrm{diag}(S)\, V^T`.
+
+    The sign convention: in each column of U the entry of largest magnitude is positive (of equal ones the first).
+
+    Args:
+        A: A real tensor (\*batch, m, n), a sparse tensor, a NumPy array, or anything with ``.shape``, ``@`` and ``.T``.
+        k: Number of triplets, from 0 to min(m, n).
+        tol: Keep only as many triplets, at most k, as bring :math:`\|A - U S V^T\|_F` to ``tol`` times
+            :math:`\|A\|_F`, as far as 16 random probes can tell; for a batch, as many as its most demanding entry
+            needs. None keeps k.
+        oversample: Dimensions of the search space beyond k, 0 or more.
+        n_iter: Number of iterations with A^T A, from 0 to 100. The search space has ``n_iter + 1`` blocks, together
+            1.7 (k + oversample) wide (once, for 0), each rounded up to a multiple of 16; if that is min(m, n) or more,
+            A is decomposed outright. More iterations are narrower ones, so they cost little more. "auto" is 3.
+        seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
+        return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well, from probes that are
+            independent of the search.
+
+    Returns:
+        U (\*batch, m, k), S (\*batch, k), V (\*batch, n, k), in float32 or float64 (half precision is computed in
+        float32), without gradients; U and V have orthonormal columns even where S is zero. With ``return_error`` the
+        tuple of the three and an :class:`~panther.linalg.ErrorEstimate`.
+
+    Raises:
+        ShapeError: If k, oversample or n_iter is outside its range, or A has fewer than two dimensions.
+        DTypeError: If A is not real and floating.
+        ValueError: If tol is outside [0, 1), or A, or a product with it, has NaN or infinity.
+
+    Cost: products of A with ``3.4 (k + oversample)`` columns (twice ``k + oversample`` for ``n_iter=0``) and, with
+    d = 1.7 (k + oversample), about ``8 (m + n) d^2`` flops more.
+
+    Example:
+        >>> A = torch.outer(torch.arange(1.0, 4.0), torch.tensor([3.0, 4.0]))
+        >>> U, S, V = randomized_svd(A, 1, seed=0)
+        >>> round(S.item(), 4), torch.allclose(U @ torch.diag(S) @ V.T, A)
+        (18.7083, True)
+
+    Reference: Musco and Musco (2015), arXiv:1504.05477; Halko, Martinsson and Tropp (2011), doi:10.1137/090771806.
+    """
+    operand = as_operand(A)
+    k = check_rank(k, operand)
+    tol = check_tol(tol)
+    width = k + check_size("oversample", oversample, least=0)
+    n_iter = check_n_iter(n_iter)
+    seed = check_seed(seed)
+    P, Y = _search(operand, width, n_iter, seed)
+    Q, R = cholesky_qr(Y)
+    operand.check_finite(R)
+    W, S, Xh = torch.linalg.svd(R)
+    if tol is not None and k > 0:
+        k = min(k, _rank(operand, P, Y, S, tol, seed))
+    U, V = Q @ W[..., :k], P @ Xh[..., :k, :].mT
+    if operand.shape[-2] < operand.shape[-1]:
+        U, V = V, U
+    signs = fix_signs(U)
+    result = SVDResult(U * signs, S[..., :k].clone(), V * signs)
+    if not return_error:
+        return result
+    return *result, estimate_error(A, result, seed=seed)  # its probes are Gaussian: another stream than the signs'
+
+
+def _search(operand: Operand, width: int, n_iter: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Orthonormal P and Y = A P, or Y = A.mT P if A is wide; P is I where the space would be no narrower."""
+    m, n = operand.shape[-2:]
+    multiply, multiply_t = (operand.rmatmul, operand.matmul) if m < n else (operand.matmul, operand.rmatmul)
+    block, blocks = krylov_blocks(width, n_iter)
+    if block * blocks >= min(m, n):
+        P = operand.eye()
+        return P, multiply(P)
+    X = multiply_t(sign_matrix(operand, block, seed, max(m, n)))
+    operand.check_finite(X)
+    return krylov_basis(X, multiply, lambda Z: multiply_t(orthonormalize(Z)), blocks)
+
+
+def _rank(operand: Operand, P: Tensor, Y: Tensor, S: Tensor, tol: float, seed: int) -> int:
+    """Least number of triplets whose residual is within the tolerance for every batch entry."""
+    m, n = operand.shape[-2:]
+    multiply, size = (operand.rmatmul, m) if m < n else (operand.matmul, n)
+    probes = GaussianSketch(
+        size, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
+    )
+    omega = probes.dense().expand(*operand.shape[:-2], size, _TOL_PROBES)
+    scale = torch.where(S[..., :1] > 0, S[..., :1], 1.0).double()  # squares then do not overflow
+    outside = (multiply(omega) - Y @ (P.mT @ omega)).double() / scale[..., None]
+    inside = (S / scale).square()
+    tails = torch.cat((inside.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(inside[..., :1])), -1)
+    tails += outside.square().sum((-1, -2))[..., None] / _TOL_PROBES
+    short = tails > tol**2 * tails[..., :1]  # (*batch, d + 1), by number of triplets, from 0
+    return int(short.sum(-1).amax()) if short.numel() else 0
