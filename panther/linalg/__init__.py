@@ -1,5 +1,6 @@
 """Randomized linear algebra: building blocks, drivers on top of them, and the error they made."""
 
+from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._qb import QBResult, qb
 from ._rangefinder import rangefinder
 from .eigh import EighResult, NystromResult, nystrom, randomized_eigh
@@ -8,12 +9,14 @@ from .orthogonal import cholesky_qr, orthonormalize
 from .svd import SVDResult, randomized_svd
 
 __all__ = [
+    "CQRRPTResult",
     "EighResult",
     "ErrorEstimate",
     "NystromResult",
     "QBResult",
     "SVDResult",
     "cholesky_qr",
+    "cqrrpt",
     "estimate_error",
     "nystrom",
     "orthonormalize",

@@ -1,0 +1,318 @@
+r"""QR with column pivoting of tall matrices: CholeskyQR, preconditioned and pivoted by a sketch.
+
+With S of ceil(gamma n) rows, pivoted QR of the small sketch, :math:`S M_{:,P} = Q_s R_s`, gives the pivots and a
+preconditioner: :math:`X = M_{:,P} R_s^{-1}` has singular values within the distortion of S, whatever the condition of
+M. So its Gram matrix has a Cholesky factor :math:`X^T X = C^T C`, and :math:`M_{:,P} = (X C^{-1}) (C R_s)`.
+
+M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with randomization and
+pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
+"""
+
+__all__ = ["CQRRPTResult", "cqrrpt"]
+
+import math
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from panther.errors import DTypeError, ShapeError
+from panther.linalg._operand import driver
+from panther.linalg.error import ErrorEstimate, estimate_error
+from panther.sketch import GaussianSketch, SparseSketch, check_seed
+
+# More than gamma n rows where n is small: ratios of random singular values have no law of large numbers there.
+_MORE_ROWS = 16
+_MOST_GAMMA = 1e6
+# Rows that are gathered, solved and multiplied together, while a CPU has them in its cache. Gram matrices of panels are
+# added up in float64, so that rounding does not grow with m.
+_PANEL, _CUDA_PANEL = 2048, 1 << 16
+# Columns of one block of a Gram matrix, of which only the blocks on and above the diagonal are computed.
+_BLOCK = 128
+# float32 takes two passes of CholeskyQR, and so pays later.
+_LEAST_NUMBERS = {torch.float64: 1 << 19, torch.float32: 1 << 22}
+_PROBES = 8
+
+
+class CQRRPTResult(NamedTuple):
+    """A pivoted QR factorisation, ``M[:, P] = Q @ R``; ``result @ X`` multiplies by its approximation of M.
+
+    Attributes:
+        Q: (m, r), orthonormal columns.
+        R: (r, n), upper triangular (trapezoidal where r < n), its diagonal positive.
+        P: (n,) int64, the permutation of the columns.
+    """
+
+    Q: Tensor
+    R: Tensor
+    P: Tensor
+
+    def __matmul__(self, X: Tensor) -> Tensor:  # (n,) or (*batch, n, l) -> (m,) or (*batch, m, l)
+        """``M @ X``, for the M that the factors stand for."""
+        return self.Q @ (self.R @ (X[self.P] if X.ndim == 1 else X[..., self.P, :]))
+
+
+@overload
+def cqrrpt(
+    M: Tensor,
+    gamma: float = ...,
+    *,
+    rtol: float | None = ...,
+    seed: int | None = ...,
+    return_error: Literal[False] = ...,
+) -> CQRRPTResult: ...
+@overload
+def cqrrpt(
+    M: Tensor, gamma: float = ..., *, rtol: float | None = ..., seed: int | None = ..., return_error: Literal[True]
+) -> tuple[Tensor, Tensor, Tensor, ErrorEstimate]: ...
+@driver
+def cqrrpt(
+    M: Tensor,  # (m, n)
+    gamma: float = 1.25,
+    *,
+    rtol: float | None = None,
+    seed: int | None = None,
+    return_error: bool = False,
+) -> CQRRPTResult | tuple[Tensor, Tensor, Tensor, ErrorEstimate]:
+    r"""Factor a matrix as :math:`M_{:,P} = Q R` with column pivoting, which shows its numerical rank r.
+
+    Q is orthonormal, :math:`\|Q^T Q - I\|_2 \le \epsilon^{3/4}`, whatever the condition of M. R is upper triangular;
+    its diagonal is positive and does not increase by more than the distortion of the sketch (a few times). The
+    residual :math:`\|M_{:,P} - Q R\|_F` is at most :math:`\epsilon^{3/4} \|M\|_F`, plus what ``rtol`` cuts off.
+
+    r counts the entries of the diagonal that exceed rtol times the first. By default rtol is
+    :math:`\epsilon \min(\max(m, n), 10 n)`; a matrix of condition below :math:`1 / (10 n \epsilon)` has none below.
+
+    Where a sketch would save no time LAPACK's pivoted QR factors M, to the same conventions: for wide matrices, on the
+    CPU also for those with m < 4 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
+
+    Args:
+        M: A dense real matrix of any shape; half precision is computed and returned in float32.
+        gamma: Rows of the sketch a column of M, 1 or more (and n + 16 rows at least). More of them make the diagonal
+            of R fall more evenly, and cost time.
+        rtol: Where the rank is cut, in [0, 1); far below eps it counts rounding errors too.
+        seed: Of the sketch; None draws one from torch's default CPU generator.
+        return_error: Whether to return an :class:`ErrorEstimate` of the residual too.
+
+    Returns:
+        ``CQRRPTResult(Q, R, P)``, of shapes (m, r), (r, n) and (n,); or a tuple of these and the error.
+
+    Raises:
+        TypeError: If M is no dense tensor, or ``gamma`` or ``rtol`` no number.
+        ShapeError: If M does not have two dimensions.
+        DTypeError: If M is not real and floating.
+        ValueError: If M has NaN or infinity, ``gamma`` or ``rtol`` is outside its range, or R is beyond the range of
+            the dtype.
+
+    Cost: ``3 m n^2`` flops, in products and triangular solves of whole panels (Householder's method takes
+    ``4 m n^2``, a quarter of it column by column); ``8 m n`` for the sketch and :math:`O(\gamma n^3)` for its QR; a
+    second pass of CholeskyQR, ``2 m n^2``, where the first is not accurate enough, as in float32 for gamma below 2.
+
+    References:
+        M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with
+        randomization and pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
+
+    Example:
+        >>> M = torch.ones(1000, 1) @ torch.tensor([[1.0, 3.0, 2.0]])
+        >>> Q, R, P = cqrrpt(M, seed=0)
+        >>> Q.shape, R.shape, P[0]
+        (torch.Size([1000, 1]), torch.Size([1, 3]), tensor(1))
+        >>> torch.allclose(M[:, P], Q @ R)
+        True
+    """
+    M = _check_matrix(M)
+    m, n = M.shape
+    gamma = _check_number("gamma", gamma, 1, _MOST_GAMMA, "use 1.25, the default, or 2")
+    if rtol is None:
+        rtol = torch.finfo(M.dtype).eps * min(max(m, n), 10 * n)
+    rtol = _check_number("rtol", rtol, 0, math.nextafter(1, 0), "leave it to None for the numerical rank")
+    seed = check_seed(seed)
+    result = _factor(M, max(math.ceil(gamma * n), n + _MORE_ROWS), rtol, seed)
+    if not return_error:
+        return result
+    # Another generator key than the sketch had, and entries of another kind.
+    return *result, estimate_error(M, result, seed=seed ^ 1)
+
+
+def _check_matrix(M: Any) -> Tensor:
+    if not isinstance(M, Tensor):
+        raise TypeError(f"M must be a tensor, not {type(M).__name__}: use torch.as_tensor(M)")
+    if M.ndim != 2:
+        raise ShapeError(f"M, of shape {tuple(M.shape)}, must have two dimensions: pass one matrix at a time")
+    if M.layout != torch.strided:
+        raise TypeError(f"M, of layout {M.layout}, must be dense, as Q is: use M.to_dense()")
+    if not M.dtype.is_floating_point:
+        fix = "pass torch.cat((M.real, M.imag)), say" if M.dtype.is_complex else "use M.double()"
+        raise DTypeError(f"M is {M.dtype} and must be real and floating: {fix}")
+    return M if M.dtype == torch.float64 else M.float()
+
+
+def _check_number(name: str, value: Any, least: float, most: float, fix: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} must be a number, not {value!r:.50}: {fix}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name}={value!r:.50} must be between {least} and {most:g}: {fix}")
+    return number
+
+
+def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
+    m, n = M.shape
+    if m == 0 or n == 0:
+        return CQRRPTResult(M.new_empty(m, 0), M.new_empty(0, n), torch.arange(n, device=M.device))
+    if _pays(M, d):
+        S = SparseSketch(d, m, seed=seed, dtype=M.dtype, device=M.device)
+        sketch, exponent = S @ M, 0
+        # Whatever M has, NaN and infinity included, shows in its sketch.
+        if not _is_safe(sketch.abs().max().item(), M.dtype):
+            M, exponent = _scaled(M)
+            sketch = S @ M
+        Q, R, P = _factor_preconditioned(M, sketch, rtol, seed) or _pivoted_qr(M)
+    else:
+        M, exponent = _scaled(M)
+        Q, R, P = _pivoted_qr(M)
+    r = _count_leading(R.diagonal() > rtol * R[:1, :1].sum())
+    R = _times_power(R[:r], exponent)
+    largest = R.abs().max().item() if r else 1.0
+    if not torch.finfo(M.dtype).tiny <= largest < math.inf:
+        raise ValueError(f"R has entries of {largest}, beyond the range of {M.dtype}: multiply M by 2.0**{-exponent}")
+    return CQRRPTResult(Q[:, :r].contiguous(), R.contiguous(), P)
+
+
+def _pays(M: Tensor, d: int) -> bool:
+    """Whether a sketch of d rows saves time, as measured; LAPACK is hard to beat on what a CPU's cache holds."""
+    m, n = M.shape
+    if M.is_cuda:
+        return d < m
+    return m > d and m >= 4 * n and n >= 64 and M.numel() >= _LEAST_NUMBERS[M.dtype]
+
+
+def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Q, R and P of the rank at which the sketch's own R nearly vanishes; None if the sketch missed part of M."""
+    d, n = sketch.shape
+    eps = torch.finfo(M.dtype).eps
+    _, R, P = _pivoted_qr(sketch, with_q=False)
+    # The sketch may shrink a direction by the least singular value of a random d x n matrix, over the greatest, and
+    # what it keeps is cut once more in the end.
+    distortion = (math.sqrt(d) + math.sqrt(n)) / (math.sqrt(d) - math.sqrt(n - 1))
+    cut = max(rtol / (2 * distortion), eps**2) * R[0, 0]
+    k = _count_leading(R.diagonal() > cut)
+    Q, gram = _precondition(M, R[:k, :k], P[:k])
+    C = _orthonormalise(Q, gram, seed)
+    R = C @ R[:k]
+    if k < n and _residual_norm(M, CQRRPTResult(Q, R, P), seed) > max(rtol, 10 * n * eps) * R[:1, :1].sum():
+        return None
+    return Q, R, P
+
+
+def _precondition(M: Tensor, R: Tensor, P: Tensor) -> tuple[Tensor, Tensor]:
+    """``X = M[:, P] R^-1`` and the upper triangle of ``X^T X``, panel by panel."""
+    X, gram = M.new_empty(M.shape[0], len(P)), R.new_zeros(R.shape, dtype=torch.float64)
+    for rows in _panels(X):
+        torch.gather(M[rows], 1, P.expand(X[rows].shape), out=X[rows])
+        _solve(R, X[rows])
+        _add_gram(gram, X[rows])
+    return X, gram
+
+
+def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
+    """Make X orthonormal in place and return the triangular C with ``X_before = X C``; ``gram`` is overwritten.
+
+    After a pass of CholeskyQR, ``X^T X - I`` is of the order of eps cond(X)^2; after a second one, of eps.
+    """
+    eps = torch.finfo(X.dtype).eps
+    C, failed = torch.linalg.cholesky_ex(gram, upper=True)
+    loss = math.inf if failed else eps * _squared_condition(C, seed)
+    if not loss <= 1 / 64:
+        Q, R = torch.linalg.qr(X)
+        signs = torch.where(R.diagonal() < 0, -1.0, 1.0).to(R.dtype)
+        torch.mul(Q, signs, out=X)
+        return R * signs[:, None]
+    _solve(C.to(X.dtype), X)
+    if loss > eps**0.75 / 2:
+        gram.zero_()
+        for rows in _panels(X):
+            _add_gram(gram, X[rows])
+        second = torch.linalg.cholesky(gram, upper=True)
+        _solve(second.to(X.dtype), X)
+        C = second @ C
+    return C.to(X.dtype)
+
+
+def _solve(R: Tensor, X: Tensor) -> None:
+    """``X R^-1`` in the place of X."""
+    torch.linalg.solve_triangular(R, X, upper=True, left=False, out=X)
+
+
+def _panels(X: Tensor) -> list[slice]:
+    height = _CUDA_PANEL if X.is_cuda else _PANEL
+    return [slice(start, start + height) for start in range(0, len(X), height)]
+
+
+def _add_gram(gram: Tensor, X: Tensor) -> None:
+    """Add ``X^T X`` to ``gram``, on and above the diagonal."""
+    for start in range(0, X.shape[1], _BLOCK):
+        gram[start : start + _BLOCK, start:] += X[:, start : start + _BLOCK].mT @ X[:, start:]
+
+
+def _squared_condition(C: Tensor, seed: int) -> float:
+    """``cond(C)^2``, by a few steps of the power method for ``C^T C`` and its inverse; a little below the truth."""
+    high = low = GaussianSketch(len(C), 1, seed=seed, dtype=C.dtype, device=C.device).dense()
+    ratio = high.norm()
+    for _ in range(8):
+        high, low = high / high.norm(), low / low.norm()
+        high = (C.mT @ (C @ high[:, 0]))[:, None]
+        low = torch.linalg.solve_triangular(C.mT, low, upper=False)
+        low = torch.linalg.solve_triangular(C, low, upper=True)
+        ratio = high.norm() * low.norm()
+    return ratio.item()
+
+
+def _residual_norm(M: Tensor, result: CQRRPTResult, seed: int) -> Tensor:
+    """Estimate of the Frobenius norm of ``M - result``."""
+    S = GaussianSketch(M.shape[1], _PROBES, seed=seed, stream=1, scale=False, dtype=M.dtype, device=M.device).dense()
+    return (M @ S - result @ S).norm() / math.sqrt(_PROBES)
+
+
+def _pivoted_qr(M: Tensor, with_q: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """LAPACK's pivoted QR, on the CPU, the diagonal of R made positive."""
+    from scipy.linalg import qr  # slow to import
+
+    factors = qr(M.cpu().numpy(), mode="economic" if with_q else "r", pivoting=True, check_finite=False)
+    R, P = torch.from_numpy(factors[-2]).to(M), torch.from_numpy(factors[-1]).to(M.device, torch.int64)
+    R = R[: min(M.shape)]
+    signs = torch.where(R.diagonal() < 0, -1.0, 1.0).to(M)
+    Q = torch.from_numpy(factors[0]).to(M) * signs if with_q else M
+    return Q, R * signs[:, None], P
+
+
+def _count_leading(condition: Tensor) -> int:
+    return int(condition.long().cumprod(0).sum())
+
+
+def _is_safe(largest: float, dtype: torch.dtype) -> bool:
+    """Whether numbers of this size can be squared and divided by one another without over- or underflow."""
+    limit = math.frexp(torch.finfo(dtype).max)[1] // 2
+    return 0 < largest < math.inf and abs(math.frexp(largest)[1]) < limit
+
+
+def _scaled(M: Tensor) -> tuple[Tensor, int]:
+    """M, and 0; or M times ``2^-e`` of largest entry near 1, and e, where that is far from it."""
+    low, high = M.aminmax()
+    largest = max(-low.item(), high.item())
+    if not math.isfinite(low.item() + high.item()) and not bool(M.isfinite().all()):
+        kind = "NaN" if bool(M.isnan().any()) else "infinity"
+        raise ValueError(f"M must be finite and has {kind}: clean it, torch.nan_to_num(M), say")
+    if largest == 0 or _is_safe(largest, M.dtype):
+        return M, 0
+    exponent = math.frexp(largest)[1]
+    return _times_power(M, -exponent), exponent
+
+
+def _times_power(A: Tensor, exponent: int) -> Tensor:
+    """``2^exponent A``; in two steps, as the power alone may be beyond the range of the dtype."""
+    if exponent == 0:
+        return A
+    half = exponent // 2
+    return A * 2.0**half * 2.0 ** (exponent - half)
