@@ -12,7 +12,15 @@ import math
 import torch
 from torch import Tensor
 
+from panther.linalg import randomized_svd
 from panther.sketch import signs
+
+# From this size on, and for ranks of at most an eighth of it, the randomized SVD is 2 to 13 times faster than LAPACK's.
+# With ten iterations on a space twice as wide as the rank it is as accurate: its error exceeds the least by 3e-4 of it
+# for a weight without structure, and by nothing that float32 shows for one whose singular values fall as i^-0.3.
+_RANDOMIZED_FROM = 256
+_RANK_FRACTION = 8
+_ITERATIONS = 10
 
 
 def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -22,10 +30,10 @@ def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
     left over, or whose singular value is zero to rounding, get zero S, so they add nothing, and random signs for U, so
     they can still learn.
     """
-    P, sigma, Qt = _compact_svd(A)
-    r = min(2 * R, len(sigma))
-    root = sigma[:r].sqrt()
-    left, right = P[:, :r] * root, root[:, None] * Qt[:r]  # (in, r), (r, out)
+    P, sigma, Qt = _leading_svd(A, 2 * R, seed)
+    r = len(sigma)
+    root = sigma.sqrt()
+    left, right = P * root, root[:, None] * Qt  # (in, r), (r, out)
     level = right.square().mean().sqrt().item() if r else 1.0
 
     def on_device(stream: int, rows: int, cols: int) -> Tensor:
@@ -63,8 +71,24 @@ def unbiased_factors(A: Tensor, U1: Tensor, U2: Tensor, low_rank: int) -> tuple[
     return A @ U1.mT / root, U2.mT @ A / root
 
 
+def _leading_svd(A: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``rank`` leading singular triplets, or as many as there are."""
+    least = min(A.shape)
+    if least < _RANDOMIZED_FROM or rank * _RANK_FRACTION > least:
+        left, sigma, right = _compact_svd(A)
+        return left[:, :rank], sigma[:rank], right[:rank]
+    left, sigma, right = randomized_svd(A, rank, oversample=rank, n_iter=_ITERATIONS, seed=seed)
+    kept = _nonzero(sigma, A)
+    return left[:, kept], sigma[kept], right.mT[kept]
+
+
 def _compact_svd(U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """SVD without the directions that are zero to rounding; sketches larger than the layer have some."""
     left, sigma, right = torch.linalg.svd(U, full_matrices=False)
-    kept = sigma > sigma[0] * max(U.shape) * torch.finfo(U.dtype).eps
+    kept = _nonzero(sigma, U)
     return left[:, kept], sigma[kept], right[kept]
+
+
+def _nonzero(sigma: Tensor, U: Tensor) -> Tensor:
+    """Which singular values of U are not zero to rounding."""
+    return sigma > sigma[0] * max(U.shape) * torch.finfo(U.dtype).eps

@@ -257,13 +257,14 @@ class SKLinear(SketchedModule):
                 ``"lstsq"``, seeded: the best S1 and S2 for the seed's sketches, of least norm.
                 ``"random"``, seeded: the unbiased estimator. Its error exceeds the weight itself while R is below
                 (in + out) / 4, so it is for studies, not for keeping a model.
-            seed: As in the constructor; with ``"svd"`` it gives signs to columns that the weight leaves unused.
+            seed: As in the constructor; with ``"svd"`` for the search, and for columns that the weight leaves unused.
 
         Raises:
             ValueError: If ``init`` is unknown.
             TypeError: If ``linear`` is not an nn.Linear.
 
-        Cost: ``"svd"`` an SVD of the weight, O(in out min(in, out)); ``"lstsq"`` O(R in out + R^2 (in + out)).
+        Cost: ``"svd"`` O(R in out) where 2R is at most an eighth of both sizes and these are 256 or more, by
+        :func:`~panther.linalg.randomized_svd`, else O(in out min(in, out)); ``"lstsq"`` O(R in out + R^2 (in + out)).
 
         Example:
             >>> import torch

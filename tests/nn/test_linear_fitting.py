@@ -8,7 +8,7 @@ import torch
 from tolerances import assert_close, factorisation
 from torch import nn
 
-from panther.nn import SKLinear
+from panther.nn import SKLinear, _fitting
 from panther.nn._fitting import lstsq_factors
 from panther.sketch import signs
 
@@ -35,6 +35,25 @@ def test_svd_is_the_truncated_svd(shape, terms_and_rank, dtype):
     assert torch.equal(layer.bias, dense.bias)
     assert layer.is_fitted
     assert layer.seed is None
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
+def test_svd_of_a_large_weight_is_as_good_as_the_truncated_one(decay, monkeypatch):
+    """Randomized here, and within 1e-3 of the least error whatever the spectrum."""
+    torch.manual_seed(0)
+    P, Q = torch.linalg.qr(torch.randn(300, 300)).Q, torch.linalg.qr(torch.randn(400, 300)).Q
+    sigma = torch.arange(1.0, 301.0) ** -decay if decay else torch.linalg.svdvals(torch.randn(400, 300))
+    dense = nn.Linear(300, 400, bias=False)
+    dense.weight.data = (Q * sigma) @ P.T
+    calls = []
+    randomized = _fitting.randomized_svd
+    monkeypatch.setattr(_fitting, "randomized_svd", lambda *a, **k: calls.append(a) or randomized(*a, **k))
+    layer = SKLinear.from_linear(dense, 1, 16, seed=0)
+    assert len(calls) == 1
+    least = sigma[32:].norm()
+    assert (layer.weight - dense.weight).norm() < 1.001 * least
+    SKLinear.from_linear(dense, 1, 32, seed=0)
+    assert len(calls) == 1
 
 
 def test_svd_shares_the_leading_directions_alternately_and_evenly():
