@@ -391,6 +391,16 @@ def test_a_sketch_that_misses_most_of_m_costs_time_and_not_accuracy(weak, dtype,
         assert (M[:, P] - Q @ R).norm() <= factorisation(dtype) * M.norm()
 
 
+def test_a_sketch_that_misorders_columns(sketched, monkeypatch):
+    """A small entry of the diagonal must not hide large ones after it."""
+    monkeypatch.setattr(Rows, "weak", 0)
+    monkeypatch.setattr(module, "SparseSketch", Rows)
+    M = torch.zeros(100, 3, dtype=torch.float64)
+    M[0, 0], M[1, 1], M[2, 2] = 1, 0.5, 0.1
+    M[90, 0] = M[91, 2] = 1e20
+    assert check(M, cqrrpt(M, seed=1)) == 2
+
+
 VALUES = st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.0, 1e-8, 1e8, 1e-30, 1e30, 1e-300, 1e300, math.nan, math.inf, 5e-324])
 NUMBERS = st.one_of(st.none(), st.floats(), st.sampled_from([0, 1, -1, 1.25, 2, 10**400, "x", 0.5, 1e-3, True]))
 
