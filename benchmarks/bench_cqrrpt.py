@@ -1,0 +1,129 @@
+"""cqrrpt against scipy's pivoted QR and torch's unpivoted one: time beside residual and orthogonality.
+
+Several gammas, so that error can be drawn against time. scipy keeps to as many threads as torch; on a GPU only torch's
+is a baseline.
+"""
+
+__all__ = ["run"]
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import scipy.linalg
+import torch
+from harness import interleave, keep_freed_memory, print_table, write_csv
+from torch import Tensor
+
+from panther.errors import MissingExtraError, require_extra
+from panther.linalg import cqrrpt
+
+# Rows, columns, dtype, logarithm of the condition. The last three are ours to lose.
+CASES = [
+    (4096, 512, torch.float64, 10),
+    (16384, 512, torch.float64, 10),
+    (65536, 512, torch.float64, 10),
+    (65536, 128, torch.float64, 10),
+    (16384, 512, torch.float32, 2),
+    (2048, 512, torch.float64, 10),
+    (16384, 128, torch.float32, 2),
+    (100000, 16, torch.float64, 10),
+]
+GAMMAS = [1.0, 1.25, 1.5, 2.0, 3.0]
+PIVOTED, PLAIN = "scipy pivoted", "torch unpivoted"
+Factors = tuple[Tensor, Tensor, Tensor]  # Q (m, r), R (r, n), P (n,)
+
+
+def run(device: str, budget_s: float, quick: bool = False) -> None:
+    """Measure every case, print a table of each as it comes, and write the CSV."""
+    kept = keep_freed_memory()
+    print(f"threads {torch.get_num_threads()}, freed memory {'kept' if kept else 'returned to the system'}")
+    rows: list[dict[str, Any]] = []
+    for m, n, dtype, condition in [(8192, 64, torch.float64, 10)] if quick else CASES:
+        found = _case(m, n, dtype, condition, device, budget_s)
+        print_table(found)
+        rows += found
+    if not quick:
+        print(f"written to {write_csv('cqrrpt', rows, device=device)}")
+
+
+def _case(m: int, n: int, dtype: torch.dtype, condition: int, device: str, budget_s: float) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    V = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+    M = torch.randn(m, n, dtype=torch.float64) * torch.logspace(0, -condition, n, dtype=torch.float64)
+    M = (M @ V).to(device, dtype)
+    alternatives = _alternatives(M, device)
+    timings = interleave(alternatives, device=device, budget_s=budget_s, min_rounds=5)
+    rows = []
+    for name, function in alternatives.items():
+        Q, R, P = function()
+        rows.append(
+            {
+                "m": m,
+                "n": n,
+                "dtype": str(dtype).removeprefix("torch."),
+                "condition": f"1e{condition}",
+                "method": name,
+                "time_ms": _figure(timings[name].median_s * 1e3),
+                **{
+                    f"x {baseline}": _figure(timings[name].ratio_to(timings[baseline])) if baseline in timings else ""
+                    for baseline in (PIVOTED, PLAIN)
+                },
+                "rank": len(R),
+                **_errors(M, Q, R, P),
+            }
+        )
+    return rows
+
+
+def _alternatives(M: Tensor, device: str) -> dict[str, Callable[[], Factors]]:
+    def ours(gamma: float) -> Callable[[], Factors]:
+        return lambda: cqrrpt(M, gamma, seed=0)
+
+    def pivoted() -> Factors:
+        Q, R, P = scipy.linalg.qr(array, mode="economic", pivoting=True)
+        return torch.from_numpy(Q), torch.from_numpy(R), torch.from_numpy(P).long()
+
+    def plain() -> Factors:
+        return *torch.linalg.qr(M), torch.arange(M.shape[1], device=device)
+
+    array = M.cpu().numpy()
+    baselines: dict[str, Callable[[], Factors]] = {PLAIN: plain}
+    if device != "cuda":
+        baselines[PIVOTED] = pivoted
+    return baselines | {f"panther gamma={gamma}": ours(gamma) for gamma in GAMMAS}
+
+
+def _errors(M: Tensor, Q: Tensor, R: Tensor, P: Tensor) -> dict[str, Any]:
+    """Relative residual and loss of orthogonality, the bound for both, and how far the diagonal of R rises."""
+    eps = torch.finfo(M.dtype).eps
+    M, Q, R = M.double(), Q.double(), R.double()
+    eye = torch.eye(len(R), dtype=Q.dtype, device=Q.device)
+    diagonal = R.diagonal().abs()
+    return {
+        "residual": f"{float((M[:, P] - Q @ R).norm() / M.norm()):.1e}",
+        "orthogonality": f"{float(torch.linalg.matrix_norm(Q.mT @ Q - eye, 2)):.1e}",
+        "bound": f"{eps**0.75:.1e}",
+        "rise": _figure(float((diagonal.flip(0).cummax(0)[0].flip(0) / diagonal).max())),
+    }
+
+
+def _figure(value: float) -> float:
+    """Three significant digits."""
+    return round(value, 2 - math.floor(math.log10(value)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; one makes CPU time a clean measure")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds a case, five rounds at least")
+    parser.add_argument("--quick", action="store_true", help="a small matrix, nothing written")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(MissingExtraError):
+            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads))
+        run(options.device, options.budget, options.quick)
