@@ -5,6 +5,7 @@ from ._qb import QBResult, qb
 from ._rangefinder import rangefinder
 from .eigh import EighResult, NystromResult, nystrom, randomized_eigh
 from .error import ErrorEstimate, estimate_error
+from .lstsq import LstsqResult, sketch_lstsq
 from .orthogonal import cholesky_qr, orthonormalize
 from .svd import SVDResult, randomized_svd
 
@@ -12,6 +13,7 @@ __all__ = [
     "CQRRPTResult",
     "EighResult",
     "ErrorEstimate",
+    "LstsqResult",
     "NystromResult",
     "QBResult",
     "SVDResult",
@@ -24,4 +26,5 @@ __all__ = [
     "randomized_eigh",
     "randomized_svd",
     "rangefinder",
+    "sketch_lstsq",
 ]

@@ -1,0 +1,175 @@
+r"""Least squares with a preconditioner: what one pass over A computes, and the iteration on top of it.
+
+With N such that the singular values of A N are near one, conjugate gradients on the preconditioned normal equations
+:math:`N^T (A^T A + \lambda I) N y = N^T (A^T r - \lambda x)` gain a constant factor a step whatever the condition of A.
+They run on vectors of length n only: a step visits A once, a panel of rows at a time, and multiplies by the panel and
+by its transpose while it is in cache. Rounding errors grow with the condition of A, so the iteration is started again
+from the true residual, and x corrected, until the backward error is that of a direct solver: E. N. Epperly, M. Meier
+and Y. Nakatsukasa, "Fast randomized least-squares solvers can be just as accurate and stable as classical direct
+solvers", 2024, arXiv:2406.03468.
+
+Right-hand sides and iterates are rows here, (p, n), the layout whose products are fast.
+"""
+
+__all__ = ["Solution", "System", "refine", "smallest_singular_value"]
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from panther.linalg._operand import Operand
+from panther.linalg._preconditioner import Preconditioner
+from panther.sketch import GaussianSketch
+
+# A panel, for each thread: small enough to be in its cache still when the transpose multiplies. For several right-hand
+# sides the gain is small, and a threaded product of matrices costs more to start.
+_PANEL_BYTES = 1 << 20
+_PANEL_BYTES_OF_MANY = 1 << 23
+_MAX_STEPS = 1000
+
+
+class System:
+    """A, b and the ridge, seen through the two things that one pass over A computes."""
+
+    def __init__(self, operand: Operand, b: Tensor, ridge: float) -> None:  # b (m, p)
+        self.operand, self.b, self.ridge = operand, b, ridge
+        m, n = operand.shape
+        panel = torch.get_num_threads() * (_PANEL_BYTES if b.shape[1] == 1 else _PANEL_BYTES_OF_MANY)
+        rows = max(16, panel // max(1, n * b.element_size()))
+        rows = rows if b.device.type == "cpu" else max(m, 1)
+        self._panels = [slice(start, start + rows) for start in range(0, m, rows)]
+
+    def residual(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (p, n) -> (p, n), (p,)
+        """``A^T r - ridge x`` with ``r = b - A x``, and the norms of r."""
+        A = self.operand.dense
+        if A is None:
+            r = self.b - self.operand.matmul(x.mT)
+            return self.operand.rmatmul(r).mT - self.ridge * x, r.norm(dim=0)
+        gradient, squares = -self.ridge * x, x.new_zeros(x.shape[0])
+        for rows in self._panels:
+            r = torch.addmm(self.b[rows].mT, x, A[rows].mT, alpha=-1)
+            gradient.addmm_(r, A[rows])
+            squares += r.square().sum(dim=1)
+        return gradient, squares.sqrt()
+
+    def gram(self, x: Tensor) -> Tensor:  # (p, n) -> (p, n)
+        """``(A^T A + ridge I) x``."""
+        A = self.operand.dense
+        if A is None:
+            return self.operand.rmatmul(self.operand.matmul(x.mT)).mT + self.ridge * x
+        out = self.ridge * x
+        for rows in self._panels:
+            out.addmm_(x @ A[rows].mT, A[rows])
+        return out
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where the iteration ended; rows are right-hand sides."""
+
+    x: Tensor  # (p, n)
+    residual_norm: Tensor  # (p,)
+    objective: Tensor  # (p,), the root of it
+    gradient: Tensor  # (p, n), A^T r - ridge x
+    distance: Tensor  # (p,), the norm of N^T times the gradient: about that of A (x - x*)
+    steps: int
+    excess: float  # backward error, of the worst row not within tol, in units of eps; at most 1 is the aim
+
+
+def refine(system: System, N: Preconditioner, x: Tensor, tol: float, stages: int = 10) -> Solution:
+    r"""Correct x from its true residual until that suffices, or rounding lets nothing be gained.
+
+    A row is done when its distance is at most ``tol`` times the root of its objective, or when the estimate of its
+    backward error (Karlson and Walden) with R in place of A,
+    :math:`\|(R^T R + \theta^2 I)^{-1/2} A^T r\| / \|x\|` for :math:`\theta = \|r\| / \|x\|`, is at most
+    :math:`\epsilon \|A\|_F`, as direct solvers leave it.
+    """
+    eps, size = torch.finfo(x.dtype).eps, N.size
+    # What one stage can gain before its products with N are rounding.
+    reach = max(eps, min(2 * eps * N.condition, 1e-3 * eps**0.2))
+    best: Solution | None = None
+    steps = stalls = 0
+    for stage in range(stages):
+        gradient, residual_norm = system.residual(x)
+        start = N.to_y(gradient)
+        distance, norm = start.norm(dim=1), x.norm(dim=1)
+        objective = torch.hypot(residual_norm, math.sqrt(system.ridge) * norm)
+        wanted = tol * objective
+        # At least the estimate, in its unit; and x itself may be exact to eps, which a large ridge makes the easier.
+        excess = torch.minimum(distance / norm / size, gradient.norm(dim=1) / objective / N.frobenius) / eps
+        selected = (excess > 1) & (distance > wanted) & (norm > 0)
+        for theta, rows in _groups(objective / norm, selected) if stage else ():
+            estimate = N.damped_norm(gradient[rows], theta) / norm[rows] / N.frobenius / eps
+            excess[rows] = torch.minimum(excess[rows], estimate)
+        excess = torch.where(distance > wanted, excess, 0.0)
+        found = Solution(x, residual_norm, objective, gradient, distance, steps, float(excess.max()))
+        stalls = stalls + 1 if best is not None and found.excess > best.excess / 2 else 0
+        if best is None or found.excess <= best.excess:
+            best = found
+        if found.excess <= 1 or stalls == 2 or steps >= _MAX_STEPS or stage == stages - 1:
+            break
+        # A stage leaves its residual spread evenly over all directions, the well-determined ones too: its norm counts.
+        enough = 0.1 * eps * torch.maximum(size * norm, N.frobenius / size * objective)
+        enough = torch.maximum(enough, 0.5 * wanted)
+        target = torch.where(excess > 1, torch.maximum(enough, reach * distance), distance)
+        y, taken = _conjugate_gradients(system, N, start, target, _MAX_STEPS - steps)
+        x, steps = x + N.to_x(y), steps + taken
+    assert best is not None
+    return best
+
+
+def _groups(theta: Tensor, selected: Tensor) -> list[tuple[float, Tensor]]:
+    """The selected rows, by theta within a factor of 8; the least theta of each group, and its rows."""
+    rows = selected.nonzero()[:, 0]
+    octave = (theta[rows].log2() / 3).floor()
+    return [(float(theta[part].min()), part) for value in octave.unique() if len(part := rows[octave == value])]
+
+
+def _conjugate_gradients(
+    system: System, N: Preconditioner, residual: Tensor, target: Tensor, limit: int
+) -> tuple[Tensor, int]:
+    """``N^T (A^T A + ridge I) N y = residual`` for each row, to the norms in ``target``; y and the number of steps."""
+    y, direction, square = torch.zeros_like(residual), residual, residual.square().sum(dim=1)
+    step = 0
+    while step < limit and bool((active := square > target.square()).any()):
+        product = N.to_y(system.gram(N.to_x(direction)))
+        length = torch.where(active, square / (direction * product).sum(dim=1), 0.0)[:, None]
+        y = y + length * direction
+        residual = residual - length * product
+        before, square = square, residual.square().sum(dim=1)
+        direction = residual + torch.where(active, square / before, 0.0)[:, None] * direction
+        step += 1
+    return y, step
+
+
+def smallest_singular_value(system: System, N: Preconditioner, seed: int, failure: float) -> float:
+    r"""A lower bound of the smallest singular value of ``A N``, wrong with at most the probability ``failure``.
+
+    It is 0 if none is found. After k steps of the Lanczos method from a random vector, an extreme eigenvalue of an
+    r x r matrix is missed by more than a part :math:`\epsilon` of the spread with a probability of at most
+    :math:`1.648 \sqrt r\, e^{-\sqrt\epsilon (2 k - 1)}` (Kuczyński and Woźniakowski, 1992, theorem 4.2).
+    """
+    y = N.to_y(system.b.new_zeros(1, system.operand.shape[1]))
+    rank = y.shape[1]
+    y = GaussianSketch(1, rank, seed=seed, stream=2, dtype=y.dtype, device=y.device).dense()
+    basis: list[Tensor] = []
+    products: list[Tensor] = []
+    checkpoints = (16, 32, 64, 128)
+    for k in range(1, min(rank, checkpoints[-1]) + 1):
+        basis.append(y / y.norm())
+        products.append(N.to_y(system.gram(N.to_x(basis[-1]))))
+        if k == rank or k in checkpoints:
+            Q = torch.cat(basis)
+            values = torch.linalg.eigvalsh(Q @ torch.cat(products).mT)
+            low, high = float(values[0]), float(values[-1])
+            missed = (math.log(1.648 * math.sqrt(rank) * 2 * len(checkpoints) / failure) / (2 * k - 1)) ** 2
+            missed = 0.0 if k == rank else min(missed, 0.5)
+            bound = low - missed * (high - low) / (1 - 2 * missed) if missed < 0.5 else 0.0
+            if bound >= low / 2 or k == rank:
+                return math.sqrt(max(bound, 0.0))
+        y = products[-1]
+        for _ in range(2):
+            y = y - (y @ torch.cat(basis).mT) @ torch.cat(basis)
+    return 0.0

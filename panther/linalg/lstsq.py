@@ -1,0 +1,329 @@
+r"""Least squares by sketching and preconditioning, to the accuracy of a direct solver.
+
+The R of a QR factorisation of the sketch S A, with d rows, makes :math:`A R^{-1}` well-conditioned: its singular values
+lie about in :math:`[1/(1 + \rho), 1/(1 - \rho)]` with :math:`\rho = \sqrt{n / d}`, and each iteration gains a factor
+:math:`\rho`. After H. Avron, P. Maymounkov and S. Toledo, "Blendenpik: supercharging LAPACK's least-squares solver",
+SIAM J. Sci. Comput. 32 (2010), doi:10.1137/090767911; X. Meng, M. A. Saunders and M. W. Mahoney, "LSRN: a parallel
+iterative solver for strongly over- or underdetermined systems", SIAM J. Sci. Comput. 36 (2014), doi:10.1137/120866580;
+and E. N. Epperly, M. Meier and Y. Nakatsukasa, 2024, arXiv:2406.03468.
+"""
+
+__all__ = ["LstsqResult", "sketch_lstsq"]
+
+import math
+import warnings
+from numbers import Real
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from panther.errors import DTypeError, NumericalWarning, ShapeError
+from panther.linalg._operand import Operand, as_operand, driver
+from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
+from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
+from panther.linalg.error import ErrorEstimate
+from panther.sketch import SignSketch, SparseSketch, check_seed
+
+# A dense A with fewer rows than this times its columns is solved faster by QR.
+_TALL = 20
+# The same for a sparse or matrix-free one, whose products are cheaper than its QR.
+_SPARSE_TALL = 4
+# Entries of the largest dense matrix that a sparse or matrix-free A may be turned into.
+_DENSE_LIMIT = 1 << 29
+# A with entries beyond two to this, or its inverse, is scaled first: squares times the condition must not overflow.
+_SAFE_POWER = {torch.float32: 20, torch.float64: 200}
+# Entries of a block of the sketch of a matrix-free A.
+_BLOCK = 1 << 24
+_CONFIDENCE = 0.999
+# Backward error, in units of a direct solver's, that is worth a warning.
+_WARN = 100.0
+
+
+class LstsqResult(NamedTuple):
+    """A least-squares solution.
+
+    Attributes:
+        x: The solution, (n,) or (n, p) as b is (m,) or (m, p).
+        residual_norm: ``||A x - b||`` of each right-hand side, () or (p,).
+        iterations: Products with A^T A that were needed; 0 where a direct solver did the work.
+    """
+
+    x: Tensor
+    residual_norm: Tensor
+    iterations: int
+
+
+@overload
+def sketch_lstsq(
+    A: Any,
+    b: Any,
+    *,
+    ridge: float = 0.0,
+    tol: float | None = None,
+    seed: int | None = None,
+    return_error: Literal[False] = False,
+) -> LstsqResult: ...
+
+
+@overload
+def sketch_lstsq(
+    A: Any,
+    b: Any,
+    *,
+    ridge: float = 0.0,
+    tol: float | None = None,
+    seed: int | None = None,
+    return_error: Literal[True],
+) -> tuple[LstsqResult, ErrorEstimate]: ...
+
+
+@driver
+def sketch_lstsq(
+    A: Any,  # (m, n)
+    b: Any,  # (m,) or (m, p)
+    *,
+    ridge: float = 0.0,
+    tol: float | None = None,
+    seed: int | None = None,
+    return_error: bool = False,
+) -> LstsqResult | tuple[LstsqResult, ErrorEstimate]:
+    r"""Minimise :math:`\|A x - b\|^2 + \text{ridge}\,\|x\|^2`, fast where A is tall.
+
+    By default x is as accurate as a direct solver's: its backward error is at most about
+    :math:`\epsilon \|A\|_F`, up to condition numbers of :math:`10^{13}` in float64 and :math:`10^{5}` in float32. Where
+    columns of A depend on each other, to :math:`4 \sqrt n\, \epsilon` of the largest singular value, x has least norm.
+
+    Args:
+        A: A tensor (m, n) of any floating dtype, a sparse tensor, a NumPy or scipy.sparse array, or anything with
+            ``.shape``, ``@`` and ``.T``. Half precision is computed, and returned, in float32.
+        b: One right-hand side (m,), or p of them (m, p), with A's dtype and device.
+        ridge: Weight of the penalty, 0 or more.
+        tol: Stop once the fitted values are within ``tol`` of their optimum, relative to the root of the objective:
+            :math:`\|A (x - x^*)\| \le \text{tol}\,\|A x - b\|` as estimated. The residual norm then exceeds the least
+            one by a relative ``tol**2 / 2``. None goes on to the accuracy of a direct solver, and so does a tolerance
+            that is below it.
+        seed: Of the sketch; None draws one from torch's default CPU generator.
+        return_error: Whether to return, as well, how far the fitted values are from their optimum.
+
+    Returns:
+        ``(x, residual_norm, iterations)``; with ``return_error`` a pair of this and an :class:`ErrorEstimate`, whose
+        ``frobenius`` and ``upper`` are, for each right-hand side, an estimate of :math:`\|A (x - x^*)\|` (with a ridge,
+        of :math:`(\|A (x - x^*)\|^2 + \text{ridge} \|x - x^*\|^2)^{1/2}`) and what it is at most with probability
+        ``confidence``, ``relative`` is ``frobenius`` over the root of the objective, and ``probes`` is 1: the bound is
+        :math:`\|R^{-T} A^T (b - A x)\| / \sigma_{\min}(A R^{-1})`, and :math:`\sigma_{\min}` is bounded below by the
+        Lanczos method from one random vector, which is independent of the sketch (J. Kuczyński and H. Woźniakowski,
+        SIAM J. Matrix Anal. Appl. 13, 1992, doi:10.1137/0613066). A direct solver needs no vector: ``probes`` is 0 and
+        ``confidence`` 1. Either has :math:`4 \epsilon \kappa(R) \|A x - b\|` added for rounding.
+
+    Raises:
+        ShapeError: If A has not two dimensions, b does not go with it, or a sparse or matrix-free A is not tall and
+            too large to be solved as a dense one.
+        DTypeError: If A is not real and floating, or b has another dtype or device.
+        TypeError: If ``ridge`` or ``tol`` is not a number, or A nothing that multiplies.
+        ValueError: If A or b has NaN or infinity, ``ridge`` is negative or not finite, ``tol`` is not positive and
+            finite, or the solution overflows.
+
+    Warns:
+        NumericalWarning: If the iteration ends with a backward error far above a direct solver's, saying how far.
+
+    Cost: for a dense A with 20 or more rows a column, a sparse sketch of :math:`d \approx 1.1 \sqrt{m n}` rows, its QR
+    factorisation (``2 d n^2`` flops), and one pass over A (``4 m n p`` flops, bound by memory for few right-hand sides)
+    an iteration, of which there are about :math:`2 \log(1/\epsilon) / \log(d / n)`, some 30; with a tolerance
+    ``2 log(1/tol) / log(d / n)``. Memory beyond A and b: ``d n``. With fewer rows A is solved by a QR or singular value
+    decomposition. A sparse A is tall from 4 rows a column; a matrix-free one is too, and multiplies 3 n vectors by A.T.
+
+    Example:
+        >>> A = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> b = A @ torch.ones(20, dtype=torch.float64)
+        >>> x, residual_norm, iterations = sketch_lstsq(A, b, seed=0)
+        >>> bool((x - 1).abs().max() < 1e-14), bool(residual_norm < 1e-12)
+        (True, True)
+    """
+    operand = as_operand(A, batched=False)
+    b = _right_hand_side(b, operand)
+    ridge = _number("ridge", ridge, "0 or more", "0 for plain least squares")
+    tol = 0.0 if tol is None else _number("tol", tol, "positive", "None for the accuracy of a direct solver")
+    columns = b[:, None] if b.ndim == 1 else b
+    result, error = _solve(_explicit(operand), columns, ridge, tol, check_seed(seed), return_error)
+    if b.ndim == 1:
+        result = LstsqResult(result.x[:, 0], result.residual_norm[0], result.iterations)
+        if error:
+            error = error._replace(frobenius=error.frobenius[0], upper=error.upper[0], relative=error.relative[0])
+    return (result, error) if error else result
+
+
+def _right_hand_side(b: Any, operand: Operand) -> Tensor:
+    b = torch.as_tensor(b) if isinstance(b, np.ndarray) else b
+    if not isinstance(b, Tensor) or b.layout != torch.strided:
+        kind = f"a tensor of layout {b.layout}" if isinstance(b, Tensor) else type(b).__name__
+        raise TypeError(
+            f"b must be a dense tensor or a NumPy array, not {kind}: use b.to_dense() or torch.as_tensor(b)"
+        )
+    m = operand.shape[0]
+    if b.ndim not in (1, 2) or b.shape[0] != m:
+        raise ShapeError(
+            f"b, of shape {tuple(b.shape)}, must have the shape ({m},) or ({m}, p) to go with A, of shape "
+            f"{tuple(operand.shape)}: reshape or transpose it"
+        )
+    if not b.dtype.is_floating_point or torch.promote_types(b.dtype, torch.float32) != operand.dtype:
+        raise DTypeError(f"b is {b.dtype} and A is computed in {operand.dtype}: use b.to({operand.dtype})")
+    if b.device != operand.device:
+        raise DTypeError(f"b is on {b.device} and A on {operand.device}: use b.to({str(operand.device)!r})")
+    if not bool(b.isfinite().all()):
+        kind = "NaN" if bool(b.isnan().any()) else "infinity"
+        raise ValueError(f"b must be finite and has {kind}: clean it, torch.nan_to_num(b), say")
+    return b.to(operand.dtype)
+
+
+def _number(name: str, value: Any, rule: str, fix: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}: use {fix}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (number == 0 and rule == "positive"):
+        raise ValueError(f"{name}={value} must be {rule} and finite: use {fix}")
+    return number
+
+
+def _explicit(operand: Operand) -> Operand:
+    """The same, in COO layout if A is sparse, by scipy's measure too."""
+    A = operand.A
+    if isinstance(A, Tensor):
+        return operand if A.layout in (torch.strided, torch.sparse_coo) else _like(operand, A.to_sparse_coo())
+    if not hasattr(A, "tocoo"):
+        return operand
+    coo = A.tocoo()
+    index = torch.as_tensor(np.stack((coo.row, coo.col)), dtype=torch.int64)
+    return _like(operand, torch.sparse_coo_tensor(index, torch.as_tensor(coo.data), coo.shape, check_invariants=False))
+
+
+def _like(operand: Operand, A: Any) -> Operand:
+    return Operand(A, operand.dtype, operand.device)
+
+
+def _solve(
+    operand: Operand, b: Tensor, ridge: float, tol: float, seed: int, return_error: bool
+) -> tuple[LstsqResult, ErrorEstimate | None]:
+    (m, n), p = operand.shape, b.shape[1]
+    if 0 in (m, n, p):
+        norms = b.norm(dim=0)
+        error = ErrorEstimate(norms * 0, norms * 0, norms * 0, 1.0, 0) if return_error else None
+        return LstsqResult(b.new_zeros(n, p), norms, 0), error
+    root = math.sqrt(ridge)
+    powers = [math.frexp(value)[1] for value in b.abs().amax(dim=0).tolist()]
+    b = _times_two_to(b, [-power for power in powers])
+    sketched = m >= (_TALL if operand.dense is not None else _SPARSE_TALL) * n + 64
+    operand = operand if sketched else _densified(operand)
+    SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
+    operand.check_finite(SA)
+    power = math.frexp(max(float(SA.abs().max()), root))[1]
+    if abs(power) > _SAFE_POWER[b.dtype]:
+        operand, root = _scaled(operand, -power), math.ldexp(root, -power)
+        SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
+    else:
+        power = 0
+    N, x = from_columns(SA, Sb, root, seed) if sketched or m >= n else from_rows(SA, Sb, root)
+    system = System(_for_products(operand), b, root**2)
+    found = refine(system, N, x, tol, stages=10 if sketched else 1)
+    if sketched:
+        _warn(found, N)
+    back = [power_b - power for power_b in powers]
+    x, residual_norm = _times_two_to(found.x.mT, back).contiguous(), _times_two_to(found.residual_norm, powers)
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
+    error = _error(system, N, found, seed, sketched, powers) if return_error else None
+    return LstsqResult(x, residual_norm, found.steps), error
+
+
+def _densified(operand: Operand) -> Operand:
+    if operand.dense is not None:
+        return operand
+    m, n = operand.shape
+    _check_memory("A is solved as a dense matrix where it is not tall", m, n, operand)
+    if isinstance(operand.A, Tensor):
+        return _like(operand, operand.A.to_dense())
+    return _like(operand, operand.matmul(torch.eye(n, dtype=operand.dtype, device=operand.device)))
+
+
+def _check_memory(what: str, rows: int, columns: int, operand: Operand) -> None:
+    if rows * columns > _DENSE_LIMIT:
+        raise ShapeError(
+            f"A, of shape {tuple(operand.shape)}, must be small enough: {what}, and {rows} x {columns} numbers are "
+            f"more than {_DENSE_LIMIT}: use scipy.sparse.linalg.lsmr"
+        )
+
+
+def _sketch(operand: Operand, b: Tensor, seed: int) -> tuple[Tensor, Tensor]:  # (d, n), (d, p)
+    (m, n), A = operand.shape, operand.A
+    entries = m * n if operand.dense is not None else A._nnz() if isinstance(A, Tensor) else 0
+    d = min(m, max(4 * n + 64, math.ceil(1.1 * math.sqrt(entries))))  # where QR costs as much as passes over A
+    if operand.dense is None:
+        _check_memory("its sketch is dense", d, n, operand)
+    if isinstance(A, Tensor):
+        S = SparseSketch(d, m, seed=seed, dtype=b.dtype, device=b.device)
+        return S @ A, S @ b
+    signs = SignSketch(d, m, seed=seed, dtype=b.dtype, device=b.device)
+    rows = max(1, _BLOCK // m)
+    blocks = [signs.block(range(start, min(start + rows, d)), range(m)) for start in range(0, d, rows)]
+    return torch.cat([operand.rmatmul(block.mT).mT for block in blocks]), torch.cat([block @ b for block in blocks])
+
+
+def _for_products(operand: Operand) -> Operand:
+    """The same, in the layout that multiplies fastest: CSR of scipy, whose transpose costs nothing, on a CPU."""
+    A = operand.A
+    if operand.dense is not None or not isinstance(A, Tensor) or A.device.type != "cpu":
+        return operand
+    from scipy.sparse import coo_array
+
+    A = A.coalesce()
+    return _like(operand, coo_array((A.values().numpy(), A.indices().numpy()), shape=tuple(A.shape)).tocsr())
+
+
+def _scaled(operand: Operand, power: int) -> Operand:
+    if not isinstance(operand.A, Tensor):
+        raise ValueError(f"A has entries of about 2^{-power}, and must have some nearer to 1: scale it, and x with it")
+    if operand.dense is not None:
+        return _like(operand, _times_two_to(operand.dense, [power]))
+    A = operand.A.coalesce()
+    values = _times_two_to(A.values(), [power])
+    return _like(operand, torch.sparse_coo_tensor(A.indices(), values, A.shape, check_invariants=False))
+
+
+def _times_two_to(x: Tensor, powers: list[int]) -> Tensor:
+    """The last dimension times powers of two, in steps, since a power may overflow where the product does not."""
+    step = 120 if x.dtype == torch.float32 else 1000
+    while any(powers):
+        now = [max(-step, min(power, step)) for power in powers]
+        x = x * torch.tensor([math.ldexp(1.0, power) for power in now], dtype=x.dtype, device=x.device)
+        powers = [power - part for power, part in zip(powers, now, strict=True)]
+    return x
+
+
+def _warn(found: Solution, N: Preconditioner) -> None:
+    size = N.frobenius * (found.objective + N.frobenius * found.x.norm(dim=1))
+    if isinstance(N, Spectral):  # what is left of the gradient outside the row space is rounding, unless S missed it
+        outside = found.gradient - (found.gradient @ N.V) @ N.V.mT
+        excess = float((outside.norm(dim=1) / size / torch.finfo(size.dtype).eps).nan_to_num(0).max())
+    else:
+        excess = 0.0
+    excess = max(found.excess, excess / len(found.gradient.mT))
+    if excess > _WARN:
+        warnings.warn(
+            f"after {found.steps} iterations the backward error is {excess:.1e} times that of a direct solver "
+            f"(condition about {N.condition:.1e}): use another seed, a ridge, or torch.linalg.lstsq",
+            NumericalWarning,
+            stacklevel=4,
+        )
+
+
+def _error(
+    system: System, N: Preconditioner, found: Solution, seed: int, sketched: bool, powers: list[int]
+) -> ErrorEstimate:
+    smallest = smallest_singular_value(system, N, seed, 1 - _CONFIDENCE) if sketched else 1.0
+    rounding = N.condition * found.objective + N.size * found.x.norm(dim=1)
+    rounding *= 4 * torch.finfo(found.x.dtype).eps
+    upper = found.distance / smallest + rounding if smallest else torch.full_like(rounding, math.inf)
+    relative = torch.where(found.distance > 0, found.distance / found.objective, 0.0)
+    frobenius, upper = (_times_two_to(part, powers) for part in (found.distance, upper))
+    return ErrorEstimate(frobenius, upper, relative, _CONFIDENCE if sketched else 1.0, int(sketched))
