@@ -1,0 +1,254 @@
+"""estimate_error: the stated confidence, every kind of approximation, extreme scales, bad input."""
+
+import math
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from fuzzing import fuzz, is_a_sentence
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panther.errors import DTypeError, ShapeError
+from panther.linalg import estimate_error
+from panther.linalg.error import _quantile
+
+
+def gaussian(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+ERRORS = {
+    "rank one": lambda: gaussian(30, 1) @ gaussian(1, 20, seed=1),
+    "flat": lambda: torch.eye(20, dtype=torch.float64),
+    "decaying": lambda: torch.diag(0.7 ** torch.arange(20, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize(("probes", "confidence"), [(1, 0.7), (3, 0.9), (10, 0.99)])
+def test_the_bound_fails_no_more_often_than_stated(kind, probes, confidence):
+    """Over 1,000 seeds; the threshold is four standard deviations above the stated rate, exceeded once in 30,000."""
+    E = ERRORS[kind]()
+    estimates = [estimate_error(E, 0 * E, probes=probes, confidence=confidence, seed=seed) for seed in range(1000)]
+    failures = sum(bool(estimate.upper < E.norm()) for estimate in estimates)
+    stated = 1000 * (1 - confidence)
+    assert failures <= stated + 4 * math.sqrt(stated * confidence)
+    mean = torch.stack([estimate.frobenius.square() for estimate in estimates]).mean()
+    deviation = math.sqrt(2 / probes / 1000)  # of a mean of squares of one singular value, the widest
+    assert abs(mean / E.square().sum() - 1) <= 4 * deviation
+
+
+@pytest.mark.parametrize("probes", [1, 2, 10, 100, 10_000])
+@pytest.mark.parametrize("failure", [0.5, 1e-3, 1e-15, 1 - 1e-9])
+def test_the_quantile_solves_its_equation(probes, failure):
+    x = _quantile(failure, probes)
+    assert 0 < x < 1
+    assert math.log(x) + 1 - x == pytest.approx(2 * math.log(failure) / probes, rel=1e-6, abs=1e-14)
+
+
+@pytest.mark.parametrize(("probes", "factor"), [(10, 3.12), (100, 1.33), (10_000, 1.03)])
+def test_how_far_the_bound_is_from_the_estimate(probes, factor):
+    estimate = estimate_error(gaussian(5, 5), gaussian(5, 5, seed=1), probes=probes, seed=0)
+    assert (estimate.upper / estimate.frobenius).item() == pytest.approx(factor, rel=1e-2)
+
+
+class Factors(NamedTuple):
+    """What a driver returns: a tuple that multiplies."""
+
+    U: torch.Tensor
+    V: torch.Tensor
+
+    def __matmul__(self, X):
+        return self.U @ (self.V.mT @ X)
+
+
+class Operator:
+    """A matrix that only multiplies."""
+
+    def __init__(self, A):
+        self._A = A
+        self.shape = A.shape
+
+    def __matmul__(self, X):
+        return self._A.to(X.dtype) @ X
+
+
+def test_every_kind_of_matrix_and_approximation_gives_one_estimate():
+    U, V = gaussian(30, 4), gaussian(20, 4, seed=1)
+    S = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    A, approximation = gaussian(30, 20, seed=2), U * S @ V.mT
+    expected = estimate_error(A, approximation, seed=5)
+    with warnings.catch_warnings():  # torch's own, that its CSR layout is in beta state
+        warnings.simplefilter("ignore")
+        kinds = [
+            approximation.numpy(),
+            approximation.to_sparse_coo(),
+            approximation.to_sparse_csr(),
+            scipy.sparse.csr_array(approximation.numpy()),
+            Operator(approximation),
+            (U * S, V.mT),
+            [U * S, V.mT],
+            ((U * S).numpy(), V.mT.numpy()),
+            (U, S, V),
+            Factors(U * S, V),
+        ]
+    with torch.device("cpu"):
+        torch.set_default_dtype(torch.float64)  # that of an operator which has none
+        try:
+            for kind in kinds:
+                torch.testing.assert_close(estimate_error(A, kind, seed=5), expected)
+            for matrix in (A.numpy(), A.to_sparse_coo(), scipy.sparse.csr_array(A.numpy()), Operator(A)):
+                torch.testing.assert_close(estimate_error(matrix, approximation, seed=5), expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    single = estimate_error(A, approximation.float(), seed=5)  # and of another precision
+    torch.testing.assert_close(single, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(estimate_error(A, Factors((U * S).float(), V.float()), seed=5), single)
+    assert abs(expected.relative - expected.frobenius / A.norm()) <= 0.2 * expected.relative
+
+
+def test_a_batch_is_estimated_entry_by_entry():
+    A, B = gaussian(3, 2, 10, 8), gaussian(3, 2, 10, 8, seed=1)
+    estimate = estimate_error(A, B, seed=0)
+    assert estimate.upper.shape == (3, 2)
+    torch.testing.assert_close(estimate.upper[1, 1], estimate_error(A[1, 1], B[1, 1], seed=0).upper)
+    U, S, Vh = torch.linalg.svd(A, full_matrices=False)
+    assert (estimate_error(A, (U, S, Vh.mT), seed=0).relative <= 1e-14).all()
+
+
+def test_gradients_autocast_and_half_precision():
+    A, B = gaussian(10, 8).float(), gaussian(10, 8, seed=1).float()
+    expected = estimate_error(A, B, seed=0)
+    assert torch.equal(estimate_error(A.requires_grad_(), B, seed=0).upper, expected.upper)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(estimate_error(A, B, seed=0).upper, expected.upper)
+    half = estimate_error(A.detach().half(), B.half(), seed=0)
+    assert half.frobenius.dtype == torch.float32
+    torch.testing.assert_close(half.frobenius, expected.frobenius, rtol=1e-2, atol=0)
+
+
+def test_the_seed_decides():
+    A, B = gaussian(10, 8), gaussian(10, 8, seed=1)
+    assert torch.equal(estimate_error(A, B, seed=1).upper, estimate_error(A, B, seed=1).upper)
+    assert not torch.equal(estimate_error(A, B, seed=1).upper, estimate_error(A, B, seed=2).upper)
+    torch.manual_seed(0)
+    first = estimate_error(A, B)
+    torch.manual_seed(0)
+    assert torch.equal(estimate_error(A, B).upper, first.upper)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("power", [-1.0, -0.5, 0.5, 1.0])
+def test_extreme_scales(dtype, power):
+    exponent = 34 if dtype == torch.float32 else 300
+    A, B = gaussian(10, 8), gaussian(10, 8, seed=1)
+    scaled = estimate_error((A * 10 ** (power * exponent)).to(dtype), (B * 10 ** (power * exponent)).to(dtype), seed=0)
+    expected = estimate_error(A, B, seed=0)
+    for name in ("frobenius", "upper"):
+        ratio = getattr(scaled, name).double() / 10 ** (power * exponent) / getattr(expected, name)
+        assert abs(ratio - 1) <= 1e-4
+    assert abs(scaled.relative / expected.relative - 1) <= 1e-4
+
+
+def test_a_small_error_of_a_large_matrix_does_not_vanish():
+    A = torch.diag(torch.tensor([1.0, 1e-200], dtype=torch.float64))
+    B = torch.diag(torch.tensor([1.0, 0.0], dtype=torch.float64))
+    assert 1e-200 <= estimate_error(A, B, seed=0).upper <= 1e-199
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (2, 0, 3), (0, 2, 3), (1, 1)])
+def test_empty_and_tiny(shape):
+    A = gaussian(*shape)
+    estimate = estimate_error(A, A, seed=0)
+    assert estimate.upper.shape == estimate.relative.shape == shape[:-2]
+    assert (estimate.upper == 0).all()
+    assert (estimate.relative == 0).all()
+    assert estimate_error(torch.zeros(3, 3), torch.eye(3), seed=0).relative == math.inf
+
+
+A = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((A, A.mT), {}, ShapeError, r"of shape \(4, 3\), must have the same shape; it has the shape \(3, 4\)"),
+        ((A, A[:2]), {}, ShapeError, "it has the shape"),
+        ((A[None], A), {}, ShapeError, "it has the shape"),
+        ((A, (A, A)), {}, ShapeError, "its product with a matrix of shape .* failed"),
+        ((A, (A[:2], torch.eye(3))), {}, ShapeError, r"its products have the shape \(2, 10\)"),
+        ((A, (torch.ones(4, 2), torch.ones(3), torch.ones(3, 2))), {}, ShapeError, "failed"),
+        ((A, Factors(A, A)), {}, ShapeError, "failed"),
+        ((A, (A,)), {}, TypeError, "not a tuple of 1: multiply its factors"),
+        ((A, None), {}, TypeError, "not NoneType"),
+        ((A, ([1.0], [2.0])), {}, TypeError, "factors must be tensors or NumPy arrays, not list"),
+        ((A, A.long()), {}, DTypeError, "real and floating"),
+        ((A, (A, torch.eye(3).long())), {}, DTypeError, "a factor is torch.int64"),
+        ((A, A.to("meta")), {}, DTypeError, "the approximation is on meta and A on cpu"),
+        ((A.cfloat(), A), {}, DTypeError, "real and floating"),
+        ((A[0], A[0]), {}, ShapeError, "two dimensions"),
+        ((A, A * math.nan), {}, ValueError, "the approximation must be finite"),
+        ((A * math.nan, A), {}, ValueError, "A must be finite and has NaN"),
+        ((A * math.inf, A), {}, ValueError, "A must be finite and has infinity"),
+        ((A, A), {"probes": 0}, ShapeError, "probes=0 must be at least 1"),
+        ((A, A), {"probes": 10**12}, ShapeError, "must be at most 10000"),
+        ((A, A), {"probes": 1.5}, TypeError, "probes must be an integer"),
+        ((A, A), {"confidence": 1.0}, ValueError, "confidence=1.0 must be between 0 and 1"),
+        ((A, A), {"confidence": math.nan}, ValueError, "confidence=nan"),
+        ((A, A), {"confidence": "0.9"}, TypeError, "confidence must be a number, not str"),
+        ((A, A), {"seed": -1}, ValueError, "seed"),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message) as raised:
+        estimate_error(*arguments, **options)
+    is_a_sentence(raised.value)
+
+
+sizes = st.lists(st.integers(0, 60), min_size=2, max_size=3)
+poison = st.sampled_from([None, None, None, math.nan, math.inf, 1e300, 1e-300])
+
+
+@fuzz
+@given(
+    sizes,
+    st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64]),
+    st.sampled_from(["dense", "transposed", "expanded", "coo", "pair", "triple", "wrong"]),
+    poison,
+    st.one_of(st.integers(-1, 40), st.just(10**15)),
+    st.sampled_from([0.999, 0.5, 1e-300, 1 - 1e-16, 0.0, 2.0, math.nan]),
+    st.integers(-1, 2**63),
+)
+def test_any_input_gives_a_bound_or_a_typed_error(shape, dtype, kind, bad, probes, confidence, seed):
+    *batch, m, n = shape
+    A, B = gaussian(*shape).to(dtype), gaussian(*shape, seed=1)
+    if bad is not None and B.numel():
+        B.view(-1)[probes % B.numel()] = bad
+    B = B.to(dtype)
+    approximation = {
+        "dense": lambda: B,
+        "transposed": lambda: B.mT.contiguous().mT,
+        "expanded": lambda: B[..., :1].expand(*shape),
+        "coo": B.to_sparse_coo,
+        "pair": lambda: (B, torch.eye(n, dtype=dtype)),
+        "triple": lambda: (B, torch.ones(n, dtype=dtype), torch.eye(n, dtype=dtype)),
+        "wrong": lambda: B.mT,
+    }[kind]()
+    try:
+        estimate = estimate_error(A, approximation, probes=probes, confidence=confidence, seed=seed)
+    except (ValueError, TypeError) as raised:
+        is_a_sentence(raised)
+        wrong = dtype == torch.int64 or (kind == "wrong" and m != n) or (kind == "coo" and batch) or bad is not None
+        assert wrong or not (1 <= probes <= 40 and 0 < confidence < 1 and 0 <= seed < 2**63)
+        return
+    assert estimate.upper.shape == tuple(batch)
+    assert (estimate.frobenius <= estimate.upper).all()
+    assert not estimate.upper.isnan().any()
+
+
+def test_numpy_scalars_are_numbers():
+    assert estimate_error(A, A, probes=np.int64(3), confidence=np.float32(0.9), seed=0).probes == 3
