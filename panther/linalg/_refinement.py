@@ -151,25 +151,23 @@ def smallest_singular_value(system: System, N: Preconditioner, seed: int, failur
     r x r matrix is missed by more than a part :math:`\epsilon` of the spread with a probability of at most
     :math:`1.648 \sqrt r\, e^{-\sqrt\epsilon (2 k - 1)}` (Kuczyński and Woźniakowski, 1992, theorem 4.2).
     """
-    y = N.to_y(system.b.new_zeros(1, system.operand.shape[1]))
-    rank = y.shape[1]
-    y = GaussianSketch(1, rank, seed=seed, stream=2, dtype=y.dtype, device=y.device).dense()
-    basis: list[Tensor] = []
-    products: list[Tensor] = []
+    rank = N.to_y(system.b.new_zeros(1, system.operand.shape[1])).shape[1]
+    y = GaussianSketch(1, rank, seed=seed, stream=2, dtype=system.b.dtype, device=system.b.device).dense()
+    basis, products = y[:0], y[:0]
     checkpoints = (16, 32, 64, 128)
     for k in range(1, min(rank, checkpoints[-1]) + 1):
-        basis.append(y / y.norm())
-        products.append(N.to_y(system.gram(N.to_x(basis[-1]))))
-        if k == rank or k in checkpoints:
-            Q = torch.cat(basis)
-            values = torch.linalg.eigvalsh(Q @ torch.cat(products).mT)
+        basis = torch.cat((basis, y / y.norm()))
+        product = y = N.to_y(system.gram(N.to_x(basis[-1:])))
+        products = torch.cat((products, product))
+        for _ in range(2):
+            y = y - (y @ basis.mT) @ basis
+        exact = k == rank or bool(y.norm() <= torch.finfo(y.dtype).eps * product.norm())  # the basis spans all there is
+        if exact or k in checkpoints:
+            values = torch.linalg.eigvalsh(basis @ products.mT)
             low, high = float(values[0]), float(values[-1])
             missed = (math.log(1.648 * math.sqrt(rank) * 2 * len(checkpoints) / failure) / (2 * k - 1)) ** 2
-            missed = 0.0 if k == rank else min(missed, 0.5)
+            missed = 0.0 if exact else missed
             bound = low - missed * (high - low) / (1 - 2 * missed) if missed < 0.5 else 0.0
-            if bound >= low / 2 or k == rank:
+            if exact or bound >= low / 2:
                 return math.sqrt(max(bound, 0.0))
-        y = products[-1]
-        for _ in range(2):
-            y = y - (y @ torch.cat(basis).mT) @ torch.cat(basis)
-    return 0.0
+    return 0.0 if rank else 1.0

@@ -206,13 +206,14 @@ def _solve(
     operand: Operand, b: Tensor, ridge: float, tol: float, seed: int, return_error: bool
 ) -> tuple[LstsqResult, ErrorEstimate | None]:
     (m, n), p = operand.shape, b.shape[1]
+    powers = [math.frexp(value)[1] for value in b.abs().amax(dim=0).tolist()] if m else [0] * p
+    b = _times_two_to(b, [-power for power in powers])
     if 0 in (m, n, p):
-        norms = b.norm(dim=0)
-        error = ErrorEstimate(norms * 0, norms * 0, norms * 0, 1.0, 0) if return_error else None
+        norms = _times_two_to(b.norm(dim=0), powers)
+        nothing = torch.zeros_like(norms)
+        error = ErrorEstimate(nothing, nothing, nothing, 1.0, 0) if return_error else None
         return LstsqResult(b.new_zeros(n, p), norms, 0), error
     root = math.sqrt(ridge)
-    powers = [math.frexp(value)[1] for value in b.abs().amax(dim=0).tolist()]
-    b = _times_two_to(b, [-power for power in powers])
     sketched = m >= (_TALL if operand.dense is not None else _SPARSE_TALL) * n + 64
     operand = operand if sketched else _densified(operand)
     SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)

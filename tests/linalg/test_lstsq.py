@@ -16,6 +16,16 @@ from panther.linalg import sketch_lstsq
 from panther.linalg._preconditioner import Triangular, from_columns
 from panther.linalg._refinement import System, smallest_singular_value
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Two threads gain nothing on matrices of this size, and wait for each other where other work runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 CONDITIONS = {torch.float64: [1, 1e4, 1e8, 1e12, 1e14], torch.float32: [1, 1e2, 1e4, 1e5]}
 CASES = [(dtype, condition) for dtype in CONDITIONS for condition in CONDITIONS[dtype]]
 
@@ -444,9 +454,9 @@ def check_optimal(A, b, result, ridge, tol):
     if not (1e-100 < scale_a < 1e100 and 1e-100 < scale_b < 1e100) or tol or ridge > 1e100:
         return
     r = b - A @ x
-    assert torch.allclose(r.norm(dim=0), result.residual_norm.double(), rtol=1e-2, atol=1e-4 * r.norm().item() + 1e-30)
     eps = torch.finfo(result.x.dtype).eps
-    gradient = (A.mT @ r - ridge * x).norm()
+    rounding = 10 * math.sqrt(max(A.shape)) * eps
+    assert ((r.norm(dim=0) - result.residual_norm).abs() <= rounding * (A.norm() * x.norm() + b.norm())).all()
     frobenius = A.norm() + math.sqrt(ridge)
     norm = frobenius * (torch.hypot(r.norm(), math.sqrt(ridge) * x.norm()) + frobenius * x.norm())
-    assert gradient <= 100 * math.sqrt(max(A.shape)) * eps * norm + 1e-300
+    assert (A.mT @ r - ridge * x).norm() <= 10 * rounding * norm
