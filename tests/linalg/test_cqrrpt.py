@@ -1,5 +1,7 @@
 """Pivoted QR: orthonormal, triangular, of the right rank, whatever M is."""
 
+import contextlib
+import importlib
 import math
 
 import numpy as np
@@ -18,6 +20,20 @@ from panther.linalg import CQRRPTResult, ErrorEstimate, cqrrpt, estimate_error
 DTYPES = [torch.float64, torch.float32]
 # The diagonal of R may rise by the distortion of the sketch, which is 18 for gamma = 1.25 and many columns.
 RISE = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Torch's threads and those of scipy's BLAS wait for each other where cores are shared: up to 20 times longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        limits = importlib.import_module("threadpoolctl").threadpool_limits(1)  # it comes with scikit-learn
+    except ModuleNotFoundError:
+        limits = contextlib.nullcontext()
+    with limits:
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["as users have it", "always sketched"])
