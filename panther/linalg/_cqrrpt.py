@@ -80,8 +80,9 @@ def cqrrpt(
     its diagonal is positive and does not increase by more than the distortion of the sketch (a few times). The
     residual :math:`\|M_{:,P} - Q R\|_F` is at most :math:`\epsilon^{3/4} \|M\|_F`, plus what ``rtol`` cuts off.
 
-    r counts the entries of the diagonal that exceed rtol times the first. By default rtol is
-    :math:`\epsilon \min(\max(m, n), 10 n)`; a matrix of condition below :math:`1 / (10 n \epsilon)` has none below.
+    The rank r is the number of entries of the diagonal until the first that is not above rtol times the first of all.
+    By default rtol is :math:`\epsilon \min(\max(m, n), 10 n)`, so that no matrix of condition below
+    :math:`1 / (10 n \epsilon)` is truncated.
 
     Where a sketch would save no time LAPACK's pivoted QR factors M, to the same conventions: for wide matrices, on the
     CPU also for those with m < 4 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
@@ -106,7 +107,7 @@ def cqrrpt(
 
     Cost: ``3 m n^2`` flops, in products and triangular solves of whole panels (Householder's method takes
     ``4 m n^2``, a quarter of it column by column); ``8 m n`` for the sketch and :math:`O(\gamma n^3)` for its QR; a
-    second pass of CholeskyQR, ``2 m n^2``, where the first is not accurate enough, as in float32 for gamma below 2.
+    second pass of CholeskyQR, ``2 m n^2``, where the first is not accurate enough, as in float32.
 
     References:
         M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with
@@ -228,13 +229,13 @@ def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
     eps = torch.finfo(X.dtype).eps
     C, failed = torch.linalg.cholesky_ex(gram, upper=True)
     loss = math.inf if failed else eps * _squared_condition(C, seed)
-    if not loss <= 1 / 64:
+    if not loss <= 1e-3:
         Q, R = torch.linalg.qr(X)
         signs = torch.where(R.diagonal() < 0, -1.0, 1.0).to(R.dtype)
         torch.mul(Q, signs, out=X)
         return R * signs[:, None]
     _solve(C.to(X.dtype), X)
-    if loss > eps**0.75 / 2:
+    if loss > eps**0.75 / 8:
         gram.zero_()
         for rows in _panels(X):
             _add_gram(gram, X[rows])
