@@ -35,12 +35,14 @@ class Operand:
         shape: ``(*batch, m, n)``.
         dtype: Of the products and of the factors, float32 or float64.
         device: Of the products.
+        eps: Rounding unit of the entries as they were passed.
         dense: A itself if it is a dense tensor, else None.
     """
 
     def __init__(self, A: Any, dtype: torch.dtype, device: torch.device) -> None:
         self.A, self.device, self.shape = A, device, torch.Size(A.shape)
         self.dtype = torch.promote_types(dtype, torch.float32)
+        self.eps = torch.finfo(dtype).eps
         self._own_dtype = dtype
         self.dense: Tensor | None = None
         if isinstance(A, Tensor):

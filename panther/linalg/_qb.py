@@ -188,7 +188,8 @@ class _Residual:
         else:
             self.probed = self.probed - Q @ coefficients.mT
             left = (torch.linalg.vector_norm(self.probed, dim=(-2, -1), dtype=torch.float64) / scale).square()
-        after = left[..., None] + shares.flip(-1).cumsum(-1).flip(-1) - shares  # (*batch, b), with so many columns
+        tail = torch.cat((left[..., None], shares.flip(-1)[..., :-1]), -1)
+        after = tail.cumsum(-1).flip(-1)  # (*batch, b), with so many columns; sums, for differences would round
         enough = (after <= self.target).reshape(-1, after.shape[-1]).all(0)
         kept = int(enough.int().argmax()) + 1 if bool(enough[-1]) else len(enough)
         self.left = after[..., kept - 1]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from panther.errors import ShapeError, check_size
-from panther.linalg._operand import as_operand, driver
+from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, krylov_basis, krylov_blocks, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import cholesky_qr, fix_signs
+from panther.linalg.orthogonal import cholesky_qr, core_svd, fix_signs
 from panther.sketch import check_seed
 
 
@@ -95,7 +95,7 @@ def randomized_eigh(
         k: Number of eigenpairs, from 0 to n.
         oversample: Dimensions of the search space beyond k, 0 or more.
         n_iter: Number of further blocks of the search space, from 0 to 100; the space is as wide as that of
-            :func:`~panther.linalg.randomized_svd`. "auto" is 3.
+            :func:`~panther.linalg.randomized_svd`. "auto" is 4.
         seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
         return_error: Whether to return an estimate of :math:`\|A - V L V^T\|_F` as well, from probes that are
             independent of the search.
@@ -110,7 +110,8 @@ def randomized_eigh(
         DTypeError: If A is not real and floating.
         ValueError: If A is not symmetric, or A, or a product with it, has NaN or infinity.
 
-    Cost: products of A with ``2.2 (k + oversample)`` columns (twice ``k + oversample`` for ``n_iter=0``).
+    Cost: products of A with d columns and one block more, d the dimension of the search space: ``2.4 (k + oversample)``
+    columns by default.
 
     Example:
         >>> A = torch.tensor([[0.0, 2.0], [2.0, -3.0]])
@@ -120,7 +121,7 @@ def randomized_eigh(
 
     Reference: Halko, Martinsson and Tropp (2011), section 5.3, doi:10.1137/090771806.
     """
-    k, seed, P, _, core = _project(A, k, oversample, n_iter, seed)
+    _, k, seed, P, _, core = _project(A, k, oversample, n_iter, seed)
     values, W = torch.linalg.eigh(core)
     order = values.abs().argsort(dim=-1, descending=True, stable=True)[..., :k]
     V = P @ W.gather(-1, order[..., None, :].expand(*W.shape[:-1], k))
@@ -162,15 +163,15 @@ def nystrom(
 ) -> NystromResult | tuple[Tensor, Tensor, ErrorEstimate]:
     r"""Approximate a positive semidefinite matrix, :math:`A \approx U \,\mathrm{diag}(L)\, U^T`.
 
-    The k leading eigenpairs of :math:`Y (P^T Y)^{-1} Y^T`, computed with a shift :math:`\nu = \epsilon \|Y\|_F` that is
-    taken off again, so that rounding does not break the inverse.
+    The k leading eigenpairs of :math:`Y (P^T Y)^{-1} Y^T`, computed with a shift :math:`\nu = 2 \epsilon \|P^T Y\|` (or
+    more, where A is semidefinite only to rounding) that is taken off again, so that the inverse exists.
 
     Args:
         A: A real positive semidefinite tensor (\*batch, n, n), a sparse tensor, a NumPy array, or anything with
             ``.shape`` and ``@``.
         k: Number of eigenpairs, from 0 to n.
         oversample: As for :func:`~panther.linalg.randomized_eigh`, and so for the rest.
-        n_iter: Number of further blocks of the search space, from 0 to 100. "auto" is 3.
+        n_iter: Number of further blocks of the search space, from 0 to 100. "auto" is 4.
         seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
         return_error: Whether to return an estimate of :math:`\|A - U L U^T\|_F` as well.
 
@@ -185,7 +186,7 @@ def nystrom(
         ValueError: If A is not symmetric or not semidefinite on the search space, or A, or a product with it, has NaN
             or infinity.
 
-    Cost: that of :func:`~panther.linalg.randomized_eigh`, and a QR factorisation of (n, 1.7 (k + oversample)).
+    Cost: that of :func:`~panther.linalg.randomized_eigh`, and a QR factorisation of an (n, d) matrix.
 
     Example:
         >>> X = torch.arange(6.0).reshape(3, 2)
@@ -195,22 +196,24 @@ def nystrom(
 
     Reference: Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3, arXiv:1706.05736.
     """
-    k, seed, P, Y, core = _project(A, k, oversample, n_iter, seed)
+    operand, k, seed, P, Y, core = _project(A, k, oversample, n_iter, seed)
     values, W = torch.linalg.eigh(core)
     eps = torch.finfo(core.dtype).eps
-    scale = torch.linalg.vector_norm(Y, dim=(-2, -1), keepdim=True)
-    if bool((values < -100 * eps * scale[..., 0]).any()):
+    least, most = (
+        values[..., :1].clamp_max(0),
+        values.abs().amax(-1, keepdim=True) if values.numel() else values[..., :1],
+    )
+    if bool((least < -max(100 * eps, operand.eps) * most).any()):
         raise ValueError(
-            f"A must be positive semidefinite and has an eigenvalue of {float(values.min()):.3g} or less: use "
+            f"A must be positive semidefinite and has an eigenvalue of {float(least.min()):.3g} or less: use "
             f"randomized_eigh, or add a multiple of the identity"
         )
-    shift = eps * scale
-    shift = torch.where(shift > 0, shift, torch.finfo(core.dtype).tiny)
-    root = (values[..., None, :] + shift).clamp_min(shift).sqrt()
-    Q, R = cholesky_qr((Y + shift * P) @ W / root)
-    left, S, _ = torch.linalg.svd(R)
+    shift = torch.maximum(2 * eps * most, -2 * least).clamp_min(torch.finfo(core.dtype).tiny)
+    root = (values + shift).clamp_min(shift / 2).sqrt()
+    Q, R = cholesky_qr((Y + shift[..., None] * P) @ W / root[..., None, :])
+    left, S, _ = core_svd(R)
     U = Q @ left[..., :k]
-    result = NystromResult(U * fix_signs(U), (S.square() - shift[..., 0]).clamp_min(0)[..., :k])
+    result = NystromResult(U * fix_signs(U), (S.square() - shift).clamp_min(0)[..., :k])
     if not return_error:
         return result
     return *result, estimate_error(A, result, seed=seed)
@@ -218,7 +221,7 @@ def nystrom(
 
 def _project(
     A: Any, k: int, oversample: int, n_iter: int | str, seed: int | None
-) -> tuple[int, int, Tensor, Tensor, Tensor]:
+) -> tuple[Operand, int, int, Tensor, Tensor, Tensor]:
     """Checked arguments, the orthonormal P, its image Y = A P, and the symmetric P^T Y."""
     operand = as_operand(A)
     n = operand.shape[-1]
@@ -237,7 +240,7 @@ def _project(
         P, Y = krylov_basis(X, operand.matmul, lambda Z: Z, blocks)
     core = P.mT @ Y
     operand.check_finite(core)
-    skew = torch.linalg.vector_norm(core - core.mT, dim=(-2, -1))
-    if bool((skew > math.sqrt(torch.finfo(core.dtype).eps) * torch.linalg.vector_norm(core, dim=(-2, -1))).any()):
+    largest = core.abs().amax((-2, -1), keepdim=True) if core.numel() else 0
+    if bool(((core - core.mT).abs() > math.sqrt(torch.finfo(core.dtype).eps) * largest).any()):
         raise ValueError("A must be symmetric: use (A + A.mT) / 2, or randomized_svd")
-    return k, seed, P, Y, (core + core.mT) / 2
+    return operand, k, seed, P, Y, (core + core.mT) / 2

@@ -7,7 +7,7 @@ reflections take over, slower and always right. Y. Yamamoto, Y. Nakatsukasa, Y. 
 error analysis of the CholeskyQR2 algorithm", ETNA 44 (2015), 306-326.
 """
 
-__all__ = ["cholesky_qr", "fix_signs", "orthonormalize"]
+__all__ = ["cholesky_qr", "core_svd", "fix_signs", "near_qr", "orthonormalize"]
 
 import torch
 from torch import Tensor
@@ -40,9 +40,8 @@ def cholesky_qr(
         >>> torch.allclose(Q @ R, X), torch.allclose(Q.T @ Q, torch.eye(2))
         (True, True)
     """
-    _check_tall(X, 0)
-    factors = _two_rounds(X, None)
-    return torch.linalg.qr(X) if factors is None else factors
+    Q, T, R = near_qr(X)
+    return Q @ T, R
 
 
 def orthonormalize(
@@ -68,12 +67,82 @@ def orthonormalize(
         >>> torch.allclose(Q.T @ Q, torch.eye(2), atol=1e-6)
         True
     """
-    known = 0 if basis is None else basis.shape[-1]
-    _check_tall(X, known)
-    factors = _two_rounds(X, basis if known else None)
-    if factors is not None:
-        return factors[0]
-    return torch.linalg.qr(torch.cat((basis, X), -1) if basis is not None else X)[0][..., known:]
+    Q, T, _ = near_qr(X, basis)
+    return Q @ T
+
+
+def near_qr(
+    X: Tensor,  # (*batch, m, n)
+    basis: Tensor | None = None,  # (*batch, m, d)
+) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n), (*batch, n, n)
+    r"""QR with its last product left to do: :math:`Q T` is orthonormal, and T is I to within 1/2.
+
+    Whoever needs a well conditioned basis of X takes Q, of condition :math:`\sqrt 3` or less; whoever goes on to
+    multiply :math:`Q T W` multiplies T and W first.
+
+    Args:
+        X: Real, float32 or float64, of any rank.
+        basis: Orthonormal columns to keep clear of; None for none.
+
+    Returns:
+        Q (\*batch, m, n), T (\*batch, n, n) and R (\*batch, n, n), with X = Q T R if there is no basis.
+
+    Raises:
+        ShapeError: If n + d > m.
+
+    Example:
+        >>> Q, T, R = near_qr(torch.eye(3, 2))
+        >>> torch.equal(Q @ T @ R, torch.eye(3, 2))
+        True
+    """
+    (m, n), known = X.shape[-2:], 0 if basis is None else basis.shape[-1]
+    if n + known > m:
+        raise ShapeError(
+            f"{n} columns beside a basis of {known} must be at most the {m} rows, X being of shape {tuple(X.shape)}: "
+            f"pass fewer columns"
+        )
+    X = _clear(X, basis)
+    R, info = torch.linalg.cholesky_ex(X.mT @ X, upper=True)
+    Q = _clear(torch.linalg.solve_triangular(R, X, upper=True, left=False), basis)
+    R2, near = _second_round(Q)
+    if not bool((near & (info == 0)).all()):
+        scale = X.abs().amax((-2, -1), keepdim=True)
+        scale = torch.where(scale > 0, scale, 1.0)  # away from where squares and remainders leave the dtype's range
+        Q, R = torch.linalg.qr(X / scale if basis is None else torch.cat((basis, X / scale), -1))
+        Q, R = _clear(Q[..., known:], basis), R[..., known:, known:] * scale
+        R2, _ = _second_round(Q)  # float32 reflections lose some digits too
+    eye = torch.eye(n, dtype=X.dtype, device=X.device)
+    return Q, torch.linalg.solve_triangular(R2, eye, upper=True), R2 @ R
+
+
+def _second_round(Q: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor that is left of a nearly orthonormal Q, and whether it was near enough, for each batch entry."""
+    gram = Q.mT @ Q
+    R, info = torch.linalg.cholesky_ex(gram, upper=True)
+    eye = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    return R, (torch.linalg.matrix_norm(gram - eye) <= _NEAR_IDENTITY) & (info == 0)
+
+
+def core_svd(
+    R: Tensor,  # (*batch, n, n)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SVD of a small matrix; torch's, redone in float64 where singular vectors came out less than orthonormal.
+
+    LAPACK's loses two digits on a matrix of one large singular value and many at rounding.
+
+    Example:
+        >>> [part.shape for part in core_svd(torch.ones(3, 3))]
+        [torch.Size([3, 3]), torch.Size([3]), torch.Size([3, 3])]
+    """
+    W, S, Xh = torch.linalg.svd(R)
+    if R.dtype == torch.float64:
+        return W, S, Xh
+    eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
+    loss = torch.cat((W.mT @ W - eye, Xh @ Xh.mT - eye), -1).abs()
+    if bool((loss <= 0.5 * torch.finfo(R.dtype).eps ** 0.75).all()):
+        return W, S, Xh
+    W, S, Xh = torch.linalg.svd(R.double())
+    return W.to(R.dtype), S.to(R.dtype), Xh.to(R.dtype)
 
 
 def fix_signs(
@@ -91,29 +160,6 @@ def fix_signs(
     return torch.where(largest < 0, -1.0, 1.0).to(Q.dtype)
 
 
-def _check_tall(X: Tensor, known: int) -> None:
-    m, n = X.shape[-2:]
-    if n + known > m:
-        raise ShapeError(
-            f"{n} columns beside a basis of {known} must be at most the {m} rows, X being of shape {tuple(X.shape)}: "
-            f"pass fewer columns"
-        )
-
-
-def _two_rounds(X: Tensor, basis: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Q and R of CholeskyQR2, orthogonalised against the basis before each round; None where it cannot be trusted."""
-    Q, factors, sound = X, [], torch.ones((), dtype=torch.bool, device=X.device)
-    gram = X  # both are set in the loop
-    for _ in range(2):
-        if basis is not None:
-            Q = Q - basis @ (basis.mT @ Q)
-        gram = Q.mT @ Q
-        R, info = torch.linalg.cholesky_ex(gram, upper=True)
-        sound = sound & (info == 0).all()
-        Q = torch.linalg.solve_triangular(R, Q, upper=True, left=False)
-        factors.append(R)
-    eye = torch.eye(gram.shape[-1], dtype=X.dtype, device=X.device)
-    distance = torch.linalg.matrix_norm(gram - eye)
-    if not bool(sound & (distance <= _NEAR_IDENTITY).all()):
-        return None
-    return Q, factors[1] @ factors[0]
+def _clear(X: Tensor, basis: Tensor | None) -> Tensor:
+    """X less its part in the range of a basis."""
+    return X if basis is None or basis.shape[-1] == 0 else X - basis @ (basis.mT @ X)

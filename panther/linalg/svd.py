@@ -18,7 +18,7 @@ from panther.errors import check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, krylov_basis, krylov_blocks, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import cholesky_qr, fix_signs, orthonormalize
+from panther.linalg.orthogonal import core_svd, fix_signs, near_qr
 from panther.sketch import GaussianSketch, check_seed
 
 _TOL_PROBES = 16
@@ -86,9 +86,10 @@ def randomized_svd(
             :math:`\|A\|_F`, as far as 16 random probes can tell; for a batch, as many as its most demanding entry
             needs. None keeps k.
         oversample: Dimensions of the search space beyond k, 0 or more.
-        n_iter: Number of iterations with A^T A, from 0 to 100. The search space has ``n_iter + 1`` blocks, together
-            1.7 (k + oversample) wide (once, for 0), each rounded up to a multiple of 16; if that is min(m, n) or more,
-            A is decomposed outright. More iterations are narrower ones, so they cost little more. "auto" is 3.
+        n_iter: Number of iterations with A^T A, from 0 to 100, each of which adds a block to the search space:
+            ``n_iter + 1`` blocks of 2/5 of k + oversample columns (more if they would not add up to k + oversample),
+            rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" is 4, a space
+            of twice k + oversample dimensions.
         seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
         return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well, from probes that are
             independent of the search.
@@ -103,8 +104,8 @@ def randomized_svd(
         DTypeError: If A is not real and floating.
         ValueError: If tol is outside [0, 1), or A, or a product with it, has NaN or infinity.
 
-    Cost: products of A with ``3.4 (k + oversample)`` columns (twice ``k + oversample`` for ``n_iter=0``) and, with
-    d = 1.7 (k + oversample), about ``8 (m + n) d^2`` flops more.
+    Cost: products of A with 2 d columns and about ``10 (m + n) d^2`` flops more, d the dimension of the search space:
+    ``2 (k + oversample)`` by default.
 
     Example:
         >>> A = torch.outer(torch.arange(1.0, 4.0), torch.tensor([3.0, 4.0]))
@@ -121,12 +122,12 @@ def randomized_svd(
     n_iter = check_n_iter(n_iter)
     seed = check_seed(seed)
     P, Y = _search(operand, width, n_iter, seed)
-    Q, R = cholesky_qr(Y)
+    Q, T, R = near_qr(Y)
     operand.check_finite(R)
-    W, S, Xh = torch.linalg.svd(R)
+    W, S, Xh = core_svd(R)
     if tol is not None and k > 0:
         k = min(k, _rank(operand, P, Y, S, tol, seed))
-    U, V = Q @ W[..., :k], P @ Xh[..., :k, :].mT
+    U, V = Q @ (T @ W[..., :k]), P @ Xh[..., :k, :].mT
     if operand.shape[-2] < operand.shape[-1]:
         U, V = V, U
     signs = fix_signs(U)
@@ -146,7 +147,7 @@ def _search(operand: Operand, width: int, n_iter: int, seed: int) -> tuple[Tenso
         return P, multiply(P)
     X = multiply_t(sign_matrix(operand, block, seed, max(m, n)))
     operand.check_finite(X)
-    return krylov_basis(X, multiply, lambda Z: multiply_t(orthonormalize(Z)), blocks)
+    return krylov_basis(X, multiply, lambda Z: multiply_t(near_qr(Z)[0]), blocks)
 
 
 def _rank(operand: Operand, P: Tensor, Y: Tensor, S: Tensor, tol: float, seed: int) -> int:

@@ -1,0 +1,153 @@
+"""randomized_svd against torch.svd_lowrank, scikit-learn's randomized_svd and the full SVD: time beside error.
+
+Errors are over those of the best matrix of rank k, the worst of several seeds; every alternative runs at several
+numbers of iterations, so that error can be drawn against time. scikit-learn keeps to as many threads as torch.
+"""
+
+__all__ = ["run"]
+
+import argparse
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import interleave, keep_freed_memory, print_table, write_csv
+from torch import Tensor
+
+from panther.errors import MissingExtraError, require_extra
+from panther.linalg import randomized_svd
+
+SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
+    "1/i": lambda i: 1 / i,
+    "0.97^i": lambda i: 0.97**i,
+    "i^-0.3": lambda i: i**-0.3,
+}
+OVERSAMPLE = 10
+SEEDS = 10
+Factors = tuple[Tensor, Tensor, Tensor]  # U (m, k), S (k,), V (n, k)
+
+
+def run(device: str, budget_s: float, quick: bool = False) -> None:
+    """Measure every spectrum, print a table of each as it comes, and write the CSV."""
+    kept = keep_freed_memory()
+    print(f"threads {torch.get_num_threads()}, freed memory {'kept' if kept else 'returned to the system'}")
+    m, n, k = (400, 200, 20) if quick else (4096, 2048, 100)
+    torch.manual_seed(0)
+    left = torch.linalg.qr(torch.randn(m, n))[0].to(device)
+    right = torch.linalg.qr(torch.randn(n, n))[0].to(device)
+    rows: list[dict[str, Any]] = []
+    for name, spectrum in SPECTRA.items():
+        sigma = spectrum(torch.arange(1, n + 1, dtype=torch.float64)).to(device)
+        A = (left * sigma.float()) @ right.mT
+        found = [{"spectrum": name, **row} for row in _case(A, sigma, k, device, budget_s, 1 if quick else SEEDS)]
+        print_table(found)
+        rows += found
+    if not quick:
+        print(f"written to {write_csv('randomized-svd', rows, device=device)}")
+
+
+def _case(A: Tensor, sigma: Tensor, k: int, device: str, budget_s: float, seeds: int) -> list[dict[str, Any]]:
+    alternatives = _alternatives(A, k, device)
+    calls: dict[str, Callable[[], object]] = {name: (lambda f=f: f(0)) for name, f in alternatives.items()}  # type: ignore[misc]
+    timings = interleave(calls, device=device, budget_s=budget_s)
+    rows = []
+    for name, function in alternatives.items():
+        rows.append(
+            {
+                "method": name,
+                "time_ms": _figure(timings[name].median_s * 1e3),
+                **{
+                    f"x {baseline}": _figure(timings[name].ratio_to(timings[baseline])) if baseline in timings else ""
+                    for baseline in ("svd_lowrank niter=2", "sklearn auto")
+                },
+                **_errors(A, sigma, k, [function(seed) for seed in range(seeds)]),
+            }
+        )
+    start = time.perf_counter()
+    U, S, Vh = torch.linalg.svd(A, full_matrices=False)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    elapsed = time.perf_counter() - start
+    full = U[:, :k], S[:k], Vh[:k].mT
+    baselines = {"x svd_lowrank niter=2": "", "x sklearn auto": ""}
+    return [
+        *rows,
+        {"method": "linalg.svd", "time_ms": _figure(elapsed * 1e3), **baselines, **_errors(A, sigma, k, [full])},
+    ]
+
+
+def _alternatives(A: Tensor, k: int, device: str) -> dict[str, Callable[[int], Factors]]:
+    def ours(n_iter: Any) -> Callable[[int], Factors]:
+        return lambda seed: randomized_svd(A, k, oversample=OVERSAMPLE, n_iter=n_iter, seed=seed)
+
+    def lowrank(niter: int) -> Callable[[int], Factors]:
+        def call(seed: int) -> Factors:
+            torch.manual_seed(seed)
+            U, S, V = torch.svd_lowrank(A, q=k + OVERSAMPLE, niter=niter)
+            return U[:, :k], S[:k], V[:, :k]
+
+        return call
+
+    found = {f"panther n_iter={n_iter}": ours(n_iter) for n_iter in (0, 1, 2, 3, "auto", 6, 8)}
+    found |= {f"svd_lowrank niter={niter}": lowrank(niter) for niter in (0, 1, 2, 4)}
+    if device == "cuda":
+        return found
+    try:
+        extmath = require_extra("sklearn.utils.extmath", "bench")
+    except MissingExtraError as error:
+        print(error)
+        return found
+    array = A.numpy()
+
+    def sklearn(n_iter: Any) -> Callable[[int], Factors]:
+        def call(seed: int) -> Factors:
+            U, S, Vh = extmath.randomized_svd(array, k, n_oversamples=OVERSAMPLE, n_iter=n_iter, random_state=seed)
+            return torch.from_numpy(U), torch.from_numpy(S), torch.from_numpy(Vh).mT
+
+        return call
+
+    return found | {f"sklearn {'auto' if n == 'auto' else f'n_iter={n}'}": sklearn(n) for n in (0, 2, 4, "auto")}
+
+
+def _errors(A: Tensor, sigma: Tensor, k: int, found: list[Factors]) -> dict[str, str]:
+    """Errors over the least possible ones, and the loss of orthogonality, the worst of all results."""
+    frobenius, spectral, orthogonality = zip(*(_error(A, sigma, k, *factors) for factors in found), strict=True)
+    return {
+        "frobenius": f"{max(frobenius):.5f}",
+        "spectral": f"{max(spectral):.4f}",
+        "orthogonality": f"{max(orthogonality):.1e}",
+    }
+
+
+def _error(A: Tensor, sigma: Tensor, k: int, U: Tensor, S: Tensor, V: Tensor) -> tuple[float, float, float]:
+    E = torch.addmm(A, U * S, V.mT, alpha=-1)
+    x = torch.linalg.qr(torch.randn(A.shape[1], 8, generator=torch.Generator().manual_seed(1)).to(A.device))[0]
+    for _ in range(20):  # subspace iteration for the spectral norm of the error
+        x = torch.linalg.qr(E.mT @ (E @ x))[0]
+    eye = torch.eye(k, device=A.device)
+    loss = max(float((X.mT @ X - eye).abs().max()) for X in (U, V))
+    spectral = float(torch.linalg.matrix_norm(E @ x, 2) / sigma[k])
+    return float(torch.linalg.vector_norm(E, dtype=torch.float64) / sigma[k:].norm()), spectral, loss
+
+
+def _figure(value: float) -> float:
+    """Three significant digits."""
+    return round(value, 2 - math.floor(math.log10(value)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; one makes CPU time a clean measure")
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds a spectrum")
+    parser.add_argument("--quick", action="store_true", help="a small matrix, nothing written")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(MissingExtraError):
+            require_extra("sklearn.utils.extmath", "bench")  # loads scipy's BLAS too, which is to be limited
+            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads))
+        run(options.device, options.budget, options.quick)

@@ -1,0 +1,116 @@
+"""Orthonormal bases: fast where Cholesky's factor exists, right everywhere."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matrices import DTYPES, assert_orthonormal, gaussian, orthogonal, with_spectrum
+from tolerances import factorisation
+
+from panther.errors import ShapeError
+from panther.linalg import cholesky_qr, orthonormalize
+from panther.linalg.orthogonal import fix_signs, near_qr
+
+
+def hard_blocks(dtype):
+    """Blocks that CholeskyQR alone fails on, and some it does not."""
+    m, n = 90, 12
+    zero_column = gaussian(m, n, dtype=dtype)
+    zero_column[:, 3] = 0
+    return {
+        "gaussian": gaussian(m, n, dtype=dtype),
+        "badly conditioned": with_spectrum(m, n, torch.logspace(0, -12, n), dtype),
+        "on the brink": with_spectrum(m, n, torch.logspace(0, -3.5 if dtype == torch.float32 else -7.8, n), dtype),
+        "deficient": with_spectrum(m, n, [1.0] * 5, dtype),
+        "ones": torch.ones(m, n, dtype=dtype),
+        "zero": torch.zeros(m, n, dtype=dtype),
+        "zero column": zero_column,
+        "tiny": gaussian(m, n, dtype=dtype) * 1e-30,
+        "huge": gaussian(m, n, dtype=dtype) * 1e30,
+        "square": gaussian(n, n, dtype=dtype),
+        "column": gaussian(m, 1, dtype=dtype),
+        "one": torch.ones(1, 1, dtype=dtype),
+        "batch": torch.stack((gaussian(m, n, dtype=dtype), torch.zeros(m, n, dtype=dtype))),
+        "no columns": torch.zeros(m, 0, dtype=dtype),
+        "nothing": torch.zeros(0, 0, dtype=dtype),
+        "no batch": torch.zeros(0, m, n, dtype=dtype),
+        "transposed": gaussian(n, m, dtype=dtype).mT,
+    }
+
+
+@pytest.mark.parametrize("name", hard_blocks(torch.float64))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cholesky_qr_is_a_qr_factorisation(dtype, name):
+    X = hard_blocks(dtype)[name]
+    Q, R = cholesky_qr(X)
+    assert Q.shape == X.shape
+    assert R.shape == (*X.shape[:-2], X.shape[-1], X.shape[-1])
+    assert_orthonormal(Q)
+    assert torch.equal(R, R.triu())
+    assert ((Q.double() @ R.double() - X.double()).norm() <= factorisation(dtype) * X.double().norm()).all()
+
+
+@pytest.mark.parametrize("name", hard_blocks(torch.float64))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_orthonormalize_keeps_clear_of_a_basis_and_spans_the_block(dtype, name):
+    X = hard_blocks(dtype)[name]
+    m, n = X.shape[-2:]
+    known = min(20, m - n)
+    bases = {"random": orthogonal(m, known).to(dtype), "unit": torch.eye(m, known, dtype=dtype)}
+    for basis in (basis.expand(*X.shape[:-2], m, known) for basis in bases.values()):
+        for block in (X, X + 1e3 * basis @ gaussian(known, n, dtype=dtype), basis @ gaussian(known, n, dtype=dtype)):
+            Q = orthonormalize(block, basis)
+            assert Q.shape == X.shape
+            assert_orthonormal(torch.cat((basis, Q), -1))
+            whole = torch.cat((basis, Q), -1).double()
+            left = block.double() - whole @ (whole.mT @ block.double())
+            assert (left.norm() <= factorisation(dtype) * block.double().norm()).all()
+    assert_orthonormal(orthonormalize(X))
+    assert_orthonormal(orthonormalize(X, X[..., :0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_room_to_spare(dtype):
+    """The basis and the block fill the space; the block lies in the basis."""
+    basis = orthogonal(30, 25).to(dtype)
+    Q = orthonormalize(basis @ gaussian(25, 5, dtype=dtype), basis)
+    assert_orthonormal(torch.cat((basis, Q), -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_near_qr_leaves_to_do(dtype):
+    for X in (gaussian(50, 6, dtype=dtype), torch.ones(50, 6, dtype=dtype)):
+        Q, T, R = near_qr(X)
+        assert_orthonormal(Q @ T)
+        assert torch.linalg.cond(Q) <= 3**0.5
+        assert torch.allclose(Q @ T @ R, X, atol=1e-5)
+
+
+def test_the_fast_path_takes_what_it_should(monkeypatch):
+    X, basis = gaussian(500, 40, dtype=torch.float32), orthogonal(500, 60).float()
+    monkeypatch.setattr(torch.linalg, "qr", None)
+    cholesky_qr(X)
+    orthonormalize(X, basis)
+
+
+def test_signs():
+    Q = torch.tensor([[1.0, -3.0, 0.0], [-2.0, 3.0, 0.0]])
+    assert fix_signs(Q).tolist() == [[-1, -1, 1]]
+    assert fix_signs(Q[:0]).tolist() == [[1, 1, 1]]
+    assert fix_signs(Q.expand(2, 2, 3)).shape == (2, 1, 3)
+
+
+def test_too_many_columns():
+    with pytest.raises(ShapeError, match="5 columns beside a basis of 0 must be at most the 4 rows"):
+        cholesky_qr(torch.ones(4, 5))
+    with pytest.raises(ShapeError, match="3 columns beside a basis of 2 must be at most the 4 rows"):
+        orthonormalize(torch.ones(4, 3), torch.eye(4, 2))
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.sampled_from(DTYPES), st.integers(0, 50), st.integers(0, 20))
+def test_any_rank_is_completed(m, n, dtype, seed, rank):
+    n = min(m, n)
+    X = gaussian(m, rank, seed=seed, dtype=dtype) @ gaussian(rank, n, seed=seed + 1, dtype=dtype)
+    Q, R = cholesky_qr(X)
+    assert_orthonormal(Q)
+    assert (Q @ R - X).double().norm() <= factorisation(dtype) * X.double().norm()

@@ -1,0 +1,281 @@
+"""randomized_svd against the full SVD."""
+
+import math
+
+import pytest
+import torch
+from fuzzing import fuzz, is_a_sentence
+from hypothesis import given
+from hypothesis import strategies as st
+from matrices import (
+    DTYPES,
+    LAYOUTS,
+    SIZES,
+    MatrixFree,
+    assert_orthonormal,
+    assert_positive_peaks,
+    frobenius,
+    gaussian,
+    is_finite,
+    operands,
+    sizes,
+    symmetric,
+    tolerances,
+    with_spectrum,
+)
+from tolerances import factorisation
+
+from panther.errors import DTypeError, PantherError, ShapeError
+from panther.linalg import ErrorEstimate, SVDResult, estimate_error, randomized_svd
+
+
+def assert_truncated_svd(A, result, k, excess=1.1):
+    """Shapes, orthonormality, order, signs, and an error near the least one."""
+    U, S, V = result
+    *batch, m, n = A.shape
+    assert U.shape == (*batch, m, k)
+    assert S.shape == (*batch, k)
+    assert V.shape == (*batch, n, k)
+    assert not any(part.requires_grad for part in result)
+    assert_orthonormal(U)
+    assert_orthonormal(V)
+    assert_positive_peaks(U)
+    assert bool((S >= 0).all())
+    assert bool((S.diff(dim=-1) <= 0).all())
+    sigma = torch.linalg.svdvals(A.double())
+    error = frobenius(A.double() - (U.double() * S.double()[..., None, :]) @ V.mT.double())
+    least = torch.linalg.vector_norm(sigma[..., k:], dim=-1)
+    floor = 3 * factorisation(U.dtype) * torch.linalg.vector_norm(sigma, dim=-1)
+    assert bool((error <= excess * least + floor).all())
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_iter", [0, 1, "auto", 100])
+def test_every_rank_of_every_shape(shape, dtype, n_iter):
+    A = gaussian(*shape, dtype=dtype)
+    least = min(shape[-2:])
+    for k in {0, 1, least // 3, least}:
+        excess = {0: 1.5, 1: 1.3}.get(n_iter, 1.1)
+        assert_truncated_svd(A, randomized_svd(A, k, n_iter=n_iter, oversample=3, seed=0), k, excess)
+
+
+@pytest.mark.parametrize(
+    "sigma",
+    [
+        1 / torch.arange(1, 301.0),
+        0.97 ** torch.arange(300.0),
+        0.5 ** torch.arange(300.0),
+        torch.arange(1, 301.0) ** -0.3,
+        torch.ones(300),
+        torch.cat((torch.ones(20), torch.full((280,), 1e-3))),
+        torch.cat((torch.logspace(0, -6, 15), torch.zeros(285))),
+    ],
+    ids=["1/i", "0.97^i", "0.5^i", "i^-0.3", "flat", "step", "low rank"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_are_near_the_least_for_every_seed(sigma, dtype):
+    sigma = sigma.double()
+    A = with_spectrum(500, 300, sigma, dtype)
+    k = 15
+    eps = torch.finfo(dtype).eps
+    for seed in range(10):
+        U, S, V = randomized_svd(A, k, seed=seed)
+        assert_truncated_svd(A, (U, S, V), k, 1.01)
+        E = A.double() - (U.double() * S.double()) @ V.mT.double()
+        assert torch.linalg.matrix_norm(E, 2) <= 1.1 * sigma[k] + factorisation(dtype)
+        assert bool((S.double() <= sigma[:k] * (1 + 20 * eps) + 20 * eps).all())
+        assert bool((S.double() >= 0.9 * sigma[:k] - 20 * eps).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_singular_values_are_accurate_to_eps_times_the_largest(dtype):
+    eps = torch.finfo(dtype).eps
+    sigma = torch.logspace(0, 1.2 * math.log10(eps), 30, dtype=torch.float64)
+    A = with_spectrum(400, 200, sigma, dtype)
+    _, S, _ = randomized_svd(A, 30, seed=0)
+    assert (S - torch.linalg.svdvals(A.double())[:30]).abs().max() <= 20 * eps
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_low_rank_and_a_completed_basis(rank, dtype):
+    A = gaussian(300, rank, dtype=dtype) @ gaussian(rank, 200, seed=1, dtype=dtype)
+    for matrix in (A, A.mT, torch.stack((A, torch.zeros_like(A)))):
+        result = randomized_svd(matrix, 20, seed=0)
+        assert_truncated_svd(matrix, result, 20)
+        assert result.S[..., rank:].max() <= factorisation(dtype) * max(1.0, float(A.norm()))
+
+
+def test_coordinate_vectors():
+    """Singular vectors along axes: what Householder's reflections complete a basis with."""
+    A = torch.diag_embed(torch.cat((torch.arange(1, 31.0), torch.zeros(170))))
+    U, S, V = randomized_svd(A, 40, seed=0)
+    assert_truncated_svd(A, (U, S, V), 40)
+    assert torch.allclose(S[:30], torch.arange(30.0, 0, -1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    A = gaussian(120, 80, dtype=dtype)
+    result = randomized_svd(A, 5, seed=0)
+    assert result.S.dtype == torch.float32
+    for ours, theirs in zip(result, randomized_svd(A.float(), 5, seed=0), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("shape", [(220, 140), (140, 220), (30, 20)])
+def test_every_kind_of_matrix(name, shape):
+    A = gaussian(*shape)
+    operand = LAYOUTS[name](A)
+    result = randomized_svd(operand, 8, seed=0)
+    expected = randomized_svd(A, 8, seed=0)
+    assert result.S.dtype == torch.float64
+    assert torch.allclose(result.S, expected.S, rtol=1e-10)
+    assert torch.allclose(result.U, expected.U, atol=1e-6)
+    *_, error = randomized_svd(operand, 8, 0.5, seed=0, return_error=True)
+    assert 0.3 < error.relative < 1
+
+
+def test_matrix_free_without_a_transpose():
+    with pytest.raises(TypeError, match="must have \\.mT or \\.T"):
+        randomized_svd(MatrixFree(gaussian(200, 100), transposed=False), 3)
+
+
+@pytest.mark.parametrize("tol", [0.5, 0.1, 1e-2, 1e-4, 1e-10])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_tolerance_is_relative_and_keeps_no_more_than_it_needs(tol, scale):
+    sigma = 0.8 ** torch.arange(200.0, dtype=torch.float64)
+    A = scale * with_spectrum(300, 200, sigma)
+    U, S, V = randomized_svd(A, 150, tol, seed=0)
+    tails = torch.linalg.vector_norm(torch.triu(sigma.expand(200, 200)), dim=-1) / sigma.norm()
+    needed = int((tails > tol).sum())
+    assert needed <= S.shape[-1] <= needed + 1
+    assert frobenius(A - (U * S) @ V.mT) <= 1.01 * tol * frobenius(A)
+    assert randomized_svd(A, 3, tol, seed=0).S.shape[-1] == min(3, needed)
+
+
+def test_tolerance_on_small_zero_and_batched_matrices():
+    assert randomized_svd(torch.eye(2), 2, 0.1).S.shape == (2,)
+    assert randomized_svd(torch.full((1, 1), 1e-20), 1, 0.5).S.shape == (1,)
+    assert randomized_svd(torch.zeros(5, 4), 3, 0.0).S.shape == (0,)
+    assert randomized_svd(torch.zeros(0, 5, 4), 3, 0.1).S.shape == (0, 0)
+    assert randomized_svd(torch.eye(5), 0, 0.1).S.shape == (0,)
+    low, high = (with_spectrum(90, 80, [1.0] * rank) for rank in (2, 7))
+    for batch in (torch.stack((low, high)), torch.stack((high, low, torch.zeros_like(low)))):
+        assert randomized_svd(batch, 20, 1e-3, seed=0).S.shape[-1] == 7
+
+
+def test_error_estimate():
+    A = with_spectrum(300, 200, 0.8 ** torch.arange(100.0))
+    for seed in range(20):
+        U, S, V, error = randomized_svd(A, 10, seed=seed, return_error=True)
+        assert isinstance(error, ErrorEstimate)
+        exact = frobenius(A - (U * S) @ V.mT)
+        assert exact / 2 < error.frobenius < 2 * exact
+        assert exact < error.upper
+    assert estimate_error(A, SVDResult(U, S, V), seed=1).frobenius < 2 * exact
+    assert torch.allclose(SVDResult(U, S, V) @ A.mT, (U * S) @ V.mT @ A.mT)
+
+
+def test_one_seed_one_result_and_the_global_generator():
+    A = gaussian(200, 100)
+    state = torch.get_rng_state()
+    first, second, other = (randomized_svd(A, 5, 1e-3, seed=seed, return_error=True) for seed in (3, 3, 4))
+    assert torch.equal(state, torch.get_rng_state())
+    for a, b in zip([*first[:3], *first[3][:3]], [*second[:3], *second[3][:3]], strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(first[0], other[0])
+    torch.manual_seed(0)
+    first = randomized_svd(A, 5)
+    torch.manual_seed(0)
+    assert torch.equal(first.S, randomized_svd(A, 5).S)
+
+
+def test_autocast_and_gradients_stay_out():
+    A = gaussian(200, 100, dtype=torch.float32).requires_grad_()
+    expected = randomized_svd(A.detach(), 5, seed=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = randomized_svd(A, 5, seed=0)
+    for ours, theirs in zip(result, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_argument_is_left_alone():
+    A = gaussian(100, 90)
+    before = A.clone()
+    result = randomized_svd(A, 90, seed=0)
+    for part in result:
+        part.zero_()
+    assert torch.equal(A, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"k": 6}, ShapeError, r"k=6 must be at most min\(m, n\) = 5 for A of shape \(8, 5\): use k=5"),
+        ({"k": -1}, ShapeError, "k=-1 must be at least 0"),
+        ({"k": 2.0}, TypeError, "k must be an integer, not float"),
+        ({"oversample": -1}, ShapeError, "oversample=-1 must be at least 0"),
+        ({"n_iter": -1}, ShapeError, "n_iter=-1 must be at least 0"),
+        ({"n_iter": 101}, ShapeError, "n_iter=101 must be at most 100"),
+        ({"n_iter": "many"}, ValueError, "n_iter='many' must be an integer or \"auto\""),
+        ({"tol": 1.0}, ValueError, r"tol=1.0 must be in \[0, 1\)"),
+        ({"tol": float("nan")}, ValueError, "tol=nan"),
+        ({"tol": "1"}, TypeError, "tol must be a number, not str"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"A": torch.ones(5)}, ShapeError, "two dimensions"),
+        ({"A": torch.ones(8, 5, dtype=torch.int64)}, DTypeError, "int64 and must be real and floating"),
+        ({"A": torch.ones(8, 5, dtype=torch.complex64)}, DTypeError, "complex64 and must be real"),
+        ({"A": [[1.0]]}, TypeError, "A must be a tensor"),
+        ({"A": torch.full((8, 5), torch.nan)}, ValueError, "A must be finite and has NaN"),
+        ({"A": torch.full((200, 100), torch.inf)}, ValueError, "A must be finite and has infinity"),
+        ({"A": torch.full((200, 100), torch.nan).to_sparse()}, ValueError, "A must be finite and has NaN"),
+        ({"A": torch.full((200, 100), 3e38)}, ValueError, "products of A overflow torch.float32: divide A"),
+        ({"A": torch.full((5, 5), 3e38)}, ValueError, "products of A overflow torch.float32: divide A"),
+        ({"A": torch.ones(2, 8, 5).to_sparse()}, ShapeError, "two dimensions"),
+    ],
+)
+def test_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        randomized_svd(**{"A": gaussian(8, 5), "k": 2, **arguments})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_equals_cpu(dtype):
+    A = with_spectrum(300, 200, 0.8 ** torch.arange(100.0), dtype)
+    for matrix in (A, A.mT, torch.stack((A, A / 2)), torch.zeros_like(A)):
+        ours = randomized_svd(matrix.cuda(), 10, seed=0, return_error=True)
+        expected = randomized_svd(matrix, 10, seed=0, return_error=True)
+        assert ours[0].is_cuda
+        assert torch.allclose(ours[1].cpu(), expected[1], rtol=factorisation(dtype), atol=1e-20)
+        assert torch.allclose(ours[3].frobenius.cpu(), expected[3].frobenius, rtol=1e-2, atol=1e-20)
+        assert_truncated_svd(matrix, SVDResult(*(part.cpu() for part in ours[:3])), 10)
+
+
+@fuzz
+@given(operands(), sizes, tolerances, sizes, st.one_of(st.just("auto"), sizes), st.integers(-1, 5), st.booleans())
+def test_a_contract_or_a_typed_error(A, k, tol, oversample, n_iter, seed, return_error):
+    try:
+        result = randomized_svd(A, k, tol, oversample=oversample, n_iter=n_iter, seed=seed, return_error=return_error)
+    except (PantherError, ValueError, TypeError) as error:
+        is_a_sentence(error)
+        return
+    assert is_finite(A)
+    U, S, V = result[:3]
+    assert S.shape[-1] == k or (tol is not None and S.shape[-1] < k)
+    assert U.shape == (*A.shape[:-1], S.shape[-1])
+    assert V.shape == (*A.shape[:-2], A.shape[-1], S.shape[-1])
+    assert_orthonormal(U)
+    assert_orthonormal(V)
+    assert bool(S.isfinite().all())
+    if tol is None or S.shape[-1] == k:
+        assert_truncated_svd(A, (U, S, V), S.shape[-1], 3 if n_iter == "auto" or n_iter > 0 else 30)
+
+
+def test_symmetric_matrices_have_equal_factors_up_to_signs():
+    A = symmetric(200, [5.0, -4.0, 3.0, -2.0])
+    U, _, V = randomized_svd(A, 4, seed=0)
+    assert torch.allclose((U * V).sum(0), torch.tensor([1.0, -1, 1, -1], dtype=torch.float64))
