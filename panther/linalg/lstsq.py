@@ -26,10 +26,8 @@ from panther.linalg._refinement import Solution, System, refine, smallest_singul
 from panther.linalg.error import ErrorEstimate
 from panther.sketch import SignSketch, SparseSketch, check_seed
 
-# A dense A with fewer rows than this times its columns is solved faster by QR.
-_TALL = 20
-# The same for a sparse or matrix-free one, whose products are cheaper than its QR.
-_SPARSE_TALL = 4
+# What reading an entry of A once for one right-hand side costs, in units of what a column adds to it in QR (measured).
+_PASS = 9
 # Entries of the largest dense matrix that a sparse or matrix-free A may be turned into.
 _DENSE_LIMIT = 1 << 29
 # A with entries beyond two to this, or its inverse, is scaled first: squares times the condition must not overflow.
@@ -128,11 +126,13 @@ def sketch_lstsq(
     Warns:
         NumericalWarning: If the iteration ends with a backward error far above a direct solver's, saying how far.
 
-    Cost: for a dense A with 20 or more rows a column, a sparse sketch of :math:`d \approx 1.1 \sqrt{m n}` rows, its QR
-    factorisation (``2 d n^2`` flops), and one pass over A (``4 m n p`` flops, bound by memory for few right-hand sides)
-    an iteration, of which there are about :math:`2 \log(1/\epsilon) / \log(d / n)`, some 30; with a tolerance
-    ``2 log(1/tol) / log(d / n)``. Memory beyond A and b: ``d n``. With fewer rows A is solved by a QR or singular value
-    decomposition. A sparse A is tall from 4 rows a column; a matrix-free one is too, and multiplies 3 n vectors by A.T.
+    Cost: a sparse sketch of :math:`d \approx 1.1 \sqrt{m n}` rows, its QR factorisation (``2 d n^2`` flops), and one
+    pass over A (``4 m n p`` flops, bound by memory for few right-hand sides) an iteration, of which there are about
+    :math:`2 \log(1/\epsilon) / \log(d / n)`, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)``. Memory
+    beyond A and b: ``d n``. A dense A for which QR of A itself is expected to be faster, one with fewer than some 300
+    columns (100 with a tolerance or in float32) or with fewer than 10 to 40 rows a column, is solved by that, and a
+    wide one by a singular value decomposition. A sparse A is sketched from ``4 n + 64`` rows on; so is a matrix-free
+    one, which multiplies as many vectors by A.T.
 
     Example:
         >>> A = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -214,7 +214,7 @@ def _solve(
         error = ErrorEstimate(nothing, nothing, nothing, 1.0, 0) if return_error else None
         return LstsqResult(b.new_zeros(n, p), norms, 0), error
     root = math.sqrt(ridge)
-    sketched = m >= (_TALL if operand.dense is not None else _SPARSE_TALL) * n + 64
+    sketched = _is_worth_sketching(operand, p, tol)
     operand = operand if sketched else _densified(operand)
     SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     operand.check_finite(SA)
@@ -237,6 +237,23 @@ def _solve(
     return LstsqResult(x, residual_norm, found.steps), error
 
 
+def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
+    """Whether a factorisation of the sketch and the passes over A that follow cost less than one of A."""
+    (m, n), d = operand.shape, _sketch_size(operand)
+    if operand.dense is None:
+        return d < m
+    digits = -math.log(max(tol, torch.finfo(operand.dtype).eps))
+    passes = 3 + 2 * max(digits, 0) / math.log(d / n)
+    return d < m and _PASS * passes * (1 + (p - 1) / 8) < n * (1 - d / m)
+
+
+def _sketch_size(operand: Operand) -> int:
+    """Rows of the sketch: where QR costs about as much as the passes over A, whose number they determine."""
+    (m, n), A = operand.shape, operand.A
+    entries = m * n if operand.dense is not None else A._nnz() if isinstance(A, Tensor) else 0
+    return max(4 * n + 64, math.ceil(1.1 * math.sqrt(entries)))
+
+
 def _densified(operand: Operand) -> Operand:
     if operand.dense is not None:
         return operand
@@ -256,9 +273,7 @@ def _check_memory(what: str, rows: int, columns: int, operand: Operand) -> None:
 
 
 def _sketch(operand: Operand, b: Tensor, seed: int) -> tuple[Tensor, Tensor]:  # (d, n), (d, p)
-    (m, n), A = operand.shape, operand.A
-    entries = m * n if operand.dense is not None else A._nnz() if isinstance(A, Tensor) else 0
-    d = min(m, max(4 * n + 64, math.ceil(1.1 * math.sqrt(entries))))  # where QR costs as much as passes over A
+    (m, n), d, A = operand.shape, _sketch_size(operand), operand.A
     if operand.dense is None:
         _check_memory("its sketch is dense", d, n, operand)
     if isinstance(A, Tensor):

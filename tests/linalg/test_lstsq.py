@@ -18,11 +18,13 @@ from panther.linalg._refinement import System, smallest_singular_value
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Two threads gain nothing on matrices of this size, and wait for each other where other work runs."""
-    threads = torch.get_num_threads()
+def _small_problems():
+    """Sketch where it only costs time too; and use one thread, since two would spend it waiting for each other."""
+    threads, cost = torch.get_num_threads(), module._PASS
     torch.set_num_threads(1)
+    module._PASS = 0
     yield
+    module._PASS = cost
     torch.set_num_threads(threads)
 
 
@@ -81,6 +83,34 @@ def test_it_is_as_accurate_as_a_direct_solver(dtype, condition, residual):
     assert (result.x - x).norm() <= 10 * max((exact - x).norm(), bound)
     excess = result.residual_norm.double() - (b.double() - A.double() @ direct(A.double(), b.double())).norm(dim=0)
     assert excess.abs() <= 100 * eps * max(residual, 1) + (10 * eps * condition) ** 2 * residual
+
+
+@pytest.mark.parametrize(
+    ("shape", "p", "tol", "sketched"),
+    [
+        ((200_000, 1000), 1, 0.0, True),
+        ((20_000, 1000), 1, 0.0, True),
+        ((5000, 1000), 1, 0.0, False),
+        ((20_000, 100), 1, 0.0, False),
+        ((20_000, 200), 1, 1e-3, True),
+        ((200_000, 1000), 100, 0.0, False),
+        ((100, 2000), 1, 0.0, False),
+    ],
+)
+def test_it_sketches_where_that_is_faster(shape, p, tol, sketched, monkeypatch):
+    monkeypatch.setattr(module, "_PASS", 9)
+    operand = module.as_operand(torch.empty(shape, dtype=torch.float64, device="meta"))
+    assert module._is_worth_sketching(operand, p, tol) is sketched
+
+
+def test_a_small_problem_as_users_have_it(monkeypatch):
+    monkeypatch.setattr(module, "_PASS", 9)
+    A, b, _ = problem(2000, 40, 1e6, 1.0)
+    result, error = sketch_lstsq(A, b, seed=0, return_error=True)
+    assert result.iterations == 0
+    assert backward_error(A, b, result.x).max() <= 1e-15
+    assert (error.confidence, error.probes) == (1.0, 0)
+    assert (A @ (result.x - direct(A, b))).norm() <= 2 * error.upper
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e6, 1e12])
@@ -409,8 +439,9 @@ numbers = st.sampled_from([0.0, 0.0, 0.0, 1.0, 1e-3, 1e-30, 1e30, 1e300, -1.0, m
     numbers,
     st.integers(0, 200),
     st.integers(0, 2**31),
+    st.sampled_from([0, 9]),
 )
-def test_any_input_meets_the_contract_or_a_typed_error(shape, dtype, kind, bad_a, bad_b, ridge, tol, rank, seed):
+def test_any_input_meets_the_contract_or_a_typed_error(shape, dtype, kind, bad_a, bad_b, ridge, tol, rank, seed, cost):
     m, n, p = shape
     A = gaussian(m, min(rank, n), seed=seed) @ gaussian(min(rank, n), n, seed=seed + 1)
     b = gaussian(m, *(() if p is None else (p,)), seed=seed + 2)
@@ -431,6 +462,7 @@ def test_any_input_meets_the_contract_or_a_typed_error(shape, dtype, kind, bad_a
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
         try:
+            module._PASS = cost
             result, error = sketch_lstsq(
                 operand, b, ridge=ridge, tol=None if tol == 0 else tol, seed=seed, return_error=True
             )
@@ -439,6 +471,8 @@ def test_any_input_meets_the_contract_or_a_typed_error(shape, dtype, kind, bad_a
             reasons = [ridge, tol, *(bad for bad in (bad_a, bad_b) if bad is not None)]
             assert not dtype.is_floating_point or any(value not in (0.0, 1.0, 1e-3) for value in reasons)
             return
+        finally:
+            module._PASS = 0
     assert ridge >= 0
     assert result.x.shape == (n, *b.shape[1:])
     assert result.residual_norm.shape == error.upper.shape == b.shape[1:]
