@@ -19,7 +19,7 @@ from panther.errors import NumericalWarning, check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import orthonormalize
+from panther.linalg.orthogonal import add_to_basis
 from panther.sketch import GaussianSketch, SignSketch, check_seed
 
 _PROBES = 32
@@ -132,9 +132,9 @@ def qb(
         omega = S.block(slice(rank, rank + size), slice(None)).mT
         Y = operand.matmul(omega.expand(*operand.shape[:-2], n, size))
         operand.check_finite(Y)
-        new = orthonormalize(Y, Q)
+        new = add_to_basis(Y, Q)
         for _ in range(n_iter):
-            new = orthonormalize(operand.matmul(orthonormalize(operand.rmatmul(new))), Q)
+            new = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(new))), Q)
         new_bt = operand.rmatmul(new)
         if residual is not None:
             new, new_bt = residual.reduce(new, new_bt)

@@ -17,7 +17,7 @@ from torch import Tensor
 from panther.errors import ShapeError, check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import orthonormalize
+from panther.linalg.orthogonal import add_to_basis
 from panther.sketch import SignSketch, check_seed
 
 _MOST_ITERATIONS = 100
@@ -86,9 +86,9 @@ def rangefinder(
     seed = check_seed(seed)
     Y = operand.matmul(sign_matrix(operand, k, seed))
     operand.check_finite(Y)
-    Q = orthonormalize(Y)
+    Q = add_to_basis(Y)
     for _ in range(n_iter):
-        Q = orthonormalize(operand.matmul(orthonormalize(operand.rmatmul(Q))))
+        Q = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(Q))))
     if not return_error:
         return Q
     return Q, estimate_error(A, _Projected(Q, operand), seed=seed)
@@ -129,13 +129,13 @@ def krylov_basis(
         (True, True)
     """
     *batch, n, b = X.shape
-    Z = multiply(Q := orthonormalize(X))
+    Z = multiply(Q := add_to_basis(X))
     # Stored by columns, so that the basis so far is contiguous.
     P = X.new_empty(*batch, b * blocks, n).mT
     Y = X.new_empty(*batch, b * blocks, Z.shape[-2]).mT
     for start in range(0, b * blocks, b):
         if start:
-            Z = multiply(Q := orthonormalize(advance(Z), P[..., :start]))
+            Z = multiply(Q := add_to_basis(advance(Z), P[..., :start]))
         P[..., start : start + b], Y[..., start : start + b] = Q, Z
     return P, Y
 

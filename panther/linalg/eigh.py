@@ -19,7 +19,7 @@ from panther.errors import ShapeError, check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, krylov_basis, krylov_blocks, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import cholesky_qr, core_svd, fix_signs
+from panther.linalg.orthogonal import core_svd, fix_signs, near_qr
 from panther.sketch import check_seed
 
 
@@ -210,9 +210,9 @@ def nystrom(
         )
     shift = torch.maximum(2 * eps * most, -2 * least).clamp_min(torch.finfo(core.dtype).tiny)
     root = (values + shift).clamp_min(shift / 2).sqrt()
-    Q, R = cholesky_qr((Y + shift[..., None] * P) @ W / root[..., None, :])
+    Q, T, R = near_qr((Y + shift[..., None] * P) @ W / root[..., None, :])
     left, S, _ = core_svd(R)
-    U = Q @ left[..., :k]
+    U = Q @ (T @ left[..., :k])
     result = NystromResult(U * fix_signs(U), (S.square() - shift).clamp_min(0)[..., :k])
     if not return_error:
         return result

@@ -7,17 +7,19 @@ reflections take over, slower and always right. Y. Yamamoto, Y. Nakatsukasa, Y. 
 error analysis of the CholeskyQR2 algorithm", ETNA 44 (2015), 306-326.
 """
 
-__all__ = ["cholesky_qr", "core_svd", "fix_signs", "near_qr", "orthonormalize"]
+__all__ = ["add_to_basis", "cholesky_qr", "core_svd", "fix_signs", "near_qr", "orthonormalize"]
 
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError
+from panther.errors import DTypeError, ShapeError
+from panther.linalg._operand import driver
 
 # |G - I| <= 1/2 in the Frobenius norm bounds the first Q's condition by sqrt(3): one more round gives I to rounding.
 _NEAR_IDENTITY = 0.5
 
 
+@driver
 def cholesky_qr(
     X: Tensor,  # (*batch, m, n)
 ) -> tuple[Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n)
@@ -31,6 +33,8 @@ def cholesky_qr(
 
     Raises:
         ShapeError: If n > m.
+        DTypeError: If X is neither float32 nor float64.
+        ValueError: If X has NaN or infinity.
 
     Cost: ``6 m n^2`` flops in matrix products; ``4 m n^2`` more by Householder's method where Cholesky's fails.
 
@@ -40,10 +44,12 @@ def cholesky_qr(
         >>> torch.allclose(Q @ R, X), torch.allclose(Q.T @ Q, torch.eye(2))
         (True, True)
     """
+    _check("X", X)
     Q, T, R = near_qr(X)
     return Q @ T, R
 
 
+@driver
 def orthonormalize(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
@@ -58,7 +64,9 @@ def orthonormalize(
         basis: Orthonormal columns to keep clear of; None for none.
 
     Raises:
-        ShapeError: If n + d > m: so many directions do not exist.
+        ShapeError: If n + d > m: so many directions do not exist; or basis does not go with X.
+        DTypeError: If X is neither float32 nor float64.
+        ValueError: If X or basis has NaN or infinity.
 
     Cost: ``6 m n^2 + 8 m n d`` flops in matrix products; Householder's method on (m, d + n) where Cholesky's fails.
 
@@ -67,6 +75,22 @@ def orthonormalize(
         >>> torch.allclose(Q.T @ Q, torch.eye(2), atol=1e-6)
         True
     """
+    _check("X", X)
+    if basis is not None:
+        _check("basis", basis)
+        if basis.shape[:-1] != X.shape[:-1] or basis.dtype != X.dtype:
+            raise ShapeError(
+                f"basis, {basis.dtype} of shape {tuple(basis.shape)}, must equal X, {X.dtype} of shape "
+                f"{tuple(X.shape)}, in all but the last dimension: expand or cast it"
+            )
+    return add_to_basis(X, basis)
+
+
+def add_to_basis(
+    X: Tensor,  # (*batch, m, n)
+    basis: Tensor | None = None,  # (*batch, m, d)
+) -> Tensor:  # (*batch, m, n)
+    """:func:`orthonormalize` for callers inside, who know what they pass."""
     Q, T, _ = near_qr(X, basis)
     return Q @ T
 
@@ -75,7 +99,7 @@ def near_qr(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
 ) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n), (*batch, n, n)
-    r"""QR with its last product left to do: :math:`Q T` is orthonormal, and T is I to within 1/2.
+    r"""QR with its last product left to do: :math:`Q T` is orthonormal, and T is near I.
 
     Whoever needs a well conditioned basis of X takes Q, of condition :math:`\sqrt 3` or less; whoever goes on to
     multiply :math:`Q T W` multiplies T and W first.
@@ -163,3 +187,18 @@ def fix_signs(
 def _clear(X: Tensor, basis: Tensor | None) -> Tensor:
     """X less its part in the range of a basis."""
     return X if basis is None or basis.shape[-1] == 0 else X - basis @ (basis.mT @ X)
+
+
+def _check(name: str, X: Tensor) -> None:
+    if not isinstance(X, Tensor) or X.layout != torch.strided:
+        raise TypeError(
+            f"{name} must be a dense tensor, not {getattr(X, 'layout', type(X).__name__)}: use torch.as_tensor"
+        )
+    if X.ndim < 2:
+        raise ShapeError(
+            f"{name}, of shape {tuple(X.shape)}, must have two dimensions or more: use {name}[:, None], say"
+        )
+    if X.dtype not in (torch.float32, torch.float64):
+        raise DTypeError(f"{name} is {X.dtype} and must be float32 or float64: use {name}.float()")
+    if not bool(X.isfinite().all()):
+        raise ValueError(f"{name} must be finite and has NaN or infinity: clean it, torch.nan_to_num({name}), say")

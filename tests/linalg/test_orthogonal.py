@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from fuzzing import fuzz, is_a_sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import DTYPES, assert_orthonormal, gaussian, orthogonal, with_spectrum
+from matrices import DTYPES, assert_orthonormal, frobenius, gaussian, is_finite, operands, orthogonal, with_spectrum
 from tolerances import factorisation
 
-from panther.errors import ShapeError
+from panther.errors import DTypeError, PantherError, ShapeError
 from panther.linalg import cholesky_qr, orthonormalize
 from panther.linalg.orthogonal import fix_signs, near_qr
 
@@ -107,6 +108,48 @@ def test_too_many_columns():
         orthonormalize(torch.ones(4, 3), torch.eye(4, 2))
 
 
+@pytest.mark.parametrize(
+    ("X", "error", "message"),
+    [
+        ([[1.0]], TypeError, "X must be a dense tensor, not list"),
+        (torch.eye(2).to_sparse(), TypeError, "X must be a dense tensor, not torch.sparse_coo"),
+        (torch.ones(3), ShapeError, r"X, of shape \(3,\), must have two dimensions or more"),
+        (torch.ones(3, 2).half(), DTypeError, "X is torch.float16 and must be float32 or float64"),
+        (torch.full((3, 2), torch.nan), ValueError, "X must be finite"),
+    ],
+)
+def test_bad_input(X, error, message):
+    for function in (cholesky_qr, orthonormalize):
+        with pytest.raises(error, match=message):
+            function(X)
+
+
+def test_a_basis_that_does_not_go_with_the_block():
+    for basis in (torch.ones(4, 1), torch.ones(1, 3, 1), torch.ones(3, 1).double()):
+        with pytest.raises(ShapeError, match=r"basis, torch\.float"):
+            orthonormalize(torch.ones(3, 1), basis)
+
+
+@fuzz
+@given(operands(), st.integers(0, 5))
+def test_a_contract_or_a_typed_error(X, known):
+    basis = None
+    if X.ndim > 1 and known <= X.shape[-2]:
+        basis = torch.eye(X.shape[-2], known, dtype=X.dtype).expand(*X.shape[:-1], known)
+    try:
+        Q, R = cholesky_qr(X)
+        joint = orthonormalize(X, basis)
+    except (PantherError, ValueError, TypeError) as error:
+        is_a_sentence(error)
+        return
+    assert is_finite(X)
+    assert_orthonormal(Q)
+    assert_orthonormal(joint if basis is None else torch.cat((basis, joint), -1))
+    error = Q.double() @ R.double() - X.double()
+    assert (frobenius(error) <= 3 * factorisation(X.dtype) * frobenius(X)).all()
+
+
+@fuzz
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from(DTYPES), st.integers(0, 50), st.integers(0, 20))
 def test_any_rank_is_completed(m, n, dtype, seed, rank):
     n = min(m, n)
