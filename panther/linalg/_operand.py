@@ -2,7 +2,8 @@
 
 __all__ = ["Operand", "as_operand", "driver"]
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,14 +18,33 @@ T = TypeVar("T")
 
 
 def driver(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a driver without autograd and without autocast, whose half precision no factorisation survives."""
+    """Run a driver without autograd, autocast and TF32, whose short mantissas no factorisation survives."""
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            _full_precision(),
+        ):
             return function(*args, **kwargs)
 
     return wrapper
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Products of float32 in float32, whatever torch.set_float32_matmul_precision allows."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 class Operand:

@@ -202,6 +202,28 @@ def test_autocast_and_gradients_stay_out():
         assert torch.equal(ours, theirs)
 
 
+def test_lower_matmul_precision_stays_out_and_comes_back():
+    seen = []
+
+    class Recording(MatrixFree):
+        def __matmul__(self, X):
+            seen.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))
+            return super().__matmul__(X)
+
+    A = Recording(gaussian(200, 100, dtype=torch.float32))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        randomized_svd(A, 3, seed=0)
+        with pytest.raises(ShapeError):
+            randomized_svd(A, 101)
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {("ieee", "ieee")}
+
+
 def test_the_argument_is_left_alone():
     A = gaussian(100, 90)
     before = A.clone()
