@@ -31,6 +31,7 @@ class Plot:
         families: Beginnings of the methods' names that are drawn, with their label.
         offset: Subtracted from the error, where it is a ratio to the least possible one.
         only: Columns and the values that rows must have.
+        cases: Most panels, the first ones of the file.
     """
 
     subject: str
@@ -41,6 +42,7 @@ class Plot:
     families: dict[str, str]
     offset: float = 0.0
     only: tuple[tuple[str, str], ...] = ()
+    cases: int = 4
 
 
 PLOTS = [
@@ -70,6 +72,34 @@ PLOTS = [
         {"panther": "randomized_svd", "svd_lowrank": "torch.svd_lowrank", "sklearn": "scikit-learn"},
         offset=1.0,
     ),
+    Plot(
+        "cqrrpt",
+        ("m", "n"),
+        "method",
+        "orthogonality",
+        "loss of orthogonality",
+        {
+            "panther": "cqrrpt, gamma from 1 to 3",
+            "scipy pivoted": "scipy, pivoted",
+            "torch unpivoted": "torch, unpivoted",
+        },
+        only=(("dtype", "float64"), ("n", "512")),
+    ),
+    Plot(
+        "lstsq",
+        ("case",),
+        "method",
+        "distance",
+        "distance of A x from the best",
+        {
+            "panther": "sketch_lstsq, by tol",
+            "scipy gelsd": "scipy.linalg.lstsq",
+            "torch gelsy": "torch.linalg.lstsq",
+            "torch gels": "torch, gels",
+            "scipy lsqr": "scipy LSQR",
+        },
+        cases=3,
+    ),
 ]
 
 
@@ -78,7 +108,7 @@ def draw(plot: Plot, threads: int) -> Path:
     pyplot = require_extra("matplotlib.pyplot", "bench")
     with open(RESULTS / f"{plot.subject}-cpu-threads-{threads}.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in plot.only)]
-    panels = list(dict.fromkeys(tuple(row[key] for key in plot.panels) for row in rows))
+    panels = list(dict.fromkeys(tuple(row[key] for key in plot.panels) for row in rows))[: plot.cases]
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(3.4 * len(panels) + 0.6, 3.6), squeeze=False, layout="constrained"
     )
@@ -92,7 +122,12 @@ def draw(plot: Plot, threads: int) -> Path:
             times, errors = zip(*sorted(found), strict=True)
             axis.plot(times, [max(error, 1e-16) for error in errors], "o-", label=plot.families[family], markersize=5)
         axis.set(xscale="log", yscale="log", xlabel="time, ms")
-        axis.set_title(", ".join(f"{key} {value}" for key, value in zip(plot.panels, panel, strict=True)), fontsize=10)
+        axis.set_title(
+            ", ".join(
+                value if key == "case" else f"{key} {value}" for key, value in zip(plot.panels, panel, strict=True)
+            ),
+            fontsize=10,
+        )
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel(plot.label)
     handles, labels = axes[0, 0].get_legend_handles_labels()

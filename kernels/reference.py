@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 SIGNS_PER_CALL = 128  # four words of 32 bits
 
-# Rows of int64 temporaries are generated in slabs of about this many counters, to bound the peak memory.
+# Numbers are drawn in slabs of about this many counters, to bound the memory of temporaries.
 _SLAB = 1 << 16
 
 # Bits of an index that one product of a Hadamard transform deals with.
@@ -108,21 +108,40 @@ def sign_block(
         6.0
     """
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
-    if out.numel() == 0 or out.is_meta:
-        return out
-    first, last = cols.start // SIGNS_PER_CALL, (cols.stop - 1) // SIGNS_PER_CALL + 1
-    offset = cols.start - first * SIGNS_PER_CALL
-    block = torch.arange(first, last, dtype=torch.int64, device=device)
-    bit = torch.arange(32, dtype=torch.int64, device=device)
-    high = torch.tensor([stream, tag], dtype=torch.int64, device=device)
-    slab = max(1, _SLAB // (last - first))
-    for start in range(0, len(rows), slab):
-        stop = min(start + slab, len(rows))
-        row = torch.arange(rows.start + start, rows.start + stop, dtype=torch.int64, device=device)
-        words = torch.stack(philox_4x32((row[:, None], block, high[0], high[1]), seed), dim=-1)  # (rows, blocks, 4)
-        bits = (words[..., None] >> bit & 1).flatten(1)  # (rows, 128 * blocks)
-        out[start:stop] = 1 - 2 * bits[:, offset : offset + len(cols)]
+    byte = torch.arange(0, 32, 8, dtype=torch.int64, device=device)
+    octets = torch.arange(256, dtype=torch.int64, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    table = (1 - 2 * octets).to(dtype)  # (256, 8), the signs in a byte, from its lowest bit
+    for i, j, part in _slabs(out, cols, SIGNS_PER_CALL):
+        words = _philox_block(seed, stream, tag, rows[i], part, SIGNS_PER_CALL, device)  # (rows, words)
+        index = (words[..., None] >> byte & 255).flatten()
+        block = table.index_select(0, index).view(len(words), -1)
+        offset = part.start % SIGNS_PER_CALL
+        out[i, j] = block[:, offset : offset + len(part)]
     return out
+
+
+def _slabs(out: Tensor, cols: range, per_call: int) -> Iterator[tuple[slice, slice, range]]:
+    """Rows and columns of ``out``, and the columns of the stream, of parts that take about ``_SLAB`` calls each."""
+    if out.is_meta or not out.numel():
+        return
+    start = cols.start
+    while start < cols.stop:
+        stop = min(start // per_call * per_call + _SLAB * per_call, cols.stop)
+        height = max(1, _SLAB * per_call // (stop - start))
+        for row in range(0, out.shape[0], height):
+            yield slice(row, row + height), slice(start - cols.start, stop - cols.start), range(start, stop)
+        start = stop
+
+
+def _philox_block(
+    seed: int, stream: int, tag: int, rows: range, cols: range, per_call: int, device: torch.device | str
+) -> Tensor:  # (len(rows), 4 calls), int64
+    """The words of the calls that cover the columns, ``per_call`` of which take one call."""
+    row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)[:, None]
+    first, last = cols.start // per_call, (cols.stop - 1) // per_call + 1
+    call = torch.arange(first, last, dtype=torch.int64, device=device)
+    high = torch.tensor([stream, tag], dtype=torch.int64, device=device)
+    return torch.stack(philox_4x32((row, call, high[0], high[1]), seed), dim=-1).flatten(1)
 
 
 def word_block(
@@ -145,18 +164,15 @@ def word_block(
         >>> word_block(0, 0, 0, range(1), range(2), device="cpu").tolist()
         [[1713891541, 3781805453]]
     """
-    if not len(rows) or not len(cols):
-        return torch.empty(len(rows), len(cols), dtype=torch.int64, device=device)
-    first, last = cols.start // 4, (cols.stop - 1) // 4 + 1
-    row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)[:, None]
-    call = torch.arange(first, last, dtype=torch.int64, device=device)
-    high = torch.tensor([stream, tag], dtype=torch.int64, device=device)
-    words = torch.stack(philox_4x32((row, call, high[0], high[1]), seed), dim=-1).flatten(1)  # (rows, 4 calls)
-    return words[:, cols.start - 4 * first : cols.stop - 4 * first]
+    out = torch.empty(len(rows), len(cols), dtype=torch.int64, device=device)
+    for i, j, part in _slabs(out, cols, 4):
+        words = _philox_block(seed, stream, tag, rows[i], part, 4, device)
+        out[i, j] = words[:, part.start % 4 : part.start % 4 + len(part)]
+    return out
 
 
 def _real_block(
-    convert: Callable[[Tensor], Tensor],  # words of whole pairs, as float64, to float64
+    convert: Callable[[Tensor], Tensor],  # words of whole calls, as float64, to float64
     seed: int,
     stream: int,
     tag: int,
@@ -166,14 +182,9 @@ def _real_block(
     device: torch.device | str,
 ) -> Tensor:
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
-    if out.numel() == 0 or out.is_meta:
-        return out
-    pairs = range(cols.start // 2 * 2, -(-cols.stop // 2) * 2)
-    slab = max(1, 4 * _SLAB // len(pairs))
-    for start in range(0, len(rows), slab):
-        stop = min(start + slab, len(rows))
-        words = word_block(seed, stream, tag, range(rows.start + start, rows.start + stop), pairs, device=device)
-        out[start:stop] = convert(words.double())[:, cols.start - pairs.start : cols.stop - pairs.start]
+    for i, j, part in _slabs(out, cols, 4):
+        words = _philox_block(seed, stream, tag, rows[i], part, 4, device)
+        out[i, j] = convert(words.double())[:, part.start % 4 : part.start % 4 + len(part)]
     return out
 
 

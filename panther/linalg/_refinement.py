@@ -37,7 +37,7 @@ class System:
         self.operand, self.b, self.ridge = operand, b, ridge
         m, n = operand.shape
         panel = torch.get_num_threads() * (_PANEL_BYTES if b.shape[1] == 1 else _PANEL_BYTES_OF_MANY)
-        rows = max(16, panel // max(1, n * b.element_size()))
+        rows = max(16, panel // (max(n, b.shape[1], 1) * b.element_size()))
         rows = rows if b.device.type == "cpu" else max(m, 1)
         self._panels = [slice(start, start + rows) for start in range(0, m, rows)]
 

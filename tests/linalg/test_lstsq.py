@@ -358,8 +358,11 @@ def test_it_warns_when_the_iteration_fails(monkeypatch):
         return from_columns(torch.eye(60, dtype=torch.float64), Sb[:60], root, seed)
 
     monkeypatch.setattr(module, "from_columns", other)
-    with pytest.warns(NumericalWarning, match=r"after \d+ iterations the backward error is .* use another seed"):
+    with pytest.warns(
+        NumericalWarning, match=r"after \d+ iterations the backward error is .* use another seed"
+    ) as seen:
         result = sketch_lstsq(A, b, seed=0)
+    assert seen[0].filename == __file__
     assert result.iterations == 1000
 
 
@@ -373,6 +376,20 @@ def test_it_warns_when_the_sketch_misses_a_direction(monkeypatch):
     monkeypatch.setattr(module, "_sketch", blind)
     with pytest.warns(NumericalWarning, match="use another seed"):
         sketch_lstsq(A, b, seed=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_on_cuda_as_on_the_cpu(dtype):
+    A, b, _ = problem(3000, 60, 1e3, 1e-3, p=2, dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    expected = sketch_lstsq(A, b, seed=0)
+    for matrix in (A.cuda(), A.to_sparse_coo().cuda(), A[:200].cuda()):
+        result, error = sketch_lstsq(matrix, b[: len(matrix)].cuda(), seed=0, return_error=True)
+        assert result.x.device.type == error.upper.device.type == "cuda"
+        assert backward_error(A[: len(matrix)], b[: len(matrix)], result.x.cpu()).max() <= 4 * eps
+        if len(matrix) == len(A):
+            assert (A @ (result.x.cpu() - expected.x)).norm() <= 1e4 * eps
 
 
 A, B = torch.ones(30, 3), torch.ones(30)
