@@ -128,11 +128,13 @@ def sketch_lstsq(
 
     Cost: a sparse sketch of :math:`d \approx 1.1 \sqrt{m n}` rows, its QR factorisation (``2 d n^2`` flops), and one
     pass over A (``4 m n p`` flops, bound by memory for few right-hand sides) an iteration, of which there are about
-    :math:`2 \log(1/\epsilon) / \log(d / n)`, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)``. Memory
-    beyond A and b: ``d n``. The error takes 16 passes more, mostly. A dense A for which QR of A itself is expected to be faster, one with fewer than some 300
-    columns (100 with a tolerance or in float32) or with fewer than 10 to 40 rows a column, is solved by that, and a
-    wide one by a singular value decomposition. A sparse A is sketched from ``4 n + 64`` rows on; so is a matrix-free
-    one, which multiplies as many vectors by A.T.
+    :math:`2 \log(1/\epsilon) / \log(d / n)`, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)``. The error
+    takes 16 passes more, mostly. Memory beyond A and b: ``d n``.
+
+    A dense A for which QR of A itself is expected to be faster, one with fewer than some 300 columns (100 with a
+    tolerance or in float32) or with fewer than 10 to 40 rows a column, is solved by that, and a wide one by a singular
+    value decomposition. A sparse A is sketched from ``4 n + 64`` rows on, and made dense with fewer; so is a
+    matrix-free one, which multiplies as many vectors by A.T.
 
     Example:
         >>> A = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
