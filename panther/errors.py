@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 from importlib import import_module
+from operator import index
 from types import ModuleType
 
 import torch
@@ -77,11 +78,15 @@ def check_size(name: str, value: int, least: int) -> int:
         >>> check_size("in_features", 3, least=1)
         3
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        size = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        size = None
+    if size is None:
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    if value.__index__() < least:
-        raise ShapeError(f"{name}={value} must be at least {least}")
-    return value.__index__()
+    if size < least:
+        raise ShapeError(f"{name}={size} must be at least {least}")
+    return size
 
 
 def check_floating(name: str, dtype: torch.dtype | None) -> None:

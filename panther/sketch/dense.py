@@ -18,9 +18,6 @@ from panther.kernels import normal_block, sign_block, uniform_block
 from panther.sketch.operator import SketchingOperator
 from panther.sketch.streams import Kind, tag
 
-# Entries that are kept, and that a larger sketch draws at once.
-_KEPT = 1 << 24
-
 
 class _DenseSketch(SketchingOperator):
     @abstractmethod
@@ -30,19 +27,6 @@ class _DenseSketch(SketchingOperator):
     def _block(self, rows: range, cols: range) -> Tensor:
         d = self.shape[0]
         return self._draw(rows, cols, 1 / math.sqrt(d) if self.scale and d else 1.0)
-
-    def _panels(self) -> list[range]:
-        """Ranges of columns that cover the matrix, each within the memory bound."""
-        d, m = self.shape
-        width = max(1, _KEPT // max(d, 1))
-        return [range(start, min(start + width, m)) for start in range(0, m, width)] or [range(0)]
-
-    def _panel(self, cols: range) -> Tensor:
-        if len(cols) < self.shape[1]:
-            return self.block(slice(None), cols)
-        if self._drawn is None:
-            self._drawn = self.dense()
-        return self._drawn
 
     def _apply(self, A: Tensor) -> Tensor:
         first, *others = self._panels()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from panther.errors import ShapeError, check_floating, check_size
 from panther.sketch.dense import GaussianSketch, SignSketch, UniformSketch
-from panther.sketch.operator import SketchingOperator
+from panther.sketch.operator import SketchingOperator, TransposedSketch, as_device
 from panther.sketch.sparse import Axis, SparseSketch
 from panther.sketch.trig import SRHT
 
@@ -110,7 +110,8 @@ def gaussian_skop(
         >>> gaussian_skop(4, 3, seed=0).shape
         torch.Size([4, 3])
     """
-    return GaussianSketch(m, d, seed=seed, device=device, dtype=dtype).dense()
+    d = check_size("d", d, least=0)
+    return GaussianSketch(check_size("m", m, least=0), d, seed=seed, device=device, dtype=dtype).dense()
 
 
 def count_skop(
@@ -153,8 +154,12 @@ def sjlt_skop(
         >>> (sjlt_skop(4, 6, 2, seed=0) != 0).sum(dim=0)
         tensor([2, 2, 2, 2, 2, 2])
     """
-    axis = _along_columns(m, d)
-    return SparseSketch(m, d, check_size("sparsity", sparsity, 1), axis, seed=seed, device=device, dtype=dtype).dense()
+    m, d = check_size("m", m, least=0), check_size("d", d, least=0)
+    sparsity = check_size("sparsity", sparsity, least=1)
+    if sparsity > m > 0:
+        raise ShapeError(f"sparsity={sparsity} must be at most m={m}, the length of a column: use sparsity={min(2, m)}")
+    axis = Axis.Short if m <= d else Axis.Long  # whichever has its vectors in columns
+    return SparseSketch(m, d, sparsity, axis, seed=seed, device=device, dtype=dtype).dense()
 
 
 def sparse_sketch_operator(
@@ -201,6 +206,7 @@ def srht(
         >>> srht(x, 64, seed=0).shape
         torch.Size([5, 64])
     """
+    m = check_size("m", m, least=0)
     return sketch_tensor(x, -1, m, SRHT(m, _size_along(x, -1), seed=seed, dtype=x.dtype, device=x.device))
 
 
@@ -222,7 +228,7 @@ def sketch_tensor(
     input: Tensor,
     axis: int,
     new_size: int,
-    sketch_matrix: Tensor | SketchingOperator,
+    sketch_matrix: Tensor | SketchingOperator | TransposedSketch,
     /,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -237,7 +243,7 @@ def sketch_tensor(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    sketch_matrix: Tensor | SketchingOperator,
+    sketch_matrix: Tensor | SketchingOperator | TransposedSketch,
 ) -> Tensor: ...
 
 
@@ -245,11 +251,11 @@ def sketch_tensor(
     input: Tensor,
     axis: int,
     new_size: int,
-    distribution: DistributionFamily | str | Tensor | SketchingOperator | None = None,
+    distribution: DistributionFamily | str | Tensor | SketchingOperator | TransposedSketch | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     *,
-    sketch_matrix: Tensor | SketchingOperator | None = None,
+    sketch_matrix: Tensor | SketchingOperator | TransposedSketch | None = None,
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sketch one dimension of a tensor to ``new_size``; differentiable in ``input``.
@@ -282,10 +288,10 @@ def sketch_tensor(
     """
     size = _size_along(input, axis)
     check_floating("dtype", dtype)
-    input = input.to(device=device, dtype=dtype)
+    input = input.to(device=None if device is None else as_device(device), dtype=dtype)
     check_floating("input.dtype", input.dtype)
     new_size = check_size("new_size", new_size, least=0)
-    if isinstance(distribution, Tensor | SketchingOperator):
+    if isinstance(distribution, Tensor | SketchingOperator | TransposedSketch):
         if sketch_matrix is not None:
             raise TypeError("sketch_tensor takes one sketch matrix and was given two: leave out the fourth argument")
         distribution, sketch_matrix = None, distribution
@@ -294,6 +300,9 @@ def sketch_tensor(
     if sketch_matrix is None:
         S = _dense_kind(distribution)(new_size, size, seed=seed, device=input.device, dtype=input.dtype).dense()  # type: ignore[arg-type]
         return _sketch_along(S, input, axis), S
+    if not isinstance(sketch_matrix, Tensor | SketchingOperator | TransposedSketch):
+        raise TypeError(f"sketch_matrix must be a tensor or a sketch, not {type(sketch_matrix).__name__}")
+    check_floating("sketch_matrix.dtype", sketch_matrix.dtype)
     if seed is not None:
         raise TypeError(f"seed={seed} has no meaning for a given sketch_matrix: leave it out")
     if tuple(sketch_matrix.shape) != (new_size, size):
@@ -304,7 +313,7 @@ def sketch_tensor(
     return _sketch_along(sketch_matrix.to(device=input.device, dtype=input.dtype), input, axis)
 
 
-def _sketch_along(S: Tensor | SketchingOperator, x: Tensor, axis: int) -> Tensor:
+def _sketch_along(S: Tensor | SketchingOperator | TransposedSketch, x: Tensor, axis: int) -> Tensor:
     columns = x.movedim(axis, 0)  # (size, the rest)
     rest = columns.shape[1:]
     return (S @ columns.reshape(columns.shape[0], rest.numel())).reshape(S.shape[0], *rest).movedim(0, axis)
@@ -313,6 +322,8 @@ def _sketch_along(S: Tensor | SketchingOperator, x: Tensor, axis: int) -> Tensor
 def _size_along(x: Tensor, axis: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
+    if x.layout != torch.strided:
+        raise TypeError(f"input, of layout {x.layout}, must be dense: multiply a sketch and a sparse matrix by @")
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"axis must be an integer, not {type(axis).__name__}")
     if not -x.ndim <= axis < x.ndim:
@@ -328,8 +339,3 @@ def _dense_kind(distribution: DistributionFamily | str) -> type[GaussianSketch] 
             f"distribution={distribution!r} must be DistributionFamily.Gaussian or DistributionFamily.Uniform"
         ) from None
     return GaussianSketch if family is DistributionFamily.Gaussian else UniformSketch
-
-
-def _along_columns(m: int, n: int) -> Axis:
-    """The axis on which the vectors of a sparse sketch are its columns."""
-    return Axis.Short if check_size("m", m, 0) <= check_size("d", n, 0) else Axis.Long

@@ -4,7 +4,7 @@ __all__ = ["SketchingOperator", "TransposedSketch"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,15 +13,22 @@ from panther.errors import DTypeError, FormatError, ShapeError, check_floating, 
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
 
 _Linear = Callable[[Tensor], Tensor]
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LONGEST = (1 << 31) - 1
+# Entries of a matrix that is kept, and that a larger sketch draws at once.
+_KEPT = 1 << 24
 
 
 class SketchingOperator(ABC):
     """A random matrix S of shape (d, m), d the sketch size, defined by a seed.
 
     ``S @ A`` sketches the columns of A, ``A @ S.T`` its rows; both take batched right-hand sides and are
-    differentiable in A, and ``S @ A`` takes a two-dimensional sparse A too. Unless ``scale=False``, S is isometric in
-    expectation: E ||S x||^2 = ||x||^2. What a product draws is kept for the next one (up to 2^24 numbers); it is
-    neither copied nor saved with the operator.
+    differentiable in A, and both take a two-dimensional sparse A and give a dense result. Unless ``scale=False``, S is
+    isometric in expectation: E ||S x||^2 = ||x||^2.
+
+    What a product draws the operator keeps for the next one: of a dense kind the matrix, up to 2^24 entries (a larger
+    one is drawn again, in panels, by every product); of a sparse one its entries; of an SRHT its rows and signs. None
+    of it is copied or saved with the operator.
 
     Args:
         d: Sketch size, the number of rows.
@@ -33,8 +40,9 @@ class SketchingOperator(ABC):
         device: Where products take place; None is torch's default.
 
     Raises:
-        ShapeError: If a size is negative.
-        DTypeError: If ``dtype`` is not a floating one.
+        ShapeError: If a size is negative or above 2^31 - 1.
+        DTypeError: If ``dtype`` is not float64, float32, float16 or bfloat16.
+        TypeError: If a size, the seed or the stream is no integer.
         ValueError: If ``seed`` or ``stream`` is outside its range.
     """
 
@@ -57,15 +65,15 @@ class SketchingOperator(ABC):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_floating("dtype", dtype)
-        self.shape = torch.Size((check_size("d", d, least=0), check_size("m", m, least=0)))
+        _check_dtype(dtype)
+        self.shape = torch.Size((_check_length("d", d), _check_length("m", m)))
         self.seed = check_seed(seed)
         self.stream = check_stream(stream)
         self.scale = bool(scale)
         self.version = STREAM_VERSION
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.device = torch.get_default_device() if device is None else torch.device(device)
-        self._drawn: Any = None
+        self.device = torch.get_default_device() if device is None else as_device(device)
+        self._kept: dict[str, Tensor] = {}
 
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
         """The entries at ``rows`` and ``cols``, drawn without the others.
@@ -93,8 +101,41 @@ class SketchingOperator(ABC):
         """``S.T @ A`` for dense A of shape (*batch, d, n)."""
 
     def _apply_to_sparse(self, A: Tensor) -> Tensor:
-        """``S @ A`` for A of shape (m, n), of a sparse layout."""
-        return (A.t() @ self.dense().mT).mT
+        """``S @ A`` for a coalesced COO tensor A of shape (m, n) in float32 or float64."""
+        out = torch.zeros(self.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
+        row, values = A.indices()[0], A.values()
+        for cols in self._panels():
+            first, last = torch.searchsorted(row, torch.tensor([cols.start, cols.stop], device=row.device)).tolist()
+            if last > first:  # rows without entries need no columns of S
+                index = A.indices()[:, first:last] - torch.tensor([[cols.start], [0]], device=row.device)
+                shape = (len(cols), A.shape[1])
+                part = torch.sparse_coo_tensor(
+                    index, values[first:last], shape, is_coalesced=True, check_invariants=False
+                )
+                out = out + (part.t() @ self._panel(cols).mT.to(A.dtype)).mT
+        return out
+
+    def _apply_transposed_to_sparse(self, A: Tensor) -> Tensor:
+        """``S.T @ A`` for the same of shape (d, n)."""
+        return torch.cat([(A.t() @ self._panel(cols).to(A.dtype)).mT for cols in self._panels()])
+
+    def _panels(self) -> list[range]:
+        """Ranges of columns that cover the matrix, each within the memory bound."""
+        d, m = self.shape
+        width = max(1, _KEPT // max(d, 1))
+        return [range(start, min(start + width, m)) for start in range(0, m, width)] or [range(0)]
+
+    def _panel(self, cols: range) -> Tensor:
+        return self.block(slice(None), cols) if len(cols) < self.shape[1] else self._keep("dense", self.dense)
+
+    def _keep(self, name: str, draw: Callable[[], Tensor]) -> Tensor:
+        """What ``draw`` returned the first time; a fake tensor is not for later."""
+        value = self._kept.get(name)
+        if value is None:
+            value = draw()
+            if type(value) is Tensor:
+                self._kept[name] = value
+        return value
 
     def dense(self) -> Tensor:  # (d, m)
         """The whole matrix."""
@@ -110,13 +151,19 @@ class SketchingOperator(ABC):
         """The transpose, under the name a batch of matrices has for it."""
         return TransposedSketch(self)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The same sketch on another device or in another dtype."""
-        check_floating("dtype", dtype)
+    def to(
+        self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> "SketchingOperator":
+        """The same sketch on another device or in another dtype, which may come first; itself if neither changes."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        _check_dtype(dtype)
+        device = self.device if device is None else as_device(device)
+        dtype = self.dtype if dtype is None else dtype
+        if (device, dtype) == (self.device, self.dtype):
+            return self
         twin = object.__new__(type(self))
-        twin.__setstate__(self.__getstate__())
-        twin.device = self.device if device is None else torch.device(device)
-        twin.dtype = self.dtype if dtype is None else dtype
+        twin.__dict__.update(self.__getstate__(), device=device, dtype=dtype)
         return twin
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,27 +200,42 @@ class SketchingOperator(ABC):
             >>> torch.equal(SketchingOperator.from_dict(S.to_dict()).dense(), S.dense())
             True
         """
-        arguments = dict(saved)
-        kind = SketchingOperator._kinds.get(arguments.pop("kind", None))
+        arguments = dict(saved) if isinstance(saved, Mapping) else {}
+        kind = SketchingOperator._kinds.get(str(arguments.pop("kind", None)))
         if kind is None:
             known = ", ".join(SketchingOperator._kinds)
-            raise FormatError(f"kind={saved.get('kind')!r} of a sketch must be one of {known}: upgrade Panther")
+            found = saved.get("kind") if isinstance(saved, Mapping) else saved
+            raise FormatError(f"a saved sketch must have a kind, one of {known}, and has {found!r}: use to_dict()")
         expected = {"d", "m", "seed", "stream", "scale", "version", "dtype", *kind._options}
         if set(arguments) != expected:
-            wrong = ", ".join(sorted(expected ^ set(arguments)))
+            wrong = ", ".join(sorted(map(str, expected ^ set(arguments))))
             raise FormatError(f"a saved {kind.__name__} must have exactly the keys of to_dict(): {wrong} differ")
-        if (version := arguments.pop("version")) != STREAM_VERSION:
-            raise FormatError(f"stream version {version} of a sketch must be {STREAM_VERSION}: upgrade Panther")
+        _check_version(arguments.pop("version"))
+        if type(arguments["seed"]) is not int or type(arguments["scale"]) is not bool or None in arguments.values():
+            raise FormatError(
+                f"a saved {kind.__name__} must have an integer seed, a scale of True or False and no None, and has "
+                f"{arguments}: use to_dict()"
+            )
         dtype = getattr(torch, str(arguments.pop("dtype")), None)
         if not isinstance(dtype, torch.dtype):
             raise FormatError(f"dtype={saved['dtype']!r} of a sketch must name one of torch: 'float32', say")
-        return kind(**arguments, dtype=dtype, device=device)
+        try:
+            return kind(**arguments, dtype=dtype, device=device)
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"a saved {kind.__name__} must be what to_dict() gives: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_drawn": None}
+        return {**self.__dict__, "_kept": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        _check_version(state["version"])
         self.__dict__.update(state)
+
+    __array_ufunc__ = None  # so that an array times a sketch comes to __rmatmul__
+
+    def __rmatmul__(self, A: Any) -> Tensor:
+        """Python comes here where ``Tensor @ S`` raised a TypeError, which would say less than ours."""
+        return _multiply_from_left(A, self)
 
     def __matmul__(self, A: Tensor) -> Tensor:
         """``S @ A`` for A of shape (m,) or (*batch, m, n)."""
@@ -185,19 +247,16 @@ class SketchingOperator(ABC):
         if func not in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul) or kwargs or len(args) != 2:
             return NotImplemented
         left, right = args
-        if not isinstance(left, Tensor):
-            return left @ right
-        _check_operand(right, left, -1, right.shape[0])
-        if left.layout != torch.strided:
-            return (right.T @ left.t()).mT
-        return right.T @ left if left.ndim == 1 else (right.T @ left.mT).mT
+        return _multiply_from_left(left, right) if isinstance(left, Tensor) else _multiply(left, right)
 
     def __repr__(self) -> str:
-        options = "".join(f"{name}={getattr(self, name)!r}, " for name in self._options)
-        return (
-            f"{type(self).__name__}({self.shape[0]}, {self.shape[1]}, {options}seed={self.seed}, dtype={self.dtype}, "
-            f"device='{self.device}')"
-        )
+        options = {name: str(getattr(self, name)) for name in self._options}
+        options |= {"seed": str(self.seed)}
+        options |= {"stream": str(self.stream)} if self.stream else {}
+        options |= {} if self.scale else {"scale": "False"}
+        named = ", ".join(f"{name}={value}" for name, value in options.items())
+        d, m = self.shape
+        return f"{type(self).__name__}({d}, {m}, {named}, dtype={self.dtype}, device='{self.device}')"
 
 
 class TransposedSketch:
@@ -216,7 +275,9 @@ class TransposedSketch:
         """The entries at ``rows`` and ``cols``, drawn without the others."""
         return self.T.block(cols, rows).mT
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "TransposedSketch":
+    def to(
+        self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> "TransposedSketch":
         """The same on another device or in another dtype."""
         return self.T.to(device, dtype).T
 
@@ -224,19 +285,31 @@ class TransposedSketch:
         """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
         return _multiply(self, A)
 
+    __array_ufunc__ = None
+    __rmatmul__ = SketchingOperator.__rmatmul__
     __torch_function__ = SketchingOperator.__torch_function__
 
     def __repr__(self) -> str:
         return f"{self.T!r}.T"
 
 
+def _multiply_from_left(A: Tensor, S: SketchingOperator | TransposedSketch) -> Tensor:
+    _check_operand(S, A, -1, S.shape[0])
+    if A.layout != torch.strided:
+        return _multiply(S.T, A.t()).mT
+    return _multiply(S.T, A) if A.ndim == 1 else _multiply(S.T, A.mT).mT
+
+
 def _multiply(S: SketchingOperator | TransposedSketch, A: Tensor) -> Tensor:
     _check_operand(S, A, -2, S.shape[1])
     base, transposed = (S.T, True) if isinstance(S, TransposedSketch) else (S, False)
+    if A.is_meta:
+        return A.new_empty(S.shape[:1] if A.ndim == 1 else (*A.shape[:-2], S.shape[0], A.shape[-1]))
     if A.layout != torch.strided:
         if A.ndim != 2:
             raise ShapeError(f"a sparse operand, of shape {tuple(A.shape)}, must have two dimensions: use A.to_dense()")
-        return (A.t() @ base.dense()).mT if transposed else base._apply_to_sparse(A)
+        coo = A.to_sparse_coo().to(torch.promote_types(A.dtype, torch.float32)).coalesce()
+        return (base._apply_transposed_to_sparse(coo) if transposed else base._apply_to_sparse(coo)).to(A.dtype)
     product, adjoint = base._apply, base._apply_transposed
     if transposed:
         product, adjoint = adjoint, product
@@ -248,7 +321,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(A: Tensor, product: _Linear, adjoint: _Linear) -> Tensor:
-        return product(A)
+        with torch.autocast(A.device.type, enabled=False):  # the sketch has the operand's dtype already
+            return product(A)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, _Linear, _Linear], output: Tensor) -> None:
@@ -270,8 +344,10 @@ class _Product(torch.autograd.Function):
 
 
 def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int, size: int) -> None:
-    if not isinstance(A, Tensor) or A.ndim == 0:
-        raise TypeError(f"a sketch multiplies tensors of one or more dimensions, not {type(A).__name__}")
+    if not isinstance(A, Tensor):
+        raise TypeError(f"a sketch multiplies tensors, not {type(A).__name__}: use torch.as_tensor")
+    if A.ndim == 0:
+        raise ShapeError("the operand of a sketch, a tensor of no dimension, must have one or more: use A[None], say")
     dim = -1 if A.ndim == 1 else dim
     if A.shape[dim] != size:
         raise ShapeError(
@@ -294,3 +370,28 @@ def _as_range(part: slice | range, size: int) -> range:
     if len(result) and (result.step != 1 or result.start < 0 or result.stop > size):
         raise ShapeError(f"{part} must have step 1 and lie in [0, {size}): draw the block around it and index that")
     return result if len(result) else range(0)
+
+
+def as_device(device: Any) -> torch.device:
+    """The device that a user named, or a TypeError where a dtype took its place."""
+    if isinstance(device, torch.dtype):
+        raise TypeError(f"device={device} must be a device and is a dtype: pass dtype={device} by name")
+    return torch.device(device)
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    check_floating("dtype", dtype)
+    if dtype is not None and dtype not in _DTYPES:
+        raise DTypeError(f"dtype={dtype} of a sketch must be one of {', '.join(map(str, _DTYPES))}: use torch.bfloat16")
+
+
+def _check_length(name: str, size: int) -> int:
+    size = check_size(name, size, least=0)
+    if size > _LONGEST:
+        raise ShapeError(f"{name}={size} must be at most {_LONGEST}, as a random word of 32 bits places an entry")
+    return size
+
+
+def _check_version(version: Any) -> None:
+    if type(version) is not int or version != STREAM_VERSION:
+        raise FormatError(f"the stream version of a sketch, {version!r}, must be {STREAM_VERSION}: upgrade Panther")

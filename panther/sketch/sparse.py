@@ -20,6 +20,7 @@ __all__ = ["Axis", "SparseSketch"]
 import math
 import warnings
 from enum import StrEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ from panther.kernels import word_block
 from panther.sketch.operator import SketchingOperator
 from panther.sketch.streams import Kind, tag
 
-# Default number of entries a vector: one more than that buys little distortion (see "Choosing a sketch").
+# Default number of entries a vector: twice as many buy little distortion (see "Choosing a sketch").
 _VEC_NNZ = 4
+# Words that are drawn at once.
+_SLAB = 1 << 20
 
 
 class Axis(StrEnum):
@@ -62,11 +65,14 @@ class SparseSketch(SketchingOperator):
         device: Where products take place; None is torch's default.
 
     Raises:
-        ShapeError: If ``vec_nnz`` exceeds the length of the vectors, or a size is negative.
+        ShapeError: If ``vec_nnz`` is below 1 or exceeds the length of the vectors, or a size is out of range.
+        ValueError: If ``axis`` is neither, or ``seed`` or ``stream`` is outside its range.
+        TypeError: If a size, the seed or the stream is no integer.
+        DTypeError: If ``dtype`` is not float64, float32, float16 or bfloat16.
 
-    Cost: with ``nnz = vec_nnz m`` (``vec_nnz d`` along the long axis), ``nnz / 4`` Philox calls and a sort to draw,
-    ``2 nnz n`` flops to apply to an (m, n) matrix, where a dense sketch takes ``2 d m n``; ``vec_nnz nnz(A)`` if A is
-    sparse.
+    Cost: with ``nnz = vec_nnz m`` (``vec_nnz d`` along the long axis), ``(vec_nnz + 1) / 4`` Philox calls a column or
+    row, rounded up, and a sort to draw, ``2 nnz n`` flops to apply to an (m, n) matrix, where a dense sketch takes
+    ``2 d m n``; ``vec_nnz nnz(A)`` if A is sparse. ``A @ S.T`` is slower than ``S @ A`` by transposing A.
 
     Example:
         >>> S = SparseSketch(100, 10_000, seed=0)
@@ -99,7 +105,9 @@ class SparseSketch(SketchingOperator):
         self._by_column = (self.axis is Axis.Short) == (self.shape[0] <= self.shape[1])
         self._length = self.shape[0] if self._by_column else self.shape[1]
         default = min(_VEC_NNZ, self._length)
-        self.vec_nnz = default if vec_nnz is None or not self._length else check_size("vec_nnz", vec_nnz, least=1)
+        self.vec_nnz = default if vec_nnz is None else check_size("vec_nnz", vec_nnz, least=1)
+        if not self._length:
+            self.vec_nnz = 0
         if self.vec_nnz > self._length:
             what = "columns" if self._by_column else "rows"
             raise ShapeError(
@@ -117,6 +125,7 @@ class SparseSketch(SketchingOperator):
         out = torch.zeros(len(vectors), len(window), dtype=self.dtype, device=self.device)
         if out.numel():
             position, value = self._entries(vectors)
+            value = value * self._value()
             position = position - window.start
             outside = (position < 0) | (position >= len(window))
             # Entries of a vector are distinct, so adding a zero in place of one outside disturbs no other.
@@ -128,15 +137,20 @@ class SparseSketch(SketchingOperator):
         return self._csr().to_sparse_coo().to(self.dtype).coalesce()
 
     def _entries(self, vectors: range) -> tuple[Tensor, Tensor]:  # both (len(vectors), vec_nnz)
-        """Positions and values, the latter in float32 or float64."""
+        """Positions and signs, the latter in float32 or float64."""
         n, k = self._length, self.vec_nnz
         kind = tag(Kind.SPARSE, self.version)
-        words = word_block(self.seed, self.stream, kind, vectors, range(k + 1), device=self.device)
         edges = torch.arange(k + 1, device=self.device) * n // max(k, 1)
-        shift = words[:, :1] * n >> 32
-        word = words[:, 1:]
-        position = (edges[:-1] + ((word >> 1) * edges.diff() >> 31) + shift) % max(n, 1)
-        return position, (1 - 2 * (word & 1)).to(torch.promote_types(self.dtype, torch.float32)) * self._value()
+        position = torch.empty(len(vectors), k, dtype=torch.int64, device=self.device)
+        sign = torch.empty(len(vectors), k, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        slab = max(1, _SLAB // (k + 1))
+        for start in range(0, len(vectors), slab):
+            part = slice(start, start + slab)
+            words = word_block(self.seed, self.stream, kind, vectors[part], range(k + 1), device=self.device)
+            shift, word = words[:, :1] * n >> 32, words[:, 1:]
+            position[part] = (edges[:-1] + ((word >> 1) * edges.diff() >> 31) + shift) % max(n, 1)
+            sign[part] = 1 - 2 * (word & 1)
+        return position, sign
 
     def _value(self) -> float:
         if not self.scale or not self.nnz:
@@ -145,29 +159,24 @@ class SparseSketch(SketchingOperator):
 
     def _csr(self, transposed: bool = False) -> Tensor:
         """S, or its transpose, in the format whose products are fastest; in float32 at least."""
-        if self._drawn is None:
-            self._drawn = {}
-        if transposed not in self._drawn:
-            count = self.shape[1] if self._by_column else self.shape[0]
-            position, value = self._entries(range(count))
-            position, order = position.sort(dim=1)
-            value = value.gather(1, order)
-            vector = torch.arange(count, device=self.device).repeat_interleave(self.vec_nnz)
-            position, value = position.flatten(), value.flatten()
-            if transposed == self._by_column:  # the vectors are the rows of what is asked for
-                starts = torch.arange(count + 1, device=self.device) * self.vec_nnz
-                index = position
-            else:
-                starts = torch.bincount(position, minlength=self._length).cumsum(0)
-                starts = torch.cat((starts.new_zeros(1), starts))
-                order = position.argsort(stable=True)
-                index, value = vector[order], value[order]
-            shape = self.shape[::-1] if transposed else self.shape
-            with warnings.catch_warnings():  # torch says once that its CSR layout is in beta state
-                warnings.filterwarnings("ignore", message="Sparse CSR tensor support", category=UserWarning)
-                matrix = torch.sparse_csr_tensor(starts, index, value, tuple(shape), check_invariants=False)
-            self._drawn[transposed] = matrix
-        return self._drawn[transposed]
+        return self._keep("transposed" if transposed else "matrix", lambda: self._draw_csr(transposed))
+
+    def _draw_csr(self, transposed: bool) -> Tensor:
+        count = self.shape[1] if self._by_column else self.shape[0]
+        position, value = self._entries(range(count))
+        position, order = position.sort(dim=1)
+        value = value.gather(1, order).mul_(self._value()).flatten()
+        position = position.flatten()
+        if transposed == self._by_column:  # the vectors are the rows of what is asked for
+            starts = torch.arange(count + 1, device=self.device) * self.vec_nnz
+            index = position
+        else:
+            ordered, order = position.to(torch.int32).sort(stable=True)
+            starts = torch.searchsorted(ordered, torch.arange(self._length + 1, dtype=torch.int32, device=self.device))
+            index, value = order // max(self.vec_nnz, 1), value[order]
+        shape = tuple(self.shape[::-1] if transposed else self.shape)
+        _allow_csr()
+        return torch.sparse_csr_tensor(starts, index, value, shape, device=self.device, check_invariants=False)
 
     def _apply(self, A: Tensor) -> Tensor:
         return _csr_product(self._csr(), A) if self.nnz and A.numel() else self._nothing(A, self.shape[0])
@@ -176,10 +185,10 @@ class SparseSketch(SketchingOperator):
         return _csr_product(self._csr(True), A) if self.nnz and A.numel() else self._nothing(A, self.shape[1])
 
     def _apply_to_sparse(self, A: Tensor) -> Tensor:
-        if not self.nnz or not A._nnz():
-            return torch.zeros(self.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
-        S = self._csr().to_sparse_coo()
-        return torch.sparse.mm(S, A.to_sparse_coo().to(S.dtype)).to_dense().to(A.dtype)
+        return _sparse_product(self._csr(), A)
+
+    def _apply_transposed_to_sparse(self, A: Tensor) -> Tensor:
+        return _sparse_product(self._csr(True), A)
 
     def _nothing(self, A: Tensor, rows: int) -> Tensor:
         return A.new_zeros(*A.shape[:-2], rows, A.shape[-1])
@@ -190,3 +199,19 @@ def _csr_product(matrix: Tensor, A: Tensor) -> Tensor:
     n, batch = A.shape[-1], A.shape[:-2]
     columns = A.movedim(-2, 0).reshape(matrix.shape[1], -1).to(matrix.dtype)
     return (matrix @ columns).reshape(matrix.shape[0], *batch, n).movedim(0, -2).to(A.dtype)
+
+
+def _sparse_product(matrix: Tensor, A: Tensor) -> Tensor:
+    """``matrix @ A`` for a COO tensor A, dense."""
+    if not matrix._nnz() or not A._nnz():
+        return torch.zeros(matrix.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
+    return torch.sparse.mm(matrix.to_sparse_coo().to(A.dtype), A).to_dense()
+
+
+@cache
+def _allow_csr() -> None:
+    """Hear out torch's remark, made once a process, that its CSR layout is in beta state."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support", category=UserWarning)
+        none = torch.zeros(1, dtype=torch.int64, device="cpu")
+        torch.sparse_csr_tensor(none, none[:0], none[:0], (0, 1), check_invariants=False)

@@ -24,11 +24,13 @@ from panther.sketch.streams import Kind, tag
 class SRHT(SketchingOperator):
     r"""A Walsh-Hadamard transform with random signs, of which d random rows are kept.
 
-    Entries are :math:`\pm 1/\sqrt d` (:math:`\pm 1` with ``scale=False``). For d = N, the least power of two no smaller
-    than m, it is an isometry. Arguments and errors are those of :class:`~panther.sketch.SketchingOperator`.
+    Entries are :math:`\pm 1/\sqrt d` (:math:`\pm 1` with ``scale=False``). N is the least power of two no smaller than
+    d and m; for d = N the sketch is an isometry. Some n columns, the first of the identity say, need d of the order of
+    n log n. Arguments and errors are those of :class:`~panther.sketch.SketchingOperator`.
 
-    Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; ``N log2(N) n`` additions, as products with small
-    Hadamard matrices, to apply to an (m, n) matrix, and N n numbers of memory. Half precision is computed in float32.
+    Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; ``8 N log2(N) n`` flops, as products with small
+    Hadamard matrices, to apply to an (m, n) matrix, and three times N n numbers of memory. Half precision is computed
+    in float32.
 
     Example:
         >>> S = SRHT(100, 1000, seed=0)
@@ -43,16 +45,21 @@ class SRHT(SketchingOperator):
         return 1 << max(0, max(self.shape) - 1).bit_length()
 
     def _kept_rows(self) -> Tensor:  # (d,), ascending
-        if self._drawn is None:
+        def draw() -> Tensor:
             kind, N = tag(Kind.SRHT, self.version), self._padded()
             words = word_block(self.seed, self.stream, kind, range(1, 2), range(2 * N), device=self.device)[0]
             keys = (words[0::2] << 31) + (words[1::2] >> 1)
-            self._drawn = keys.argsort(stable=True)[: self.shape[0]].sort().values
-        return self._drawn
+            return keys.argsort(stable=True)[: self.shape[0]].sort().values
 
-    def _signs(self, cols: range, dtype: torch.dtype) -> Tensor:  # (1, len(cols))
-        kind = tag(Kind.SRHT, self.version)
-        return sign_block(self.seed, self.stream, kind, range(1), cols, dtype=dtype, device=self.device)
+        return self._keep("rows", draw)
+
+    def _signs(self) -> Tensor:  # (m,)
+        def draw() -> Tensor:
+            kind, dtype = tag(Kind.SRHT, self.version), torch.promote_types(self.dtype, torch.float32)
+            cols = range(self.shape[1])
+            return sign_block(self.seed, self.stream, kind, range(1), cols, dtype=dtype, device=self.device)[0]
+
+        return self._keep("signs", draw)
 
     def _value(self) -> float:
         return 1 / math.sqrt(self.shape[0]) if self.scale and self.shape[0] else 1.0
@@ -62,20 +69,23 @@ class SRHT(SketchingOperator):
         common = self._kept_rows()[rows.start : rows.stop, None] & column
         for shift in (32, 16, 8, 4, 2, 1):
             common = common ^ (common >> shift)
-        return (1 - 2 * (common & 1)).to(self.dtype) * self._signs(cols, self.dtype) * self._value()
+        kind = tag(Kind.SRHT, self.version)
+        signs = sign_block(self.seed, self.stream, kind, range(1), cols, dtype=self.dtype, device=self.device)
+        return (1 - 2 * (common & 1)).to(self.dtype) * signs * self._value()
 
     def _apply(self, A: Tensor) -> Tensor:
-        compute = torch.promote_types(A.dtype, torch.float32)
-        m = self.shape[1]
-        padded = torch.zeros(*A.shape[:-2], self._padded(), A.shape[-1], dtype=compute, device=A.device)
-        torch.mul(A, self._signs(range(m), compute).mT * self._value(), out=padded[..., :m, :])
+        padded = self._zeros(A)
+        torch.mul(A, self._weight(), out=padded[..., : self.shape[1], :])
         return hadamard_transform(padded).index_select(-2, self._kept_rows()).to(A.dtype)
 
     def _apply_transposed(self, A: Tensor) -> Tensor:
-        compute = torch.promote_types(A.dtype, torch.float32)
-        m = self.shape[1]
-        padded = torch.zeros(*A.shape[:-2], self._padded(), A.shape[-1], dtype=compute, device=A.device)
-        padded.index_copy_(-2, self._kept_rows(), A.to(compute))
-        return (hadamard_transform(padded)[..., :m, :] * (self._signs(range(m), compute).mT * self._value())).to(
-            A.dtype
-        )
+        padded = self._zeros(A)
+        padded.index_copy_(-2, self._kept_rows(), A.to(padded.dtype))
+        return (hadamard_transform(padded)[..., : self.shape[1], :] * self._weight()).to(A.dtype)
+
+    def _zeros(self, A: Tensor) -> Tensor:  # (*batch, N, n)
+        dtype = torch.promote_types(A.dtype, torch.float32)
+        return torch.zeros(*A.shape[:-2], self._padded(), A.shape[-1], dtype=dtype, device=A.device)
+
+    def _weight(self) -> Tensor:  # (m, 1)
+        return (self._signs() * self._value())[:, None]

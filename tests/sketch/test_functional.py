@@ -79,7 +79,7 @@ def test_count_and_sjlt_have_their_entries_in_columns(m, n):
         S = sjlt_skop(m, n, sparsity, seed=0)
         assert set((S != 0).sum(dim=0).tolist()) == {sparsity}
         assert torch.allclose(S[S != 0].abs(), torch.tensor(1 / math.sqrt(sparsity)))
-    with pytest.raises(ShapeError, match=f"must be at most {m}, the length of the columns"):
+    with pytest.raises(ShapeError, match=f"must be at most m={m}, the length of a column"):
         sjlt_skop(m, n, m + 1)
     with pytest.raises(ShapeError, match="sparsity=0 must be at least 1"):
         sjlt_skop(m, n, 0)
@@ -114,6 +114,8 @@ def test_sketch_tensor(axis, family):
     assert torch.allclose(
         sketch_tensor(x, axis, 3, operator), sketch_tensor(x, axis, 3, operator.to(dtype=x.dtype).dense())
     )
+    tall = SparseSketch(x.shape[axis], 3, 2, seed=1, dtype=x.dtype)
+    assert torch.allclose(sketch_tensor(x, axis, 3, tall.T), sketch_tensor(x, axis, 3, tall.dense().T))
     assert torch.autograd.gradcheck(lambda x: sketch_tensor(x, axis, 3, S), x)
 
 
@@ -147,8 +149,13 @@ def test_bad_input():
         (lambda: srht(x.int(), 3), DTypeError, "must be a floating dtype"),
         (lambda: srht(torch.tensor(1.0), 3), ShapeError, "axis=-1 must be between"),
         (lambda: dense_sketch_operator(3, 4, "sign"), ValueError, "must be DistributionFamily"),
-        (lambda: gaussian_skop(3, -4), ShapeError, "m=-4 must be at least 0"),
+        (lambda: gaussian_skop(3, -4), ShapeError, "d=-4 must be at least 0"),
         (lambda: count_skop(3, 4, dtype=torch.int32), DTypeError, "must be a floating dtype"),
+        (lambda: srht(x, -3), ShapeError, "m=-3 must be at least 0"),
+        (lambda: gaussian_skop(3, 4, torch.float64), TypeError, "pass dtype=torch.float64 by name"),
+        (lambda: sketch_tensor(x.to_sparse(), 0, 3, "gaussian"), TypeError, "must be dense"),
+        (lambda: sketch_tensor(x, 0, 3, sketch_matrix=[1]), TypeError, "must be a tensor or a sketch, not list"),
+        (lambda: sketch_tensor(x, 0, 3, torch.ones(3, 4) * 1j), DTypeError, "sketch_matrix.dtype=torch.complex64 must"),
         (lambda: count_skop(3, 4, seed=-1), ValueError, r"seed=-1 must be in \[0, 2\^63\)"),
     ):
         with pytest.raises(error, match=message):

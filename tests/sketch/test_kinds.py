@@ -168,6 +168,14 @@ def test_srht_rows_are_distinct_and_uniform():
     assert ((counts - 625).square() / 625).sum() < 50  # 15 degrees of freedom: p = 1e-5
 
 
-def test_half_precision_srht_does_not_overflow():
-    x = torch.full((4096,), 100.0, dtype=torch.float16)
-    assert bool((SRHT(4096, 4096, seed=0, dtype=torch.float16) @ x).isfinite().all())
+def test_half_precision_srht_is_computed_in_float32():
+    """Near float16's largest number, where partial sums of the transform leave its range."""
+    S = SRHT(64, 4096, seed=0, dtype=torch.float16)
+    x = (60000 * S.dense()[5].sign()).half()
+    assert (torch.ones(4096, dtype=torch.float16) * 60000).sum().isinf()
+    y = S @ torch.stack((x, -x / 1000), 1)
+    assert y[5, 0].isinf()  # 8 * 60000 * 64 / 8 is beyond float16, and the rest is not
+    exact = S.dense().double() @ x.double()
+    others = torch.arange(64) != 5
+    assert torch.allclose(y[others, 0].double(), exact[others], rtol=1e-3, atol=1e-3 * 60000)
+    assert bool(y[others].isfinite().all())
