@@ -356,7 +356,7 @@ def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int,
         )
     if A.dtype != S.dtype:
         raise DTypeError(f"the operand is {A.dtype} and the sketch {S.dtype}: cast the operand, A.to({S.dtype})")
-    if A.device.type != S.device.type:
+    if A.device.type != S.device.type and not A.is_meta:
         raise DTypeError(f"the operand is on {A.device} and the sketch on {S.device}: move the sketch, S.to(A.device)")
 
 

@@ -20,7 +20,6 @@ __all__ = ["Axis", "SparseSketch"]
 import math
 import warnings
 from enum import StrEnum
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from panther.sketch.streams import Kind, tag
 _VEC_NNZ = 4
 # Words that are drawn at once.
 _SLAB = 1 << 20
+_csr_allowed = False
 
 
 class Axis(StrEnum):
@@ -208,10 +208,12 @@ def _sparse_product(matrix: Tensor, A: Tensor) -> Tensor:
     return torch.sparse.mm(matrix.to_sparse_coo().to(A.dtype), A).to_dense()
 
 
-@cache
 def _allow_csr() -> None:
     """Hear out torch's remark, made once a process, that its CSR layout is in beta state."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support", category=UserWarning)
-        none = torch.zeros(1, dtype=torch.int64, device="cpu")
-        torch.sparse_csr_tensor(none, none[:0], none[:0], (0, 1), check_invariants=False)
+    global _csr_allowed
+    if not _csr_allowed:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support", category=UserWarning)
+            none = torch.zeros(1, dtype=torch.int64, device="cpu")
+            torch.sparse_csr_tensor(none, none[:0], none[:0], (0, 1), check_invariants=False)
+        _csr_allowed = True
