@@ -85,7 +85,7 @@ def cqrrpt(
     :math:`1 / (10 n \epsilon)` is truncated.
 
     Where a sketch would save no time LAPACK's pivoted QR factors M, to the same conventions: for wide matrices, on the
-    CPU also for those with m < 4 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
+    CPU also for those with m < 6 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
 
     Args:
         M: A dense real matrix of any shape; half precision is computed and returned in float32.
@@ -186,7 +186,7 @@ def _pays(M: Tensor, d: int) -> bool:
     m, n = M.shape
     if M.is_cuda:
         return d < m
-    return m > d and m >= 4 * n and n >= 64 and M.numel() >= _LEAST_NUMBERS[M.dtype]
+    return m > d and m >= 6 * n and n >= 64 and M.numel() >= _LEAST_NUMBERS[M.dtype]
 
 
 def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -73,7 +73,7 @@ class SketchingOperator(ABC):
         self.version = STREAM_VERSION
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.device = torch.get_default_device() if device is None else as_device(device)
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, tuple[Tensor, ...]] = {}
 
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
         """The entries at ``rows`` and ``cols``, drawn without the others.
@@ -126,14 +126,16 @@ class SketchingOperator(ABC):
         return [range(start, min(start + width, m)) for start in range(0, m, width)] or [range(0)]
 
     def _panel(self, cols: range) -> Tensor:
-        return self.block(slice(None), cols) if len(cols) < self.shape[1] else self._keep("dense", self.dense)
+        if len(cols) < self.shape[1]:
+            return self.block(slice(None), cols)
+        return self._keep("dense", lambda: (self.dense(),))[0]
 
-    def _keep(self, name: str, draw: Callable[[], Tensor]) -> Tensor:
-        """What ``draw`` returned the first time; a fake tensor is not for later."""
+    def _keep(self, name: str, draw: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What ``draw`` returned the first time; fake tensors are not for later."""
         value = self._kept.get(name)
         if value is None:
             value = draw()
-            if type(value) is Tensor:
+            if all(type(part) is Tensor for part in value):
                 self._kept[name] = value
         return value
 

@@ -45,21 +45,21 @@ class SRHT(SketchingOperator):
         return 1 << max(0, max(self.shape) - 1).bit_length()
 
     def _kept_rows(self) -> Tensor:  # (d,), ascending
-        def draw() -> Tensor:
+        def draw() -> tuple[Tensor, ...]:
             kind, N = tag(Kind.SRHT, self.version), self._padded()
             words = word_block(self.seed, self.stream, kind, range(1, 2), range(2 * N), device=self.device)[0]
             keys = (words[0::2] << 31) + (words[1::2] >> 1)
-            return keys.argsort(stable=True)[: self.shape[0]].sort().values
+            return (keys.argsort(stable=True)[: self.shape[0]].sort().values,)
 
-        return self._keep("rows", draw)
+        return self._keep("rows", draw)[0]
 
     def _signs(self) -> Tensor:  # (m,)
-        def draw() -> Tensor:
+        def draw() -> tuple[Tensor, ...]:
             kind, dtype = tag(Kind.SRHT, self.version), torch.promote_types(self.dtype, torch.float32)
             cols = range(self.shape[1])
-            return sign_block(self.seed, self.stream, kind, range(1), cols, dtype=dtype, device=self.device)[0]
+            return (sign_block(self.seed, self.stream, kind, range(1), cols, dtype=dtype, device=self.device)[0],)
 
-        return self._keep("signs", draw)
+        return self._keep("signs", draw)[0]
 
     def _value(self) -> float:
         return 1 / math.sqrt(self.shape[0]) if self.scale and self.shape[0] else 1.0

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from panther.kernels import hadamard_transform, philox_4x32
+from tolerances import assert_close
 
 from panther.errors import ShapeError
 from panther.sketch import SRHT, Axis, GaussianSketch, SignSketch, SparseSketch, UniformSketch
@@ -108,6 +109,18 @@ def test_vectors_have_vec_nnz_entries(d, m, axis):
     assert int((full.dense() == 0).sum()) == 0
     with pytest.raises(ShapeError, match=f"must be at most {length}, the length of the"):
         SparseSketch(d, m, length + 1, axis)
+
+
+@pytest.mark.parametrize("vec_nnz", [1, 4])
+def test_products_in_parts(vec_nnz):
+    """Beyond 4096 columns a product goes over groups of them."""
+    torch.manual_seed(0)
+    for dtype in (torch.float64, torch.bfloat16):
+        S = SparseSketch(50, 9000, vec_nnz, seed=0, dtype=dtype)
+        A = torch.randn(2, 9000, 3).to(dtype)
+        assert len(S._parts()) == 3
+        assert_close(S @ A, S.dense().double() @ A.double(), dtype)
+    assert len(SparseSketch(8000, 9000, seed=0)._parts()) == 2
 
 
 def test_positions_and_signs_are_uniform():
