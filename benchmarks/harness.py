@@ -24,6 +24,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 _MIN_SAMPLE_S = 2e-3
+_SLOW_S = 0.5
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -64,9 +65,11 @@ def interleave(
     measure = _cuda_time if device == "cuda" else _cpu_time if torch.get_num_threads() == 1 else _wall_time
     repeats = {}
     for name, function in alternatives.items():
-        function()
-        function()
-        repeats[name] = max(1, min(1000, round(_MIN_SAMPLE_S / max(measure(function, 1), 1e-7))))
+        once = measure(function, 1)
+        if once < _SLOW_S:  # what is slower is warm after one call
+            function()
+            once = measure(function, 1)
+        repeats[name] = max(1, min(1000, round(_MIN_SAMPLE_S / max(once, 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in alternatives}
     names = list(alternatives)
     start = time.monotonic()

@@ -1,13 +1,13 @@
 """Randomized linear algebra: building blocks, drivers on top of them, and the error they made."""
 
 from ._cqrrpt import CQRRPTResult, cqrrpt
+from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh
+from ._lstsq import LstsqResult, sketch_lstsq
 from ._qb import QBResult, qb
 from ._rangefinder import rangefinder
-from .eigh import EighResult, NystromResult, nystrom, randomized_eigh
+from ._svd import SVDResult, randomized_svd
 from .error import ErrorEstimate, estimate_error
-from .lstsq import LstsqResult, sketch_lstsq
 from .orthogonal import cholesky_qr, orthonormalize
-from .svd import SVDResult, randomized_svd
 
 __all__ = [
     "CQRRPTResult",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.linalg._operand import driver
+from panther.linalg._operand import driver, from_array
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
@@ -88,7 +88,8 @@ def cqrrpt(
     CPU also for those with m < 6 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
 
     Args:
-        M: A dense real matrix of any shape; half precision is computed and returned in float32.
+        M: A dense real matrix of any shape, a tensor or a NumPy array; half precision is computed and returned in
+            float32.
         gamma: Rows of the sketch a column of M, 1 or more (and n + 16 rows at least). More of them make the diagonal
             of R fall more evenly, and cost time.
         rtol: Where the rank is cut, in [0, 1); far below eps it counts rounding errors too.
@@ -99,7 +100,7 @@ def cqrrpt(
         ``CQRRPTResult(Q, R, P)``, of shapes (m, r), (r, n) and (n,); or a tuple of these and the error.
 
     Raises:
-        TypeError: If M is no dense tensor, or ``gamma`` or ``rtol`` no number.
+        TypeError: If M is no dense tensor or array, or ``gamma`` or ``rtol`` no number.
         ShapeError: If M does not have two dimensions.
         DTypeError: If M is not real and floating.
         ValueError: If M has NaN or infinity, ``gamma`` or ``rtol`` is outside its range, or R is beyond the range of
@@ -136,8 +137,9 @@ def cqrrpt(
 
 
 def _check_matrix(M: Any) -> Tensor:
+    M = from_array("M", M)
     if not isinstance(M, Tensor):
-        raise TypeError(f"M must be a tensor, not {type(M).__name__}: use torch.as_tensor(M)")
+        raise TypeError(f"M must be a dense tensor or a NumPy array, not {type(M).__name__}: pass its dense form")
     if M.ndim != 2:
         raise ShapeError(f"M, of shape {tuple(M.shape)}, must have two dimensions: pass one matrix at a time")
     if M.layout != torch.strided:

@@ -1,6 +1,6 @@
 """What the drivers take for a matrix: a tensor, a sparse tensor, an array, or anything that multiplies."""
 
-__all__ = ["Operand", "as_operand", "driver"]
+__all__ = ["Operand", "as_operand", "driver", "from_array"]
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -137,8 +137,7 @@ def as_operand(A: Any, batched: bool = True) -> Operand:
         DTypeError: If it is not real and floating.
         ShapeError: If it has fewer than two dimensions, or more where they are not allowed.
     """
-    if isinstance(A, np.ndarray):
-        A = torch.as_tensor(A)
+    A = from_array("A", A)
     if not isinstance(A, Tensor) and not (hasattr(A, "shape") and hasattr(A, "__matmul__")):
         raise TypeError(f"A must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor(A)")
     if len(A.shape) < 2:
@@ -151,6 +150,24 @@ def as_operand(A: Any, batched: bool = True) -> Operand:
         fix = "pass its real and imaginary parts" if dtype.is_complex else "use A.double()"
         raise DTypeError(f"A is {dtype} and must be real and floating: {fix}")
     return Operand(A, dtype, torch.device(getattr(A, "device", None) or torch.get_default_device()))
+
+
+def from_array(name: str, A: Any) -> Any:
+    """A NumPy array as a tensor, copied where torch cannot share its memory; anything else as it is.
+
+    Raises:
+        TypeError: If the array is masked.
+        DTypeError: If it is not of real numbers in float64, float32 or float16.
+    """
+    if not isinstance(A, np.ndarray):
+        return A
+    if isinstance(A, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, and all of its entries would count: fill it, {name}.filled(0), say")
+    if A.dtype.newbyteorder("=") not in (np.float64, np.float32, np.float16):
+        raise DTypeError(
+            f"{name} is a NumPy array of {A.dtype} and must be real and floating: use {name}.astype(float)"
+        )
+    return torch.as_tensor(np.require(A, A.dtype.newbyteorder("="), ["C", "W"]))
 
 
 def _dtype_of(A: Any) -> torch.dtype:

@@ -9,6 +9,7 @@ low-rank matrix approximation", SIMAX 39 (2018), 1339-1359, doi:10.1137/17M11419
 
 __all__ = ["QBResult", "qb"]
 
+import math
 import warnings
 from typing import Any, Literal, NamedTuple, overload
 
@@ -25,6 +26,8 @@ from panther.sketch import GaussianSketch, SignSketch, check_seed
 _PROBES = 32
 # The difference of norms tells the squared residual to a few eps |A|^2: to a percent, that is, above this many.
 _RESOLVED = 1000
+# Entries up to two to this, and down to its inverse, have sums of squares that neither overflow nor vanish.
+_SAFE_POWER = {torch.float32: 20, torch.float64: 200}
 
 
 class QBResult(NamedTuple):
@@ -121,6 +124,11 @@ def qb(
     tol, n_iter = check_tol(tol), check_n_iter(n_iter)
     block_size = check_size("block_size", block_size, least=1)
     seed = check_seed(seed)
+    scale = 1.0 if tol is None else _power_of_two(operand)
+    if scale != 1.0:  # squares of its entries would overflow, or vanish
+        Q, B = qb(operand.dense * scale, k, tol, block_size=block_size, n_iter=n_iter, seed=seed)  # type: ignore[operator]
+        result = QBResult(Q, B / scale)
+        return (*result, estimate_error(A, result, seed=seed)) if return_error else result
     m, n = operand.shape[-2:]
     S = SignSketch(most, n, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
     residual = None if tol is None else _Residual(operand, tol, seed)
@@ -194,3 +202,12 @@ class _Residual:
         kept = int(enough.int().argmax()) + 1 if bool(enough[-1]) else len(enough)
         self.left = after[..., kept - 1]
         return Q[..., :kept], Bt[..., :kept]
+
+
+def _power_of_two(operand: Operand) -> float:
+    """What brings the largest entry of a dense A near 1 where its squares come near the limits of the dtype; else 1."""
+    if operand.dense is None or not operand.dense.numel():
+        return 1.0
+    largest = float(operand.dense.abs().max())
+    power = math.frexp(largest)[1] if 0 < largest < math.inf else 0
+    return 2.0**-power if abs(power) > _SAFE_POWER[operand.dtype] else 1.0

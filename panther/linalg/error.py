@@ -67,7 +67,8 @@ def estimate_error(
     Args:
         A: A tensor, a sparse tensor, a NumPy array, or anything with ``.shape`` and ``@``; (\*batch, m, n).
         approximation: What a driver of this package returned; or the same kinds as A; or a tuple of two factors,
-            ``(Q, B)`` for Q B, or of three, ``(U, S, V)`` for U diag(S) V^T. Factors are cast to A's dtype.
+            ``(Q, B)`` for Q B, or of three, ``(U, S, V)`` for U diag(S) V^T; a
+            result of ``torch.linalg.svd``, which has V^T, is known by its field ``Vh``. Factors are cast to A's dtype.
         probes: Number of Gaussian probes, 1 to 10,000. With 10, ``upper`` is about 3 times the error at a confidence of
             0.999; with 100, 1.3 times.
         confidence: Probability in (0, 1) with which ``upper`` must hold.
@@ -147,6 +148,8 @@ def _product_of(approximation: Any, operand: Operand) -> Callable[[Tensor], Tens
     if hasattr(approximation, "__matmul__") and hasattr(approximation, "shape"):
         return _matrix(approximation, operand)
     parts = list(approximation) if isinstance(approximation, tuple | list) else []
+    if hasattr(approximation, "Vh"):  # torch.linalg.svd and numpy.linalg.svd return the transpose of V
+        parts[2] = parts[2].conj().swapaxes(-1, -2)
     if hasattr(approximation, "__matmul__"):
         dtypes = [part.dtype for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
         dtype = dtypes[0] if dtypes else operand.dtype

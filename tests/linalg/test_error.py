@@ -252,3 +252,22 @@ def test_any_input_gives_a_bound_or_a_typed_error(shape, dtype, kind, bad, probe
 
 def test_numpy_scalars_are_numbers():
     assert estimate_error(A, A, probes=np.int64(3), confidence=np.float32(0.9), seed=0).probes == 3
+
+
+def test_results_of_torch_and_numpy_are_known_by_their_names():
+    A = torch.randn(30, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for result in (torch.linalg.svd(A), np.linalg.svd(A.numpy())):
+        assert estimate_error(A, result, seed=0).relative < 1e-13
+
+
+def test_arrays_that_torch_cannot_share():
+    A = np.random.default_rng(0).standard_normal((20, 10))
+    frozen = A.copy()
+    frozen.flags.writeable = False
+    for odd in (A[::-1], A.astype(">f8"), frozen, np.asfortranarray(A)):
+        assert estimate_error(odd, np.array(odd, dtype=float), seed=0).relative == 0
+    with pytest.raises(TypeError, match=r"A is a masked array.*A.filled\(0\)"):
+        estimate_error(np.ma.masked_greater(A, 1), A)
+    for dtype in (object, np.longdouble, int, complex):
+        with pytest.raises(DTypeError, match=r"A is a NumPy array of .* must be real and floating: (use )?A.astype"):
+            estimate_error(A.astype(dtype), A)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError
-from panther.linalg._operand import Operand, as_operand, driver
+from panther.linalg._operand import Operand, as_operand, driver, from_array
 from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
 from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
 from panther.linalg.error import ErrorEstimate
@@ -157,12 +157,10 @@ def sketch_lstsq(
 
 
 def _right_hand_side(b: Any, operand: Operand) -> Tensor:
-    b = torch.as_tensor(b) if isinstance(b, np.ndarray) else b
+    b = from_array("b", b)
     if not isinstance(b, Tensor) or b.layout != torch.strided:
         kind = f"a tensor of layout {b.layout}" if isinstance(b, Tensor) else type(b).__name__
-        raise TypeError(
-            f"b must be a dense tensor or a NumPy array, not {kind}: use b.to_dense() or torch.as_tensor(b)"
-        )
+        raise TypeError(f"b must be a dense tensor or a NumPy array, not {kind}: pass its dense form")
     m = operand.shape[0]
     if b.ndim not in (1, 2) or b.shape[0] != m:
         raise ShapeError(
