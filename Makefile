@@ -15,13 +15,14 @@ INSTALL = $(PIP) install -c constraints.txt
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
 
+# One thread: torch and scipy bring a pool each, and two pools on shared cores get in each other's way.
 test: .venv/.all-stamp
-	.venv/bin/pytest $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS)
 
 # The property tests with 2,000 examples each, and what is marked slow: the better part of an hour.
 torture: .venv/.all-stamp
-	PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -k fuzz --timeout 3000 $(ARGS)
-	.venv/bin/pytest -m 'slow and not gpu' --timeout 3000 $(ARGS)
+	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -k fuzz --timeout 3000 $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/pytest -m 'slow and not gpu' --timeout 3000 $(ARGS)
 
 lint: .venv/.all-stamp
 	.venv/bin/ruff format --check .
