@@ -30,6 +30,7 @@ class Plot:
         label: Of the ordinate.
         families: Beginnings of the methods' names that are drawn, with their label.
         offset: Subtracted from the error, where it is a ratio to the least possible one.
+        floor: Smallest error that the file can tell from none.
         only: Columns and the values that rows must have.
         cases: Most panels, the first ones of the file.
         left_out: Methods that are not drawn.
@@ -42,6 +43,7 @@ class Plot:
     label: str
     families: dict[str, str]
     offset: float = 0.0
+    floor: float = 1e-16
     only: tuple[tuple[str, str], ...] = ()
     cases: int = 4
     left_out: tuple[str, ...] = ()
@@ -73,6 +75,7 @@ PLOTS = [
         "Frobenius error over the least, less 1",
         {"panther": "randomized_svd", "svd_lowrank": "torch.svd_lowrank", "sklearn": "scikit-learn"},
         offset=1.0,
+        floor=1e-5,
         left_out=("panther n_iter=0",),  # it ran after scikit-learn, whose threads were still spinning
     ),
     Plot(
@@ -87,6 +90,7 @@ PLOTS = [
             "torch unpivoted": "torch, unpivoted",
         },
         only=(("dtype", "float64"), ("n", "512")),
+        cases=3,
     ),
     Plot(
         "lstsq",
@@ -109,6 +113,7 @@ PLOTS = [
 def draw(plot: Plot, threads: int) -> Path:
     """Draw one figure from the results for so many threads; returns the file."""
     pyplot = require_extra("matplotlib.pyplot", "bench")
+    NullFormatter = require_extra("matplotlib.ticker", "bench").NullFormatter
     with open(RESULTS / f"{plot.subject}-cpu-threads-{threads}.csv", newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in plot.only)]
     panels = list(dict.fromkeys(tuple(row[key] for key in plot.panels) for row in rows))[: plot.cases]
@@ -128,7 +133,9 @@ def draw(plot: Plot, threads: int) -> Path:
                 points[family].append((float(row["time_ms"]), float(row[plot.error]) - plot.offset))
         for family, found in points.items():
             times, errors = zip(*sorted(found), strict=True)
-            axis.plot(times, [max(error, 1e-16) for error in errors], "o-", label=plot.families[family], markersize=5)
+            axis.plot(
+                times, [max(error, plot.floor) for error in errors], "o-", label=plot.families[family], markersize=5
+            )
         axis.set(xscale="log", yscale="log", xlabel="time, ms")
         axis.set_title(
             ", ".join(
@@ -136,7 +143,8 @@ def draw(plot: Plot, threads: int) -> Path:
             ),
             fontsize=10,
         )
-        axis.grid(alpha=0.3)
+        axis.grid(alpha=0.3, which="both")
+        axis.xaxis.set_minor_formatter(NullFormatter())
     axes[0, 0].set_ylabel(plot.label)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
