@@ -27,8 +27,8 @@ class EighResult(NamedTuple):
     """Truncated eigendecomposition, A about V diag(L) V^T.
 
     Attributes:
-        L: Eigenvalues in descending order of magnitude, (*batch, k).
-        V: Eigenvectors, (*batch, n, k), orthonormal columns.
+        L: Eigenvalues in descending order of magnitude, ``(*batch, k)``.
+        V: Eigenvectors, ``(*batch, n, k)``, orthonormal columns.
     """
 
     L: Tensor
@@ -43,8 +43,8 @@ class NystromResult(NamedTuple):
     """Positive semidefinite approximation, A about U diag(L) U^T.
 
     Attributes:
-        U: Eigenvectors, (*batch, n, k), orthonormal columns.
-        L: Eigenvalues in descending order, none negative, (*batch, k).
+        U: Eigenvectors, ``(*batch, n, k)``, orthonormal columns.
+        L: Eigenvalues in descending order, none negative, ``(*batch, k)``.
     """
 
     U: Tensor

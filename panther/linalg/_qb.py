@@ -34,8 +34,8 @@ class QBResult(NamedTuple):
     """Low-rank factorisation, A about Q B.
 
     Attributes:
-        Q: Orthonormal columns, (*batch, m, r).
-        B: Q^T A, (*batch, r, n).
+        Q: Orthonormal columns, ``(*batch, m, r)``.
+        B: Q^T A, ``(*batch, r, n)``.
     """
 
     Q: Tensor

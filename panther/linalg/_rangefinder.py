@@ -47,7 +47,7 @@ def rangefinder(
 ) -> Tensor | tuple[Tensor, ErrorEstimate]:  # (*batch, m, k)
     r"""Find an orthonormal Q of k columns with :math:`A \approx Q Q^T A`.
 
-    .. math:: Q = \mathrm{orth}\big((A A^T)^q A \Omega\big), \qquad \Omega_{ij} = \pm 1,
+    .. math:: Q = \mathrm{orth}((A A^T)^q A \Omega), \qquad \Omega_{ij} = \pm 1,
 
     by subspace iteration, orthonormalised after every product. The error is near that of the best rank k - 10 matrix or
     better: ask for 10 columns more than the rank you are after.

@@ -28,9 +28,9 @@ class SVDResult(NamedTuple):
     """Truncated SVD, A about U diag(S) V^T.
 
     Attributes:
-        U: Left singular vectors, (*batch, m, k), orthonormal columns.
-        S: Singular values in descending order, (*batch, k).
-        V: Right singular vectors, (*batch, n, k), orthonormal columns.
+        U: Left singular vectors, ``(*batch, m, k)``, orthonormal columns.
+        S: Singular values in descending order, ``(*batch, k)``.
+        V: Right singular vectors, ``(*batch, n, k)``, orthonormal columns.
     """
 
     U: Tensor
