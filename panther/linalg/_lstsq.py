@@ -244,7 +244,7 @@ def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
         return d < m
     digits = -math.log(max(tol, torch.finfo(operand.dtype).eps))
     passes = 3 + 2 * max(digits, 0) / math.log(d / n)
-    return d < m and _PASS * passes * (1 + (p - 1) / 8) < n * (1 - d / m)
+    return d < m and _PASS * passes * (1 + (p - 1) / 2) < n * (1 - d / m)
 
 
 def _sketch_size(operand: Operand) -> int:
