@@ -6,18 +6,14 @@ is a baseline.
 
 __all__ = ["run"]
 
-import argparse
-import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
 import scipy.linalg
 import torch
-from harness import interleave, keep_freed_memory, print_table, write_csv
+from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
 from torch import Tensor
 
-from panther.errors import MissingExtraError, require_extra
 from panther.linalg import cqrrpt
 
 # Rows, columns, dtype, logarithm of the condition. The last three are ours to lose.
@@ -66,9 +62,9 @@ def _case(m: int, n: int, dtype: torch.dtype, condition: int, device: str, budge
                 "dtype": str(dtype).removeprefix("torch."),
                 "condition": f"1e{condition}",
                 "method": name,
-                "time_ms": _figure(timings[name].median_s * 1e3),
+                "time_ms": figure(timings[name].median_s * 1e3),
                 **{
-                    f"x {baseline}": _figure(timings[name].ratio_to(timings[baseline])) if baseline in timings else ""
+                    f"x {baseline}": figure(timings[name].ratio_to(timings[baseline])) if baseline in timings else ""
                     for baseline in (PIVOTED, PLAIN)
                 },
                 "rank": len(R),
@@ -106,24 +102,9 @@ def _errors(M: Tensor, Q: Tensor, R: Tensor, P: Tensor) -> dict[str, Any]:
         "residual": f"{float((M[:, P] - Q @ R).norm() / M.norm()):.1e}",
         "orthogonality": f"{float(torch.linalg.matrix_norm(Q.mT @ Q - eye, 2)):.1e}",
         "bound": f"{eps**0.75:.1e}",
-        "rise": _figure(float((diagonal.flip(0).cummax(0)[0].flip(0) / diagonal).max())),
+        "rise": figure(float((diagonal.flip(0).cummax(0)[0].flip(0) / diagonal).max())),
     }
 
 
-def _figure(value: float) -> float:
-    """Three significant digits."""
-    return round(value, 2 - math.floor(math.log10(value)))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads; one makes CPU time a clean measure")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds a case, five rounds at least")
-    parser.add_argument("--quick", action="store_true", help="a small matrix, nothing written")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(MissingExtraError):
-            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads))
-        run(options.device, options.budget, options.quick)
+    main(run, __doc__, threads=2, budget_s=20.0)

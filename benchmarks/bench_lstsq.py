@@ -7,8 +7,6 @@ relative error of x. sketch_lstsq runs with several tolerances, so that error ca
 
 __all__ = ["run"]
 
-import argparse
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +15,9 @@ from typing import Any
 import scipy.linalg
 import scipy.sparse.linalg
 import torch
-from harness import interleave, keep_freed_memory, print_table, write_csv
+from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
 from torch import Tensor
 
-from panther.errors import MissingExtraError, require_extra
 from panther.linalg import LstsqResult, sketch_lstsq
 
 BASELINES = ["scipy gelsd", "torch gelsy", "torch gels", "scipy lsqr 1e-14"]
@@ -95,9 +92,9 @@ def _measure(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:
         rows.append(
             {
                 "method": name,
-                "time_ms": _figure(timing.median_s * 1e3),
+                "time_ms": figure(timing.median_s * 1e3),
                 **{
-                    f"x {baseline}": _figure(timing.ratio_to(timings[baseline])) if baseline in timings else ""
+                    f"x {baseline}": figure(timing.ratio_to(timings[baseline])) if baseline in timings else ""
                     for baseline in BASELINES
                 },
                 "iterations": result.iterations if isinstance(result, LstsqResult) else "",
@@ -178,20 +175,5 @@ def _for_sparse(A: Tensor, b: Tensor) -> dict[str, Callable[[], Any]]:
     return found | {f"scipy lsqr {tolerance:.0e}": lsqr(tolerance) for tolerance in (1e-6, 1e-10, 1e-14)}
 
 
-def _figure(value: float) -> float:
-    """Three significant digits."""
-    return round(value, 2 - math.floor(math.log10(value)))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; one makes CPU time a clean measure")
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds a case")
-    parser.add_argument("--quick", action="store_true", help="two small matrices, nothing written")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(MissingExtraError):
-            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads))
-        run(options.device, options.budget, options.quick)
+    main(run, __doc__, threads=1, budget_s=30.0)

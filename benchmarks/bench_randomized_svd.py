@@ -6,15 +6,12 @@ numbers of iterations, so that error can be drawn against time. scikit-learn kee
 
 __all__ = ["run"]
 
-import argparse
-import contextlib
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import interleave, keep_freed_memory, print_table, write_csv
+from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
 from torch import Tensor
 
 from panther.errors import MissingExtraError, require_extra
@@ -58,9 +55,9 @@ def _case(A: Tensor, sigma: Tensor, k: int, device: str, budget_s: float, seeds:
         rows.append(
             {
                 "method": name,
-                "time_ms": _figure(timings[name].median_s * 1e3),
+                "time_ms": figure(timings[name].median_s * 1e3),
                 **{
-                    f"x {baseline}": _figure(timings[name].ratio_to(timings[baseline])) if baseline in timings else ""
+                    f"x {baseline}": figure(timings[name].ratio_to(timings[baseline])) if baseline in timings else ""
                     for baseline in ("svd_lowrank niter=2", "sklearn auto")
                 },
                 **_errors(A, sigma, k, [function(seed) for seed in range(seeds)]),
@@ -75,7 +72,7 @@ def _case(A: Tensor, sigma: Tensor, k: int, device: str, budget_s: float, seeds:
     baselines = {"x svd_lowrank niter=2": "", "x sklearn auto": ""}
     return [
         *rows,
-        {"method": "linalg.svd", "time_ms": _figure(elapsed * 1e3), **baselines, **_errors(A, sigma, k, [full])},
+        {"method": "linalg.svd", "time_ms": figure(elapsed * 1e3), **baselines, **_errors(A, sigma, k, [full])},
     ]
 
 
@@ -133,21 +130,5 @@ def _error(A: Tensor, sigma: Tensor, k: int, U: Tensor, S: Tensor, V: Tensor) ->
     return float(torch.linalg.vector_norm(E, dtype=torch.float64) / sigma[k:].norm()), spectral, loss
 
 
-def _figure(value: float) -> float:
-    """Three significant digits."""
-    return round(value, 2 - math.floor(math.log10(value)))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; one makes CPU time a clean measure")
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds a spectrum")
-    parser.add_argument("--quick", action="store_true", help="a small matrix, nothing written")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(MissingExtraError):
-            require_extra("sklearn.utils.extmath", "bench")  # loads scipy's BLAS too, which is to be limited
-            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads))
-        run(options.device, options.budget, options.quick)
+    main(run, __doc__, threads=1, budget_s=30.0)

@@ -7,15 +7,13 @@ a random Q and for the coherent one, the first columns of the identity.
 
 __all__ = ["run"]
 
-import argparse
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import scipy.linalg
 import torch
-from harness import interleave, keep_freed_memory, print_table, write_csv
+from harness import interleave, keep_freed_memory, main, print_table, write_csv
 from torch import Tensor
 
 from panther.sketch import SRHT, Axis, GaussianSketch, SignSketch, SketchingOperator, SparseSketch
@@ -94,13 +92,4 @@ def _distortion(kind: Callable[..., SketchingOperator], Q: Tensor) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads; torch's default if left out")
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds a case")
-    parser.add_argument("--quick", action="store_true", help="one small case, no CSV")
-    arguments = parser.parse_args()
-    warnings.simplefilter("error")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    run(arguments.device, arguments.budget, arguments.quick)
+    main(run, __doc__, threads=2, budget_s=10.0)

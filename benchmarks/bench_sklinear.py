@@ -6,13 +6,11 @@ optimum, both joined factors).
 
 __all__ = ["run"]
 
-import argparse
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import interleave, keep_freed_memory, print_table, write_csv
+from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
 from torch import Tensor, nn
 
 from panther.nn import SKLinear
@@ -75,8 +73,8 @@ def _case(
                     "mode": mode,
                     "layer": name,
                     "time_us": round(timings[name].median_s * 1e6, 1),
-                    "x nn.Linear": _figure(timings[name].ratio_to(timings["nn.Linear"])),
-                    "x optimum": _figure(timings[name].ratio_to(timings["optimum"])),
+                    "x nn.Linear": figure(timings[name].ratio_to(timings["nn.Linear"])),
+                    "x optimum": figure(timings[name].ratio_to(timings["optimum"])),
                     "stored_bytes": stored[name],
                     "rms_error": f"{_error(forward, linear if name == 'nn.Linear' else layer, x):.1e}",
                 }
@@ -110,17 +108,5 @@ def _error(forward: Callable[[Tensor], Tensor], module: nn.Linear | SKLinear, x:
         return ((forward(x).double() - exact).norm() / exact.norm()).item()
 
 
-def _figure(value: float) -> float:
-    """Three significant digits."""
-    return round(value, 2 - math.floor(math.log10(value)))
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; one makes CPU time a clean measure")
-    parser.add_argument("--budget", type=float, default=4.0, help="seconds a case and mode")
-    parser.add_argument("--quick", action="store_true", help="the smallest width only, nothing written")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    run(options.device, options.budget, options.quick)
+    main(run, __doc__, threads=1, budget_s=4.0)

@@ -5,10 +5,13 @@ the two times of one round. With one CPU thread the time is this process's CPU t
 lengthen; with several threads, which wait for each other, it is wall time; on a GPU the time between two device events.
 """
 
-__all__ = ["Timing", "interleave", "keep_freed_memory", "print_table", "write_csv"]
+__all__ = ["Timing", "figure", "interleave", "keep_freed_memory", "main", "print_table", "write_csv"]
 
+import argparse
+import contextlib
 import csv
 import ctypes
+import math
 import os
 import platform
 import statistics
@@ -21,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from panther.errors import MissingExtraError, require_extra
 
 RESULTS = Path(__file__).parent / "results"
 _MIN_SAMPLE_S = 2e-3
@@ -80,6 +85,34 @@ def interleave(
         names.append(names.pop(0))
         rounds += 1
     return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def main(run: Callable[[str, float, bool], None], description: str | None, *, threads: int, budget_s: float) -> None:
+    """Run a subject with the arguments of the command line, torch and the BLAS of NumPy and scipy on equal threads.
+
+    Args:
+        run: Takes the device, the seconds a case, and whether to run quickly and write nothing.
+        description: Of the subject.
+        threads: Default number of CPU threads.
+        budget_s: Default seconds a case.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=threads, help="CPU threads; one makes CPU time a clean measure")
+    parser.add_argument("--budget", type=float, default=budget_s, help="seconds a case, some rounds at least")
+    parser.add_argument("--quick", action="store_true", help="small cases, nothing written")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(MissingExtraError):
+            require_extra("sklearn.utils.extmath", "bench")  # loads scipy's BLAS too, which is to be limited
+            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads))
+        run(options.device, options.budget, options.quick)
+
+
+def figure(value: float) -> float:
+    """Round to three significant digits."""
+    return round(value, 2 - math.floor(math.log10(value)))
 
 
 def _cpu_time(function: Callable[[], object], repeats: int) -> float:
