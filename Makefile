@@ -57,5 +57,5 @@ clean:
 	touch $@
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) --no-build-isolation -e '.[demo,test,docs,bench,dev]'
+	$(INSTALL) --no-build-isolation -e '.[demo,triton,test,docs,bench,dev]'
 	touch $@

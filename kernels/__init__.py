@@ -1,8 +1,8 @@
-"""Kernels for sketched layers: a torch reference, and one dispatch. Knows nothing of the rest of Panther."""
+"""Kernels for sketched layers: Triton kernels, a torch reference, and one dispatch. Knows nothing of the rest."""
 
 from ._backend import backend
-from .ops import sketched_matmul
-from .reference import hadamard_transform, normal_block, philox_4x32, sign_block, uniform_block, word_block
+from .ops import sign_block, sketched_matmul
+from .reference import hadamard_transform, normal_block, philox_4x32, uniform_block, word_block
 
 __all__ = [
     "backend",

@@ -1,15 +1,24 @@
 """Which kernels run: decided once, by ``PANTHER_KERNELS`` and by what there is.
 
-``PANTHER_KERNELS=auto`` (the default) uses Triton kernels where they exist and can run and the torch reference
-elsewhere; ``torch`` always takes the reference; ``triton`` insists, and raises where it cannot be had.
+``PANTHER_KERNELS=auto`` (the default) uses Triton kernels on a GPU, where Triton is installed and the kernel takes the
+operands, and torch elsewhere; ``torch`` always takes torch; ``triton`` insists, and raises where that cannot be had.
+With ``TRITON_INTERPRET=1``, ``triton`` runs the kernels on the CPU in Triton's interpreter: slow, for finding faults.
 """
 
-__all__ = ["backend"]
+__all__ = ["backend", "interpreting", "use_triton"]
 
 import os
 from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
 
 _CHOICES = ("auto", "torch", "triton")
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets its kernels; it must be asked to before it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 @lru_cache(maxsize=1)
@@ -19,14 +28,54 @@ def backend() -> str:
     Raises:
         ValueError: If ``PANTHER_KERNELS`` has an unknown value.
         RuntimeError: If it is ``triton`` and no Triton kernel can run.
+
+    Example:
+        >>> backend() in ("torch", "triton")
+        True
     """
+    choice = _choice()
+    if choice == "torch":
+        return "torch"
+    has_triton = find_spec("triton") is not None
+    if choice == "auto":
+        return "triton" if has_triton and torch.cuda.is_available() and not interpreting() else "torch"
+    if not has_triton:
+        raise RuntimeError(
+            "PANTHER_KERNELS=triton asks for Triton, and it is not installed: pip install 'panther-sketch[triton]', or "
+            "use PANTHER_KERNELS=auto"
+        )
+    if not torch.cuda.is_available() and not interpreting():
+        raise RuntimeError(
+            "PANTHER_KERNELS=triton asks for Triton kernels, and torch finds no GPU: use PANTHER_KERNELS=auto, or set "
+            "TRITON_INTERPRET=1 too to interpret them, slowly, on the CPU"
+        )
+    return "triton"
+
+
+def use_triton(kernel: str, device: torch.device, refusal: str | None = None) -> bool:
+    """Whether the Triton kernel takes this call.
+
+    Args:
+        kernel: Name of the operation, for the error.
+        device: Where the operands are.
+        refusal: The rule of the kernel that the operands break, as the end of a sentence that begins with its name.
+
+    Raises:
+        RuntimeError: If Triton is demanded and cannot take the call.
+    """
+    if backend() == "torch" or device.type == "meta":
+        return False
+    if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
+        refusal = f"runs on a GPU, and the operands are on {device.type!r}"
+    if refusal is None:
+        return True
+    if _choice() == "triton":
+        raise RuntimeError(f"PANTHER_KERNELS=triton, but the kernel of {kernel} {refusal}: use PANTHER_KERNELS=auto")
+    return False
+
+
+def _choice() -> str:
     choice = os.environ.get("PANTHER_KERNELS", "auto")
     if choice not in _CHOICES:
         raise ValueError(f"PANTHER_KERNELS={choice!r} must be one of {', '.join(_CHOICES)}: unset it for auto")
-    if choice == "triton":
-        # No Triton kernel is part of this version, so the explicit wish cannot be met, whatever is installed.
-        raise RuntimeError(
-            "PANTHER_KERNELS=triton asks for Triton kernels, and this version has only the torch reference: "
-            "use PANTHER_KERNELS=auto"
-        )
-    return "torch"
+    return choice

@@ -1,4 +1,4 @@
-r"""Kernels in plain torch: the CPU path, and the ground truth every faster kernel is tested against.
+r"""Random signs, words, uniforms and normals by their position in a stream, in plain torch.
 
 Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
 doi:10.1145/2063384.2063405) is a keyed bijection of 128-bit counters. All of it is integer arithmetic, so its
@@ -6,11 +6,9 @@ values are the same on every device.
 """
 
 __all__ = [
-    "hadamard_transform",
     "normal_block",
     "philox_4x32",
     "sign_block",
-    "sketched_matmul",
     "uniform_block",
     "word_block",
 ]
@@ -29,9 +27,6 @@ SIGNS_PER_CALL = 128  # four words of 32 bits
 
 # Numbers are drawn in slabs of about this many counters, to bound the memory of temporaries.
 _SLAB = 1 << 16
-
-# Bits of an index that one product of a Hadamard transform deals with.
-_RADIX_BITS = 4
 
 
 def _mulhilo(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,29 +79,7 @@ def sign_block(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:  # (len(rows), len(cols)), entries +1 and -1
-    """Draw one block of a random sign matrix, without drawing the rest.
-
-    Entry (i, j) takes bit ``j % 32`` of word ``j % 128 // 32`` of the Philox call with counter
-    ``(i, j // 128, stream, tag)`` and key ``seed``; a set bit is a minus sign, as in IEEE 754.
-
-    Args:
-        seed: The 64-bit key.
-        stream: Third counter word: which matrix of this seed.
-        tag: Fourth counter word: kind and version of the stream.
-        rows: Contiguous range of row indices, step 1.
-        cols: Contiguous range of column indices, step 1.
-        dtype: Floating dtype of the result.
-        device: Device of the result; the drawing happens there.
-
-    Returns:
-        A tensor of shape ``(len(rows), len(cols))``.
-
-    Cost: one Philox call for each row and each 128 columns touched.
-
-    Example:
-        >>> sign_block(0, 0, 0, range(2), range(3), dtype=torch.float32, device="cpu").abs().sum().item()
-        6.0
-    """
+    """The dispatching :func:`panther.kernels.sign_block`, in torch."""
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
     byte = torch.arange(0, 32, 8, dtype=torch.int64, device=device)
     octets = torch.arange(256, dtype=torch.int64, device=device)[:, None] >> torch.arange(8, device=device) & 1
@@ -245,77 +218,3 @@ def normal_block(
         return torch.stack((rho * phi.cos(), rho * phi.sin()), dim=-1).flatten(1)
 
     return _real_block(convert, seed, stream, tag, rows, cols, dtype, device)
-
-
-def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
-    r"""The Walsh-Hadamard transform over dimension -2, unnormalised, in natural order: :math:`y_i = \sum_j \pm x_j`.
-
-    The sign is that of :math:`(-1)^{\mathrm{popcount}(i \,\&\, j)}`. :math:`H_{ab} = H_a \otimes H_b`, so it is a few
-    products with a Hadamard matrix of at most 16 rows, each one pass over the data.
-
-    Args:
-        x: Shape ``(*batch, N, n)``, N a power of two.
-
-    Raises:
-        ValueError: If N is no power of two.
-
-    Cost: ``2 r log(N) / log(r)`` flops an entry with r = 16, ``log(N) / log(r)`` passes, two buffers of the size of x.
-
-    Example:
-        >>> hadamard_transform(torch.tensor([[1.0], [2.0]]))
-        tensor([[ 3.],
-                [-1.]])
-    """
-    N, n = x.shape[-2:]
-    if N < 1 or N & (N - 1):
-        raise ValueError(f"the length {N} of a Hadamard transform must be a power of two: pad with zeros")
-    bits = N.bit_length() - 1
-    stages = -(-bits // _RADIX_BITS)
-    if not stages or not x.numel():
-        return x.clone()
-    source = x.contiguous()
-    buffers = [torch.empty_like(source) for _ in range(min(stages, 2))]
-    width = N * n
-    for stage in range(stages):
-        radix = 1 << (bits * (stage + 1) // stages - bits * stage // stages)
-        width //= radix
-        H = _hadamard_matrix(radix, x.dtype, x.device)
-        target = buffers[stage % 2]
-        if width == 1:
-            torch.matmul(source.view(-1, radix), H, out=target.view(-1, radix))
-        else:
-            torch.matmul(H, source.view(-1, radix, width), out=target.view(-1, radix, width))
-        source = target
-    return source
-
-
-def _hadamard_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    H = torch.ones(1, 1, dtype=dtype, device=device)
-    while len(H) < n:
-        H = torch.cat((torch.cat((H, H), 1), torch.cat((H, -H), 1)))
-    return H
-
-
-def sketched_matmul(
-    x: Tensor,  # (rows, in)
-    S1: Tensor,  # (in, R)
-    U1: Tensor,  # (R, out)
-    S2: Tensor,  # (R, out)
-    U2: Tensor,  # (in, R)
-    bias: Tensor | None = None,  # (out,)
-    scale: float = 1.0,
-) -> Tensor:  # (rows, out)
-    """``scale (x S1 U1 + x U2 S2) + bias`` as four products, in an order autograd prices right.
-
-    Gradients of U1 and U2 are computed only if they require them, so fixed sketches cost no product backward.
-
-    Example:
-        >>> ones = torch.ones(2, 2)
-        >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5)
-        tensor([[4., 4.],
-                [4., 4.]])
-    """
-    left, right = x @ S1, x @ U2
-    if bias is None:
-        return torch.addmm((left * scale) @ U1, right, S2, alpha=scale)
-    return torch.addmm(torch.addmm(bias, left, U1, alpha=scale), right, S2, alpha=scale)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
-from ._backend import backend
+from .. import reference
+from .._backend import backend
 
 # Measured on two cores (widths 1024 to 8192, R 16 and 128, batch 1 to 512, float32 and bfloat16): joining wins from
 # about 4 R rows on. Below, bfloat16 would gain from it on one thread and lose on two: its products are slow to call.

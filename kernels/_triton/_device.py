@@ -1,0 +1,74 @@
+"""What the kernels must know of the device they are compiled for, and how they are tuned to it."""
+
+__all__ = ["INTERPRETED", "autotuned", "dot_operand", "dot_precision", "multiprocessors", "shared_memory"]
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .._backend import interpreting
+
+INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def dot_operand(tile):
+    """A tile as tensor cores take it. The interpreter computes bfloat16 wrongly, so there it becomes float32."""
+    return tile.to(tl.float32) if INTERPRETED else tile
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How float32 products are taken, as ``torch.set_float32_matmul_precision`` asks: in full, or through TF32.
+
+    On NVIDIA's tensor cores, three TF32 products stand for one in float32. IEEE products would spill registers.
+    """
+    if dtype is not torch.float32 or INTERPRETED.value:
+        return "ieee"
+    target = triton.runtime.driver.active.get_current_target()
+    full = torch.get_float32_matmul_precision() == "highest"
+    if target.backend == "hip":
+        return "ieee" if full or "gfx94" not in str(target.arch) else "tf32"
+    return "tf32x3" if full else "tf32"
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many there are: what a grid should fill."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that one program may have."""
+    driver = triton.runtime.driver.active
+    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+
+
+def autotuned(
+    cuda: Sequence[triton.Config],
+    hip: Sequence[triton.Config],
+    key: Sequence[str],
+    shared_bytes: Callable[[Mapping[str, Any]], int] | None = None,
+) -> Callable[[Any], Any]:
+    """``triton.autotune`` over the configurations meant for the device; when interpreting, the first for NVIDIA's.
+
+    Args:
+        cuda: Configurations for NVIDIA's GPUs.
+        hip: Those for AMD's, which have less shared memory.
+        key: Arguments whose change calls for tuning again.
+        shared_bytes: From arguments and configuration, the shared memory it takes; what does not fit is left out,
+            except the most modest.
+    """
+
+    def suitable(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
+        target = triton.runtime.driver.active.get_current_target()
+        chosen = list(hip if target.backend == "hip" else cuda)
+        if shared_bytes is None:
+            return chosen
+        need = {id(config): shared_bytes({**named_args, **kwargs, **config.all_kwargs()}) for config in chosen}
+        limit = max(shared_memory(), min(need.values()))
+        return [config for config in chosen if need[id(config)] <= limit]
+
+    configs = [cuda[0]] if INTERPRETED.value else [*cuda, *hip]
+    return triton.autotune(configs, key=list(key), prune_configs_by={"early_config_prune": suitable})

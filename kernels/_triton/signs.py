@@ -1,0 +1,65 @@
+"""Signs in registers: drawn from the Philox stream, or expanded from one bit an entry.
+
+Bit for bit those of :func:`panther.kernels.reference.sign_block`: 128 entries of a row a call, a set bit a minus sign.
+"""
+
+__all__ = ["draw_tile", "draw_words", "expand", "fill_signs_"]
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.philox import SIGNS_PER_CALL
+
+_ROWS, _CALLS = 16, 4
+
+
+@triton.jit
+def expand(words, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Words (ROWS, WORDS), 32 entries each from the lowest bit on, to float32 signs (ROWS, 32 WORDS)."""
+    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    return 1.0 - 2.0 * tl.reshape(bits, (ROWS, 32 * WORDS)).to(tl.float32)
+
+
+@triton.jit
+def draw_words(seed, stream, tag, row, call):
+    """Words (ROWS, 4 CALLS) of the calls with counters ``(row, call, stream, tag)``; row (ROWS, 1), call (1, CALLS)."""
+    zero = (row * 0 + call * 0).to(tl.uint64)  # whatever the width of the scalars, counters have 32 bits
+    c0, c1 = (zero + row).to(tl.uint32), (zero + call).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, (zero + stream).to(tl.uint32), (zero + tag).to(tl.uint32))
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (ROWS, CALLS, 2, 2), the fastest index first over w0, w1
+    return tl.reshape(words, (row.shape[0], 4 * call.shape[1]))
+
+
+@triton.jit
+def draw_tile(seed, stream, tag, row0, col0, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Float32 signs of rows from ``row0`` and columns from ``col0``, COLS and ``col0`` multiples of 128."""
+    row = row0 + tl.arange(0, ROWS)[:, None]
+    call = col0 // 128 + tl.arange(0, COLS // 128)[None, :]
+    return expand(draw_words(seed, stream, tag, row, call), ROWS, COLS // 32)
+
+
+@triton.jit(do_not_specialize=("seed", "stream", "tag", "row0", "call0"))
+def _fill_signs_kernel(
+    out, seed, stream, tag, row0, call0, rows, cols, skip,
+    ROWS: tl.constexpr, CALLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS
+    call = tl.program_id(1) * CALLS
+    tile = draw_tile(seed, stream, tag, row0 + row, (call0 + call) * 128, ROWS, CALLS * 128)
+    i = row + tl.arange(0, ROWS)[:, None]
+    j = call * 128 - skip + tl.arange(0, CALLS * 128)[None, :]
+    mask = (i < rows) & (j >= 0) & (j < cols)
+    tl.store(out + i.to(tl.int64) * cols + j, tile.to(out.dtype.element_ty), mask=mask)
+
+
+def fill_signs_(out: Tensor, seed: int, stream: int, tag: int, row: int, col: int) -> None:
+    """Fill ``out`` (rows, cols), contiguous, with the signs from row ``row`` and column ``col`` of the stream."""
+    rows, cols = out.shape
+    if not out.numel():
+        return
+    skip = col % SIGNS_PER_CALL
+    grid = (triton.cdiv(rows, _ROWS), triton.cdiv(skip + cols, _CALLS * SIGNS_PER_CALL))
+    _fill_signs_kernel[grid](
+        out, seed, stream, tag, row, col // SIGNS_PER_CALL, rows, cols, skip, ROWS=_ROWS, CALLS=_CALLS
+    )

@@ -1,0 +1,66 @@
+"""Registration of Panther's operators with torch, under the namespace ``panther``."""
+
+__all__ = ["define"]
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("panther", "DEF")
+_AUTOCAST = {"AutocastCUDA": "cuda", "AutocastCPU": "cpu"}
+
+
+def define(
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    vmap: Callable[..., Any] | None = None,
+    autocast: bool = False,
+) -> Any:
+    """Define an operator for every device, at a third of the cost a call of ``torch.library.custom_op``.
+
+    Args:
+        schema: Name, arguments and results, in torch's schema language.
+        implementation: Chooses between Triton and torch by its operands.
+        fake: Returns empty results of the right shapes, dtypes and devices.
+        setup_context: Saves what ``backward`` needs.
+        backward: Made of differentiable operations, so that it can be differentiated again.
+        vmap: torch.library's batching rule.
+        autocast: Whether floating operands are cast under autocast, as a matrix product's are.
+
+    Returns:
+        The operator, to be called.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"panther::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"panther::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    if vmap is not None:
+        torch.library.register_vmap(f"panther::{name}", vmap, lib=_LIBRARY)
+    operator = getattr(torch.ops.panther, name).default
+    if autocast:
+        for key, device in _AUTOCAST.items():
+            _LIBRARY.impl(name, _casting(operator, key, device), key)
+    return operator
+
+
+def _casting(operator: Any, key: str, device: str) -> Callable[..., Any]:
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def call(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return operator(*(_cast(arg, dtype) for arg in args))
+
+    return call
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    castable = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+    return value.to(dtype) if castable else value

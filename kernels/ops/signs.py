@@ -1,0 +1,62 @@
+"""Random signs, drawn by a Triton kernel on a GPU and by torch elsewhere: the same, bit for bit."""
+
+__all__ = ["sign_block"]
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._backend import use_triton
+from ._library import define
+
+
+def sign_block(
+    seed: int,
+    stream: int,
+    tag: int,
+    rows: range,
+    cols: range,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:  # (len(rows), len(cols)), entries +1 and -1
+    """Draw one block of a random sign matrix, without drawing the rest.
+
+    Entry (i, j) takes bit ``j % 32`` of word ``j % 128 // 32`` of the Philox call with counter
+    ``(i, j // 128, stream, tag)`` and key ``seed``; a set bit is a minus sign, as in IEEE 754.
+
+    Args:
+        seed: The 64-bit key.
+        stream: Third counter word: which matrix of this seed.
+        tag: Fourth counter word: kind and version of the stream.
+        rows: Contiguous range of row indices, step 1.
+        cols: Contiguous range of column indices, step 1.
+        dtype: Floating dtype of the result.
+        device: Device of the result; the drawing happens there.
+
+    Returns:
+        A tensor of shape ``(len(rows), len(cols))``.
+
+    Cost: one Philox call for each row and each 128 columns touched.
+
+    Example:
+        >>> sign_block(0, 0, 0, range(2), range(3), dtype=torch.float32, device="cpu").abs().sum().item()
+        6.0
+    """
+    device = torch.device(device)
+    if not use_triton("sign_block", device):
+        return reference.sign_block(seed, stream, tag, rows, cols, dtype=dtype, device=device)
+    out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
+    _fill_signs_(out, seed - (seed >> 63 << 64), stream, tag, rows.start, cols.start)  # the key as a signed integer
+    return out
+
+
+def _fill(out: Tensor, seed: int, stream: int, tag: int, row: int, col: int) -> None:
+    from .._triton import signs
+
+    signs.fill_signs_(out, seed, stream, tag, row, col)
+
+
+_fill_signs_ = define(
+    "fill_signs_(Tensor(a!) out, int seed, int stream, int tag, int row, int col) -> ()", _fill, lambda *args: None
+)

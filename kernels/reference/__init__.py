@@ -1,0 +1,15 @@
+"""Kernels in plain torch: the CPU path, and the ground truth every faster kernel is tested against."""
+
+from .hadamard import hadamard_transform
+from .philox import normal_block, philox_4x32, sign_block, uniform_block, word_block
+from .sketched import sketched_matmul
+
+__all__ = [
+    "hadamard_transform",
+    "normal_block",
+    "philox_4x32",
+    "sign_block",
+    "sketched_matmul",
+    "uniform_block",
+    "word_block",
+]

@@ -1,0 +1,31 @@
+"""The sketched product as four matrix products, in plain torch."""
+
+__all__ = ["sketched_matmul"]
+
+import torch
+from torch import Tensor
+
+
+def sketched_matmul(
+    x: Tensor,  # (rows, in)
+    S1: Tensor,  # (in, R)
+    U1: Tensor,  # (R, out)
+    S2: Tensor,  # (R, out)
+    U2: Tensor,  # (in, R)
+    bias: Tensor | None = None,  # (out,)
+    scale: float = 1.0,
+) -> Tensor:  # (rows, out)
+    """``scale (x S1 U1 + x U2 S2) + bias`` as four products, in an order autograd prices right.
+
+    Gradients of U1 and U2 are computed only if they require them, so fixed sketches cost no product backward.
+
+    Example:
+        >>> ones = torch.ones(2, 2)
+        >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5)
+        tensor([[4., 4.],
+                [4., 4.]])
+    """
+    left, right = x @ S1, x @ U2
+    if bias is None:
+        return torch.addmm((left * scale) @ U1, right, S2, alpha=scale)
+    return torch.addmm(torch.addmm(bias, left, U1, alpha=scale), right, S2, alpha=scale)

@@ -1,0 +1,28 @@
+"""Signs drawn by the Triton kernel are those of the reference, bit for bit."""
+
+import pytest
+import torch
+from panther.kernels import reference, sign_block
+
+CASES = [
+    (0, 0, 0, range(1), range(1)),
+    (2**63 - 1, 2**32 - 1, 0x10001, range(5, 40), range(100, 900)),
+    (2**64 - 1, 1, 9, range(17), range(127, 129)),
+    (12345678901234567, 7, 3, range(2**31 - 3, 2**31 + 3), range(128)),
+    (3, 1, 9, range(1), range(2**38, 2**38 + 200)),
+    (3, 1, 9, range(4), range(5, 5)),
+    (3, 1, 9, range(0), range(5)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_signs_are_the_references(device, case, dtype):
+    drawn = sign_block(*case, dtype=dtype, device=device)
+    assert drawn.device.type == device.type
+    assert torch.equal(drawn.cpu(), reference.sign_block(*case, dtype=dtype, device="cpu"))
+
+
+def test_operator_passes_opcheck(device):
+    out = torch.empty(3, 200, device=device)
+    torch.library.opcheck(torch.ops.panther.fill_signs_.default, (out, 5, 0, 1, 2, 130))
