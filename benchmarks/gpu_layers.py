@@ -1,0 +1,186 @@
+"""SKLinear and each way of computing it against nn.Linear, on a GPU, at the sizes it was designed for."""
+
+__all__ = ["sklinear_problems"]
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from gpu_timing import Alternative, Problem
+from torch import Tensor, nn
+
+from panther.nn import SKLinear
+
+SHAPES = ((8192, 1, 16), (4096, 2, 64))  # width, terms, rank
+BATCHES = (512, 8192, 1, 16)  # those with an aim of their own first
+PRECISIONS = (("bfloat16", "highest", "bfloat16"), ("float32", "high", "tf32"), ("float32", "highest", "float32"))
+_TINY_SHAPES, _TINY_BATCHES = ((256, 1, 4), (256, 2, 16)), (1, 3)
+
+Build = Callable[[], Problem]
+
+
+def sklinear_problems(device: str, tiny: bool = False) -> Iterator[tuple[dict[str, Any], Build]]:
+    """What to measure: the columns that say what it is, and a function that makes it."""
+    for dtype, precision, rate in PRECISIONS:
+        for backward in (False, True):
+            for width, terms, rank in _TINY_SHAPES if tiny else SHAPES:
+                for batch in _TINY_BATCHES if tiny else BATCHES:
+                    facts = {
+                        "case": f"{width}x{width} R {terms * rank} batch {batch}",
+                        "dtype": dtype,
+                        "precision": precision if dtype == "float32" else "",
+                        "direction": "forward+backward" if backward else "forward",
+                    }
+                    make = _training if backward else _inference
+                    arguments = (width, terms, rank, batch, getattr(torch, dtype), device, precision, rate)
+                    yield facts, lambda make=make, arguments=arguments: make(*arguments)  # type: ignore[misc]
+
+
+def _operands(
+    width: int, terms: int, rank: int, batch: int, dtype: torch.dtype, device: str, precision: str
+) -> tuple[nn.Linear, SKLinear, Tensor]:
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision(precision)
+    linear = nn.Linear(width, width, device=device, dtype=dtype)
+    layer = SKLinear(width, width, terms, rank, device=device, dtype=dtype)
+    return linear, layer, torch.randn(batch, width, device=device, dtype=dtype)
+
+
+def _inference(
+    width: int, terms: int, rank: int, batch: int, dtype: torch.dtype, device: str, precision: str, rate: str
+) -> Problem:
+    linear, layer, x = _operands(width, terms, rank, batch, dtype, device, precision)
+    size, R = x.element_size(), terms * rank
+    transfers = 2 * batch * width * size
+    flops = 8.0 * R * width * batch
+    weights = 4 * R * width * size + width * size
+    unsigned = layer.S1.nbytes + layer.S2.nbytes + width * size
+
+    def exact() -> list[Tensor]:
+        return [_exact(x.double(), layer)]
+
+    def sketched(call: Callable[[], Tensor], weight_bytes: float) -> Alternative:
+        def run() -> Tensor:
+            with torch.no_grad():
+                return call()
+
+        return Alternative(run, transfers + weight_bytes, flops, exact)
+
+    def exact_linear() -> list[Tensor]:
+        parameters = linear.weight.detach().double(), linear.bias.detach().double()
+        return [nn.functional.linear(x.double(), *parameters)]
+
+    def run_linear() -> Tensor:
+        with torch.no_grad():
+            return linear(x)
+
+    A, B = (t.detach() for t in (torch.cat((layer.S1, layer.U2), 1), torch.cat((layer.U1, layer.S2), 0)))
+    dense_bytes = transfers + linear.weight.nbytes + width * size
+    alternatives: dict[str, Alternative | str] = {
+        "nn.Linear": Alternative(run_linear, dense_bytes, 2.0 * width**2 * batch, exact_linear),
+        "SKLinear": sketched(lambda: layer(x), weights),
+        "gemm": sketched(lambda: torch.addmm(layer.bias, x @ A, B, alpha=layer.scale), weights),  # type: ignore[arg-type]
+    }
+    for name, path in (("fused", "fused_matmul"), ("pair", "pair_matmul")):
+        call = _kernel(path, x, layer)
+        alternatives[name] = call if isinstance(call, str) else sketched(call, weights)
+    packed = _packed(layer)
+    if isinstance(packed, str):
+        alternatives["SKLinear, packed"] = packed
+    else:
+        alternatives["SKLinear, packed"] = sketched(lambda: packed(x), unsigned + 2 * R * width / 8)
+    return Problem(alternatives, "nn.Linear", rate)
+
+
+def _kernel(path: str, x: Tensor, layer: SKLinear) -> Callable[[], Tensor] | str:
+    """A kernel's launcher with the layer's operands, or why it cannot be called."""
+    if x.device.type != "cuda":
+        return "the kernel runs on a GPU"
+    if path == "fused_matmul" and layer.S1.shape[1] > 64:
+        return "the fused kernel takes a rank of at most 64"
+    try:
+        launch = getattr(importlib.import_module("panther.kernels._triton.sketched"), path)
+    except (ImportError, AttributeError) as error:
+        return f"there is no such kernel: {error}"
+    operands = [t.detach() for t in (layer.S1, layer.U1, layer.S2, layer.U2, layer.bias)]  # type: ignore[union-attr]
+    return lambda: launch(x, *operands, layer.scale)[0]
+
+
+def _packed(layer: SKLinear) -> SKLinear | str:
+    """The same layer with packed signs, or why there is none."""
+    if not hasattr(SKLinear, "pack_") and "packed" not in inspect.signature(SKLinear.__init__).parameters:
+        return "SKLinear has no packed form in this version"
+    packed = copy.deepcopy(layer)
+    packed.pack_()  # type: ignore[operator]
+    return packed
+
+
+def _training(
+    width: int, terms: int, rank: int, batch: int, dtype: torch.dtype, device: str, precision: str, rate: str
+) -> Problem:
+    """Gradients of the input and of all that is trained."""
+    linear, layer, x = _operands(width, terms, rank, batch, dtype, device, precision)
+    x.requires_grad_()
+    grad = torch.randn_like(x)
+    size, R = x.element_size(), terms * rank
+    transfers = 5.0 * batch * width * size  # x, y and the gradient; then x again and its gradient
+    A, B = torch.cat((layer.S1, layer.U2), 1).detach(), torch.cat((layer.U1, layer.S2), 0).detach()
+    bias = layer.bias
+    # Trained factors are read twice and their gradients written; fixed sketches are read twice.
+    weights = 10 * R * width * size + 3 * width * size
+    flops = 20.0 * R * width * batch  # 8 forward, and backward 1.5 times that
+
+    def exact_layer() -> list[Tensor]:
+        leaves = [t.detach().double().requires_grad_() for t in (x, layer.S1, layer.S2, bias)]  # type: ignore[union-attr]
+        y = _product(leaves[0], leaves[1], layer.U1.double(), leaves[2], layer.U2.double(), leaves[3], layer.scale)
+        return list(torch.autograd.grad(y, leaves, grad.double()))
+
+    def exact_linear() -> list[Tensor]:
+        leaves = [t.detach().double().requires_grad_() for t in (x, linear.weight, linear.bias)]
+        return list(torch.autograd.grad(nn.functional.linear(*leaves), leaves, grad.double()))
+
+    def gemm() -> Sequence[Tensor]:
+        with torch.no_grad():
+            inner = x @ A
+            torch.addmm(bias, inner, B, alpha=layer.scale)  # type: ignore[arg-type]
+            dinner = (grad @ B.mT) * layer.scale
+            return (
+                dinner @ A.mT,
+                x.mT @ dinner[:, :R],
+                (inner[:, R:] * layer.scale).mT @ grad,
+                grad.sum(0),
+            )
+
+    leaves = [x, layer.S1, layer.S2, bias]
+    dense_leaves = [x, linear.weight, linear.bias]
+    dense_bytes = transfers + 3.0 * linear.weight.nbytes
+    alternatives: dict[str, Alternative | str] = {
+        "nn.Linear": Alternative(
+            lambda: torch.autograd.grad(linear(x), dense_leaves, grad),
+            dense_bytes,
+            6.0 * width**2 * batch,
+            exact_linear,
+        ),
+        "SKLinear": Alternative(
+            lambda: torch.autograd.grad(layer(x), leaves, grad),  # type: ignore[arg-type]
+            transfers + weights,
+            flops,
+            exact_layer,
+        ),
+        "gemm": Alternative(gemm, transfers + weights, flops, exact_layer),
+    }
+    return Problem(alternatives, "nn.Linear", rate)
+
+
+def _exact(x: Tensor, layer: SKLinear) -> Tensor:
+    S1, U1, S2, U2, bias = (t.detach().double() for t in (layer.S1, layer.U1, layer.S2, layer.U2, layer.bias))  # type: ignore[union-attr]
+    return _product(x, S1, U1, S2, U2, bias, layer.scale)
+
+
+def _product(
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor, scale: float
+) -> Tensor:  # (batch, out)
+    return scale * (x @ S1 @ U1 + x @ U2 @ S2) + bias
