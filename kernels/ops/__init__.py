@@ -1,6 +1,8 @@
 """The one dispatch: every operation chooses between Triton kernels and torch by its operands."""
 
+from .hadamard import hadamard_transform
 from .signs import sign_block
 from .sketched import sketched_matmul
+from .sparse import csr_matmul
 
-__all__ = ["sign_block", "sketched_matmul"]
+__all__ = ["csr_matmul", "hadamard_transform", "sign_block", "sketched_matmul"]

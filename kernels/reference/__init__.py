@@ -3,8 +3,11 @@
 from .hadamard import hadamard_transform
 from .philox import normal_block, philox_4x32, sign_block, uniform_block, word_block
 from .sketched import sketched_matmul
+from .sparse import csr_matmul, csr_tensor
 
 __all__ = [
+    "csr_matmul",
+    "csr_tensor",
     "hadamard_transform",
     "normal_block",
     "philox_4x32",

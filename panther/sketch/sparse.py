@@ -18,14 +18,15 @@ and entry :math:`p_i` is negative if :math:`w_{i+1}` is odd.
 __all__ = ["Axis", "SparseSketch"]
 
 import math
-import warnings
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from panther.errors import ShapeError, check_size
-from panther.kernels import word_block
+from panther.kernels import csr_matmul, word_block
+from panther.kernels._backend import use_triton
+from panther.kernels.reference import csr_tensor
 from panther.sketch.operator import SketchingOperator
 from panther.sketch.streams import Kind, tag
 
@@ -35,7 +36,6 @@ _VEC_NNZ = 4
 _SLAB = 1 << 20
 # Columns of a part of S: as many rows of A stay in a CPU's cache while the part goes over them (1.2 to 5 times faster).
 _PART = 4096
-_csr_allowed = False
 
 
 class Axis(StrEnum):
@@ -74,7 +74,8 @@ class SparseSketch(SketchingOperator):
 
     Cost: with ``nnz = vec_nnz m`` (``vec_nnz d`` along the long axis), ``(vec_nnz + 1) / 4`` Philox calls a column or
     row, rounded up, and a sort to draw, ``2 nnz n`` flops to apply to an (m, n) matrix, where a dense sketch takes
-    ``2 d m n``; ``vec_nnz nnz(A)`` if A is sparse. ``A @ S.T`` is slower than ``S @ A`` by transposing A.
+    ``2 d m n``; ``vec_nnz nnz(A)`` if A is sparse. On a CPU ``A @ S.T`` is slower than ``S @ A`` by
+    transposing A; on a GPU :func:`~panther.kernels.csr_matmul` takes both, with the same result every time.
 
     Example:
         >>> S = SparseSketch(100, 10_000, seed=0)
@@ -161,10 +162,20 @@ class SparseSketch(SketchingOperator):
 
     def _csr(self, transposed: bool = False) -> Tensor:
         """S, or its transpose, in the format whose products are fastest; in float32 at least."""
-        count = self.shape[1] if self._by_column else self.shape[0]
-        return self._keep(
-            "transposed" if transposed else "matrix", lambda: (self._draw_csr(range(count), transposed),)
-        )[0]
+        name = "transposed" if transposed else "matrix"
+        return self._keep(name, lambda: (csr_tensor(*self._draw_csr(self._vectors(), transposed)),))[0]
+
+    def _gathered(self, transposed: bool) -> tuple[Tensor, ...]:
+        """The same as starts, index and value, the index in 32 bits: with few columns, reading it is the cost."""
+
+        def draw() -> tuple[Tensor, ...]:
+            starts, index, value, _ = self._draw_csr(self._vectors(), transposed)
+            return starts, index.to(torch.int32), value
+
+        return self._keep("gathered, transposed" if transposed else "gathered", draw)
+
+    def _vectors(self) -> range:
+        return range(self.shape[1] if self._by_column else self.shape[0])
 
     def _parts(self) -> tuple[Tensor, ...]:
         """S, in groups of columns where these have the entries, so that a product reads A's rows from memory once."""
@@ -173,9 +184,10 @@ class SparseSketch(SketchingOperator):
         if not self._by_column or m <= width:
             return (self._csr(),)
         groups = [range(start, min(start + width, m)) for start in range(0, m, width)]
-        return self._keep("parts", lambda: tuple(self._draw_csr(group, False) for group in groups))
+        return self._keep("parts", lambda: tuple(csr_tensor(*self._draw_csr(group, False)) for group in groups))
 
-    def _draw_csr(self, vectors: range, transposed: bool) -> Tensor:
+    def _draw_csr(self, vectors: range, transposed: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+        """Starts, index, value and shape."""
         position, value = self._entries(vectors)
         position, order = position.sort(dim=1)
         value = value.gather(1, order).mul_(self._value()).flatten()
@@ -189,14 +201,20 @@ class SparseSketch(SketchingOperator):
             ordered, order = position.to(torch.int32).sort(stable=True)
             starts = torch.searchsorted(ordered, torch.arange(self._length + 1, dtype=torch.int32, device=self.device))
             index, value = order // max(self.vec_nnz, 1), value[order]
-        _allow_csr()
-        return torch.sparse_csr_tensor(starts, index, value, shape, device=self.device, check_invariants=False)
+        return starts, index, value, shape
 
     def _apply(self, A: Tensor) -> Tensor:
-        return _csr_product(self._parts(), A) if self.nnz and A.numel() else self._nothing(A, self.shape[0])
+        return self._product(A, False)
 
     def _apply_transposed(self, A: Tensor) -> Tensor:
-        return _csr_product((self._csr(True),), A) if self.nnz and A.numel() else self._nothing(A, self.shape[1])
+        return self._product(A, True)
+
+    def _product(self, A: Tensor, transposed: bool) -> Tensor:
+        if not (self.nnz and A.numel()):
+            return A.new_zeros(*A.shape[:-2], self.shape[transposed], A.shape[-1])
+        if _gathers(A.device):
+            return csr_matmul(*self._gathered(transposed), A)
+        return _csr_product((self._csr(True),) if transposed else self._parts(), A)
 
     def _apply_to_sparse(self, A: Tensor) -> Tensor:
         return _sparse_product(self._csr(), A)
@@ -204,8 +222,11 @@ class SparseSketch(SketchingOperator):
     def _apply_transposed_to_sparse(self, A: Tensor) -> Tensor:
         return _sparse_product(self._csr(True), A)
 
-    def _nothing(self, A: Tensor, rows: int) -> Tensor:
-        return A.new_zeros(*A.shape[:-2], rows, A.shape[-1])
+
+@torch.compiler.assume_constant_result
+def _gathers(device: torch.device) -> bool:
+    """Whether products on the device are the kernel's; compiled code takes the answer as it is when compiling."""
+    return use_triton("SparseSketch", device)
 
 
 def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
@@ -224,14 +245,3 @@ def _sparse_product(matrix: Tensor, A: Tensor) -> Tensor:
     if not matrix._nnz() or not A._nnz():
         return torch.zeros(matrix.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
     return torch.sparse.mm(matrix.to_sparse_coo().to(A.dtype), A).to_dense()
-
-
-def _allow_csr() -> None:
-    """Hear out torch's remark, made once a process, that its CSR layout is in beta state."""
-    global _csr_allowed
-    if not _csr_allowed:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support", category=UserWarning)
-            none = torch.zeros(1, dtype=torch.int64, device="cpu")
-            torch.sparse_csr_tensor(none, none[:0], none[:0], (0, 1), check_invariants=False)
-        _csr_allowed = True

@@ -28,9 +28,10 @@ class SRHT(SketchingOperator):
     d and m; for d = N the sketch is an isometry. Some n columns, the first of the identity say, need d of the order of
     n log n. Arguments and errors are those of :class:`~panther.sketch.SketchingOperator`.
 
-    Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; ``8 N log2(N) n`` flops, as products with small
-    Hadamard matrices, to apply to an (m, n) matrix, and three times N n numbers of memory. Half precision is computed
-    in float32.
+    Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; to apply to an (m, n) matrix, ``8 N log2(N) n``
+    flops in products with small Hadamard matrices, or ``N log2(N) n`` by the kernel of
+    :func:`~panther.kernels.hadamard_transform` on a GPU, and three times N n numbers of memory. Half precision is
+    computed in float32.
 
     Example:
         >>> S = SRHT(100, 1000, seed=0)

@@ -1,0 +1,69 @@
+"""A sparse matrix in CSR times a dense one, by gathering: no atomics, so the same result every time.
+
+A program owns a tile of the output. Of each of its rows it takes the next K entries at once, gathers as many rows of
+the dense matrix, and adds the products up K by K, and the K sums at the end. K is near the average number of entries a
+row, which fills the machine alike where few rows have many entries (a sketch) and where many have few (its transpose).
+Tiles are chosen by size and not by tuning: another tile would add in another order.
+"""
+
+__all__ = ["csr_matmul"]
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Products that a program, of 4 warps, takes at once, all in flight together.
+_TILE = 1024
+# Bytes of a row that a tile spans: a cache line, so that all rows of a slab of columns stay in the second-level cache.
+_LINE, _SECTOR = 128, 32
+
+
+@triton.jit
+def _csr_matmul_kernel(
+    starts, index, value, A, out, rows, columns, stride_b, stride_m, stride_n, row_tiles, column_tiles,
+    ROWS: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    # Rows vary fastest: programs that run together gather from the same columns.
+    pid = tl.program_id(0)
+    b = (pid // row_tiles // column_tiles).to(tl.int64)
+    r = (pid % row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = (pid // row_tiles % column_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
+    first = tl.load(starts + r, mask=r < rows, other=0)
+    last = tl.load(starts + r + 1, mask=r < rows, other=0)
+    dense = A + b * stride_b + (c * stride_n)[None, None, :]
+    acc = tl.zeros((ROWS, K, COLS), dtype=ACC)
+    for step in range(0, tl.max((last - first).to(tl.int32), axis=0), K):
+        k = first[:, None] + step + tl.arange(0, K)[None, :]
+        held = k < last[:, None]
+        m = tl.load(index + k, mask=held, other=0).to(tl.int64)
+        v = tl.load(value + k, mask=held, other=0.0).to(ACC)
+        mask = held[:, :, None] & (c < columns)[None, None, :]
+        acc += v[:, :, None] * tl.load(dense + (m * stride_m)[:, :, None], mask=mask, other=0.0).to(ACC)
+    total = tl.sum(acc, axis=1).to(out.dtype.element_ty)
+    target = (b * rows + r)[:, None] * columns + c[None, :]
+    tl.store(out + target, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
+
+
+def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor:  # (*batch, d, n)
+    """:func:`panther.kernels.csr_matmul`; all but A contiguous."""
+    rows, (m, n) = starts.numel() - 1, A.shape[-2:]
+    out = torch.empty(*A.shape[:-2], rows, n, dtype=A.dtype, device=A.device)
+    if not out.numel():
+        return out
+    if not index.numel():
+        return out.zero_()
+    source = A.reshape(-1, m, n)
+    stride_b, stride_m, stride_n = source.stride()
+    # Where a row's neighbours are far apart, gathering is by the entry, and only what is written spans a sector.
+    span = (_LINE if stride_n == 1 else _SECTOR) // A.element_size()
+    COLS = min(triton.next_power_of_2(n), span)
+    K = min(triton.next_power_of_2(triton.cdiv(index.numel(), rows)), _TILE // COLS)
+    ROWS = _TILE // COLS // K
+    row_tiles, column_tiles = triton.cdiv(rows, ROWS), triton.cdiv(n, COLS)
+    double = torch.float64 in (A.dtype, value.dtype)
+    _csr_matmul_kernel[(row_tiles * column_tiles * source.shape[0],)](
+        starts, index, value, source, out, rows, n, stride_b, stride_m, stride_n, row_tiles, column_tiles,
+        ROWS=ROWS, K=K, COLS=COLS, ACC=tl.float64 if double else tl.float32,
+    )  # fmt: skip
+    return out

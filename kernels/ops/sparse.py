@@ -1,0 +1,92 @@
+"""Sparse times dense, by a Triton kernel that gathers on a GPU and by torch's CSR product elsewhere."""
+
+__all__ = ["csr_matmul"]
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._backend import use_triton
+from ._library import define
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def csr_matmul(
+    starts: Tensor,  # (d + 1,)
+    index: Tensor,  # (nnz,)
+    value: Tensor,  # (nnz,)
+    A: Tensor,  # (*batch, m, n)
+) -> Tensor:  # (*batch, d, n)
+    r"""``S @ A`` for a sparse S of shape (d, m) in compressed sparse row format, the same every time.
+
+    Row i of the result is :math:`\sum_k \mathrm{value}_k A_{\mathrm{index}_k}` over k from ``starts[i]`` up to
+    ``starts[i + 1]``, a gather without atomics. With a few random signs in every column of S this applies a sparse
+    Johnson-Lindenstrauss transform (D. M. Kane and J. Nelson, J. ACM 61, 2014, doi:10.1145/2559902).
+
+    Args:
+        starts: Where each row's entries begin, and their number at the end; int64 or int32, from 0, ascending.
+        index: Column of each entry, in ``[0, m)``, int64 or int32. It is not checked.
+        value: The entries, float32 or float64.
+        A: Floating, strided as it may be: ``x.mT`` is not copied by the kernel.
+
+    Returns:
+        A contiguous tensor of shape ``(*batch, d, n)`` in the dtype of A, summed in float32, or in float64 where A or
+        the entries are.
+
+    Raises:
+        ValueError: If A has fewer than two dimensions, or the others do not have one.
+        NotImplementedError: If it is differentiated backward. The gradient, :math:`S^T` times that of the result, needs
+            the transpose in this format: :class:`panther.sketch.SparseSketch`, which has it, is differentiable.
+
+    Cost: ``2 nnz n`` flops. On a GPU each entry gathers one row of A, from the second-level cache if a slab of A, of m
+    rows of 128 bytes, stays there; from memory A is then read once.
+
+    Example:
+        >>> starts, index = torch.tensor([0, 2, 2]), torch.tensor([0, 2])
+        >>> csr_matmul(starts, index, torch.tensor([1.0, -1.0]), torch.tensor([[5.0], [6.0], [7.0]]))
+        tensor([[-2.],
+                [ 0.]])
+    """
+    if A.ndim < 2:
+        raise ValueError(f"csr_matmul takes A of shape (*batch, m, n), not {tuple(A.shape)}: use A[:, None]")
+    if not starts.ndim == index.ndim == value.ndim == 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in (starts, index, value))
+        raise ValueError(f"starts, index and value of csr_matmul must have one dimension, and have shapes {shapes}")
+    return _csr_matmul(starts, index, value, A)
+
+
+def _multiply(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor:
+    refusal = None if A.dtype in _DTYPES else f"takes float64, float32, float16 and bfloat16, not {A.dtype}"
+    if not use_triton("csr_matmul", A.device, refusal):
+        return reference.csr_matmul(starts, index, value, A)
+    from .._triton import sparse
+
+    return sparse.csr_matmul(starts.contiguous(), index.contiguous(), value.contiguous(), A)
+
+
+def _fake(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor:
+    return A.new_empty(*A.shape[:-2], starts.shape[0] - 1, A.shape[-1])
+
+
+def _backward(ctx: Any, grad: Tensor) -> Any:
+    raise NotImplementedError(
+        "csr_matmul has no backward, for which it would need the transpose of S in CSR: use panther.sketch.SparseSketch"
+    )
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Any:
+    if any(dim is not None for dim in in_dims[:3]):
+        raise NotImplementedError("csr_matmul is batched over A alone, not over sparse matrices: map A, or loop")
+    return _csr_matmul(starts, index, value, A.movedim(in_dims[3], 0)), 0
+
+
+_csr_matmul = define(
+    "csr_matmul(Tensor starts, Tensor index, Tensor value, Tensor A) -> Tensor",
+    _multiply,
+    _fake,
+    backward=_backward,
+    vmap=_vmap,
+)
