@@ -1,4 +1,8 @@
-"""SKLinear and each way of computing it against nn.Linear, on a GPU, at the sizes it was designed for."""
+"""SKLinear and each path it may take against nn.Linear, on a GPU, at the sizes it was designed for.
+
+*SKLinear* takes the path that the dispatch chooses; *chain*, *joined*, *pair* and *fused* are forced. *optimum* is two
+library products on factors that were joined beforehand.
+"""
 
 __all__ = ["sklinear_problems"]
 
@@ -17,6 +21,8 @@ from panther.nn import SKLinear
 SHAPES = ((8192, 1, 16), (4096, 2, 64))  # width, terms, rank
 BATCHES = (512, 8192, 1, 16)  # those with an aim of their own first
 PRECISIONS = (("bfloat16", "highest", "bfloat16"), ("float32", "high", "tf32"), ("float32", "highest", "float32"))
+PATHS = ("chain", "joined", "pair", "fused")
+_MAX_FUSED_RANK = 64
 _TINY_SHAPES, _TINY_BATCHES = ((256, 1, 4), (256, 2, 16)), (1, 3)
 
 Build = Callable[[], Problem]
@@ -78,35 +84,45 @@ def _inference(
             return linear(x)
 
     A, B = (t.detach() for t in (torch.cat((layer.S1, layer.U2), 1), torch.cat((layer.U1, layer.S2), 0)))
+    bias, scale = layer.bias, layer.scale
     dense_bytes = transfers + linear.weight.nbytes + width * size
     alternatives: dict[str, Alternative | str] = {
         "nn.Linear": Alternative(run_linear, dense_bytes, 2.0 * width**2 * batch, exact_linear),
         "SKLinear": sketched(lambda: layer(x), weights),
-        "gemm": sketched(lambda: torch.addmm(layer.bias, x @ A, B, alpha=layer.scale), weights),  # type: ignore[arg-type]
+        "optimum": sketched(lambda: torch.addmm(bias, x @ A, B, alpha=scale), weights),  # type: ignore[arg-type]
     }
-    for name, path in (("fused", "fused_matmul"), ("pair", "pair_matmul")):
-        call = _kernel(path, x, layer)
-        alternatives[name] = call if isinstance(call, str) else sketched(call, weights)
+    for path in PATHS:
+        taken = _on_path(path, lambda: layer(x), R, device)
+        alternatives[path] = taken if isinstance(taken, str) else sketched(taken, weights)
     packed = _packed(layer)
-    if isinstance(packed, str):
-        alternatives["SKLinear, packed"] = packed
-    else:
-        alternatives["SKLinear, packed"] = sketched(lambda: packed(x), unsigned + 2 * R * width / 8)
+    for path in ("", "pair", "fused"):
+        name = f"{path or 'SKLinear'}, packed"
+        if isinstance(packed, str):
+            alternatives[name] = packed
+            continue
+        taken = _on_path(path, lambda: packed(x), R, device)
+        alternatives[name] = taken if isinstance(taken, str) else sketched(taken, unsigned + 2 * R * width / 8)
     return Problem(alternatives, "nn.Linear", rate)
 
 
-def _kernel(path: str, x: Tensor, layer: SKLinear) -> Callable[[], Tensor] | str:
-    """A kernel's launcher with the layer's operands, or why it cannot be called."""
-    if x.device.type != "cuda":
-        return "the kernel runs on a GPU"
-    if path == "fused_matmul" and layer.S1.shape[1] > 64:
-        return "the fused kernel takes a rank of at most 64"
+def _on_path(path: str, call: Callable[[], Any], R: int, device: str) -> Callable[[], Any] | str:
+    """The call with its sketched products forced onto a path, or why that cannot be."""
+    if path in ("pair", "fused") and device != "cuda":
+        return "this path runs on a GPU"
+    if path == "fused" and R > _MAX_FUSED_RANK:
+        return f"this path takes a rank of at most {_MAX_FUSED_RANK}"
+    if not path:
+        return call
     try:
-        launch = getattr(importlib.import_module("panther.kernels._triton.sketched"), path)
-    except (ImportError, AttributeError) as error:
-        return f"there is no such kernel: {error}"
-    operands = [t.detach() for t in (layer.S1, layer.U1, layer.S2, layer.U2, layer.bias)]  # type: ignore[union-attr]
-    return lambda: launch(x, *operands, layer.scale)[0]
+        using_path = importlib.import_module("panther.kernels.ops._crossover").using_path
+    except (ImportError, AttributeError):
+        return "this version cannot force a path"
+
+    def forced() -> Any:
+        with using_path(path):
+            return call()
+
+    return forced
 
 
 def _packed(layer: SKLinear) -> SKLinear | str:
@@ -142,7 +158,7 @@ def _training(
         leaves = [t.detach().double().requires_grad_() for t in (x, linear.weight, linear.bias)]
         return list(torch.autograd.grad(nn.functional.linear(*leaves), leaves, grad.double()))
 
-    def gemm() -> Sequence[Tensor]:
+    def optimum() -> Sequence[Tensor]:
         with torch.no_grad():
             inner = x @ A
             torch.addmm(bias, inner, B, alpha=layer.scale)  # type: ignore[arg-type]
@@ -170,8 +186,13 @@ def _training(
             flops,
             exact_layer,
         ),
-        "gemm": Alternative(gemm, transfers + weights, flops, exact_layer),
+        "optimum": Alternative(optimum, transfers + weights, flops, exact_layer),
     }
+    for path in PATHS:
+        taken = _on_path(path, lambda: torch.autograd.grad(layer(x), leaves, grad), R, device)  # type: ignore[arg-type]
+        alternatives[path] = (
+            taken if isinstance(taken, str) else Alternative(taken, transfers + weights, flops, exact_layer)
+        )
     return Problem(alternatives, "nn.Linear", rate)
 
 

@@ -59,7 +59,7 @@ def test_rehearsal_goes_through_every_section(tmp_path):
     assert [row for row in rows if row["status"] == "failed"] == []
     assert all(row["commit"] == "abc" and row["torch"] and row["date"] and row["card"] for row in rows)
     timed = [row for row in rows if row["time_us"]]
-    assert {row["alternative"] for row in timed} >= {"nn.Linear", "SKLinear", "gemm", "SDPA", "panther", "torch CSR"}
+    assert {row["alternative"] for row in timed} >= {"nn.Linear", "SKLinear", "optimum", "SDPA", "panther", "torch CSR"}
     assert {row["direction"] for row in timed if row["section"] == "sklinear"} == {"forward", "forward+backward"}
     for row in timed:
         assert float(row["time_us"]) > 0

@@ -1,0 +1,126 @@
+"""The launches that :mod:`kernel_resources` compiles: together they reach every kernel and every configuration of it.
+
+A case is a name and a call of a launcher on meta tensors of a given dtype, whose shapes decide what is specialised and
+which configurations are left after pruning. One line a case; the first to reach a kernel is that kernel's quick case.
+"""
+
+__all__ = ["CASES", "Case"]
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from panther.kernels._triton import attention, hadamard, signs, sketched, sparse
+from torch import Tensor
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+Launch = Callable[[torch.dtype], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to launch."""
+
+    name: str
+    launch: Launch
+    dtypes: tuple[torch.dtype, ...] = (BF16, F32)
+    precisions: tuple[str, ...] = ("highest", "high")
+    """Of float32 products, where there are any."""
+
+    def variants(self) -> list[tuple[torch.dtype, str]]:
+        """Each dtype with each of torch's float32 matmul precisions that changes anything."""
+        return [(t, precision) for t in self.dtypes for precision in self.precisions[: None if t is F32 else 1]]
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory; its pointer counts as aligned, as those of torch's allocator are."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def factors(rows: int, width: int, R: int, signs: str, dtype: torch.dtype, odd: int = 0) -> tuple[Any, ...]:
+    """Arguments of a sketched product, its signs ``"dense"``, ``"packed"`` or ``"drawn"``; ``odd`` spoils alignment."""
+    K, N = width + odd, width + 2 * odd
+    U = {
+        "dense": (meta(R, N, dtype=dtype), meta(K, R, dtype=dtype)),
+        "packed": (meta(R, -(-N // 32), dtype=torch.int32), meta(R, -(-K // 32), dtype=torch.int32)),
+        "drawn": (meta(3, dtype=torch.int64), meta(3, dtype=torch.int64)),
+    }[signs]
+    bias = None if odd else meta(N, dtype=dtype)
+    return meta(rows, K, dtype=dtype), meta(K, R, dtype=dtype), U[0], meta(R, N, dtype=dtype), U[1], bias, 0.5
+
+
+def fused(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> Launch:
+    return lambda t: sketched.fused_matmul(*factors(rows, width, R, signs, t, odd))
+
+
+def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> Launch:
+    return lambda t: sketched.pair_matmul(*factors(rows, width, R, signs, t, odd))
+
+
+def attend(D: int, E: int, scaled: bool = False) -> Launch:
+    """Causal linear attention, forward and backward."""
+
+    def launch(t: torch.dtype) -> None:
+        q, v = meta(16, 4096, D, dtype=t), meta(16, 4096, E, dtype=t)
+        c = meta(16, 4096, dtype=F32) if scaled else None
+        y, den = attention.attention_forward(q, q, v, c)
+        attention.attention_backward(v, q, q, v, c, y, den)
+
+    return launch
+
+
+def transform(N: int, columns: int, batch: int = 4096) -> Launch:
+    return lambda t: hadamard.hadamard_transform(meta(batch, N, columns, dtype=t))
+
+
+def gather(m: int, n: int, d: int, vec_nnz: int, transposed: bool = False) -> Launch:
+    """A sparse sketch; its entries are float64 where the other operand is."""
+
+    def launch(t: torch.dtype) -> None:
+        A = meta(n, m, dtype=t).mT if transposed else meta(m, n, dtype=t)
+        index = meta(vec_nnz * m, dtype=torch.int64)
+        value = meta(vec_nnz * m, dtype=torch.float64 if t is torch.float64 else F32)
+        sparse.csr_matmul(meta(d + 1, dtype=torch.int64), index, value, A)
+
+    return launch
+
+
+FULL = ("highest",)  # the precision that takes more registers
+ALL = (BF16, F16, F32)
+
+CASES = [
+    Case("signs", lambda t: signs.fill_signs_(meta(100, 1000, dtype=t), 5, 0, 3, 2**40, 0), ALL, FULL),
+    Case("fused R 64", fused(8192, 8192, 64)),
+    Case("fused R 64, packed", fused(8192, 8192, 64, "packed"), precisions=FULL),
+    Case("fused R 64, drawn", fused(8192, 8192, 64, "drawn"), precisions=FULL),
+    Case("fused R 16", fused(8192, 8192, 16), precisions=FULL),
+    Case("fused R 16, packed", fused(8192, 8192, 16, "packed"), precisions=FULL),
+    Case("fused R 16, drawn", fused(8192, 8192, 16, "drawn"), precisions=FULL),
+    Case("fused R 33, odd sizes", fused(100, 1000, 33, odd=1), ALL, FULL),
+    Case("pair batch 1", pair(1, 8192, 16)),
+    Case("pair batch 1, packed", pair(1, 8192, 16, "packed"), precisions=FULL),
+    Case("pair batch 1, drawn", pair(1, 8192, 16, "drawn"), precisions=FULL),
+    Case("pair batch 64, R 64", pair(64, 8192, 64)),
+    Case("pair batch 16, R 128", pair(16, 4096, 128)),
+    Case("pair batch 64, R 128, packed", pair(64, 4096, 128, "packed"), precisions=FULL),
+    Case("pair batch 64, R 128, drawn", pair(64, 4096, 128, "drawn"), precisions=FULL),
+    Case("pair R 33, odd sizes", pair(3, 1000, 33, odd=1), ALL, FULL),
+    Case("attention D 64", attend(64, 64)),
+    Case("attention D 64, scaled", attend(64, 64, scaled=True), precisions=FULL),
+    Case("attention D 128", attend(128, 128), (BF16,)),
+    Case("attention D 256, scaled", attend(256, 256, scaled=True), precisions=FULL),
+    Case("attention D 33 E 17, scaled", attend(33, 17, scaled=True), (F16,)),
+    Case("hadamard 2^10", transform(1 << 10, 1), ALL, FULL),
+    Case("hadamard 2^3", transform(1 << 3, 1), precisions=FULL),
+    Case("hadamard 2^14", transform(1 << 14, 1), precisions=FULL),
+    Case("hadamard 2^20", transform(1 << 20, 1, batch=16), precisions=FULL),
+    Case("hadamard 2^20 of 64 columns", transform(1 << 20, 64, batch=1), precisions=FULL),
+    Case("hadamard 2^10 of 7 columns", transform(1 << 10, 7), precisions=FULL),
+    Case("sparse sketch", gather(65536, 512, 1024, 4), (BF16, F32, F16, torch.float64), FULL),
+    Case("sparse sketch, transpose", gather(65536, 512, 1024, 4, transposed=True), precisions=FULL),
+    Case("sparse sketch of a vector", gather(65536, 1, 1024, 4), precisions=FULL),
+    Case("sparse sketch, few entries a row", gather(1024, 512, 65536, 4), precisions=FULL),
+]
