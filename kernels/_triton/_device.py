@@ -1,6 +1,14 @@
 """What the kernels must know of the device they are compiled for, and how they are tuned to it."""
 
-__all__ = ["INTERPRETED", "autotuned", "dot_operand", "dot_precision", "multiprocessors", "shared_memory"]
+__all__ = [
+    "INTERPRETED",
+    "autotuned",
+    "dot_operand",
+    "dot_precision",
+    "multiprocessors",
+    "pipeline_stages",
+    "shared_memory",
+]
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,6 +45,12 @@ def dot_precision(dtype: torch.dtype) -> str:
 def multiprocessors(device: torch.device) -> int:
     """How many there are: what a grid should fill."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def pipeline_stages(stages: int) -> int:
+    """Depth of the software pipeline, ``stages`` on NVIDIA's GPUs and less on AMD's, whose shared memory is small."""
+    hip = not INTERPRETED.value and triton.runtime.driver.active.get_current_target().backend == "hip"
+    return min(stages, 2) if hip else stages
 
 
 def shared_memory() -> int:

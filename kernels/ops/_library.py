@@ -1,11 +1,12 @@
 """Registration of Panther's operators with torch, under the namespace ``panther``."""
 
-__all__ = ["define"]
+__all__ = ["define", "needs_torch"]
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("panther", "DEF")
 _AUTOCAST = {"AutocastCUDA": "cuda", "AutocastCPU": "cpu"}
@@ -37,7 +38,7 @@ def define(
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _on_its_device(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"panther::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"panther::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
@@ -48,6 +49,23 @@ def define(
         for key, device in _AUTOCAST.items():
             _LIBRARY.impl(name, _casting(operator, key, device), key)
     return operator
+
+
+def needs_torch() -> bool:
+    """Whether derivatives are being taken that operators of a library do not have: forward ones, and torch.func's."""
+    return forward_ad._current_level >= 0 or (torch._C._are_functorch_transforms_active() and torch.is_grad_enabled())
+
+
+def _on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, wherever the operands are."""
+
+    def call(first: torch.Tensor, *args: Any) -> Any:
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                return implementation(first, *args)
+        return implementation(first, *args)
+
+    return call
 
 
 def _casting(operator: Any, key: str, device: str) -> Callable[..., Any]:

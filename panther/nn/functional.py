@@ -54,10 +54,6 @@ def sketched_linear(
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x, S1, U1, S2, U2, bias = (_autocast(tensor) for tensor in (x, S1, U1, S2, U2, bias))  # type: ignore[assignment]
     _check(x, S1, U1, S2, U2, bias)
-    if x.dtype is torch.float16 and scale != 1.0:
-        # Products with signs grow with the square root of the width, and float16 ends at 65,504. It ends at 6e-8 too,
-        # so the signs are scaled and not the input.
-        U1, U2, scale = U1 * scale, U2 * scale, 1.0
     if x.is_nested:
         # Nested tensors support linear, and little else of what is needed here.
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)

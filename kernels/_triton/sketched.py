@@ -1,0 +1,330 @@
+"""The sketched product ``scale x [S1 | U2] [U1 ; S2] + bias``, as one kernel or two.
+
+*Fused*, for many rows and a small rank: a program owns some rows, keeps their ``x [S1 | U2]`` in registers, and goes on
+to the output, so that x is read once and nothing but the output written. *Pair*, for few rows: what counts is to read
+the factors with the whole device, so the first kernel splits the input features over programs, and the second adds the
+parts in a fixed order, without atomics, before the outer product.
+
+The signs U1 and U2 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both; or
+drawn in registers from the stream that an int64 tensor (seed, stream, tag) names; these two contiguous.
+"""
+
+__all__ = ["fused_matmul", "pair_matmul"]
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import autotuned, dot_operand, dot_precision, multiprocessors, pipeline_stages
+from .signs import draw_tile, expand
+
+_MAX_RANK_TILE = 64
+# Ranks that one float32 product takes: three TF32 products keep twice the tiles, and more would spill registers.
+_SINGLE_SLICE = 32
+_FORMS = {torch.int32: 1, torch.int64: 2}
+DENSE, PACKED, DRAWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _input_signs(
+    U2, k0, r0, K, R, stride_k, stride_r, like, BK: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr
+):  # fmt: skip
+    """Tile (BK, RP) of the signs on the input side."""
+    k = k0 + tl.arange(0, BK)
+    r = r0 + tl.arange(0, RP)
+    if SIGNS == DENSE:
+        inside = (k[:, None] < K) & (r[None, :] < R)
+        tile = tl.load(U2 + k[:, None].to(tl.int64) * stride_k + r[None, :] * stride_r, mask=inside, other=0.0)
+    elif SIGNS == PACKED:
+        w = k0 // 32 + tl.arange(0, BK // 32)
+        inside = (w[None, :] * 32 < K) & (r[:, None] < R)
+        words = tl.load(U2 + r[:, None].to(tl.int64) * tl.cdiv(K, 32) + w[None, :], mask=inside, other=0)
+        tile = tl.trans(expand(words, RP, BK // 32))
+    else:
+        tile = draw_tile(tl.load(U2), tl.load(U2 + 1), tl.load(U2 + 2), k0, r0, BK, RP)
+    return tile.to(like)
+
+
+@triton.jit
+def _output_signs(
+    U1, n0, r0, N, R, stride_r, stride_n, like, BN: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr
+):  # fmt: skip
+    """Tile (RP, BN) of the signs on the output side."""
+    n = n0 + tl.arange(0, BN)
+    r = r0 + tl.arange(0, RP)
+    if SIGNS == DENSE:
+        inside = (r[:, None] < R) & (n[None, :] < N)
+        tile = tl.load(U1 + r[:, None].to(tl.int64) * stride_r + n[None, :] * stride_n, mask=inside, other=0.0)
+    elif SIGNS == PACKED:
+        w = n0 // 32 + tl.arange(0, BN // 32)
+        inside = (w[None, :] * 32 < N) & (r[:, None] < R)
+        words = tl.load(U1 + r[:, None].to(tl.int64) * tl.cdiv(N, 32) + w[None, :], mask=inside, other=0)
+        tile = expand(words, RP, BN // 32)
+    else:
+        tile = draw_tile(tl.load(U1), tl.load(U1 + 1), tl.load(U1 + 2), r0, n0, RP, BN)
+    return tile.to(like)
+
+
+@triton.jit
+def _inner_tile(
+    x, S1, U2, m, k_start, k_stop, r0, M, K, R,
+    sx_m, sx_k, s1_k, s1_r, u2_k, u2_r,
+    BM: tl.constexpr, BK: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``x S1`` and ``x U2`` over the input features from ``k_start`` to ``k_stop``, each (BM, RP), in float32."""
+    r = r0 + tl.arange(0, RP)
+    left = tl.zeros((BM, RP), tl.float32)
+    right = tl.zeros((BM, RP), tl.float32)
+    for k0 in range(k_start, k_stop, BK):
+        k = k0 + tl.arange(0, BK)
+        x_inside = (m[:, None] < M) & (k[None, :] < K)
+        a = tl.load(x + m[:, None].to(tl.int64) * sx_m + k[None, :] * sx_k, mask=x_inside, other=0.0)
+        s_inside = (k[:, None] < K) & (r[None, :] < R)
+        s = tl.load(S1 + k[:, None].to(tl.int64) * s1_k + r[None, :] * s1_r, mask=s_inside, other=0.0)
+        u = _input_signs(U2, k0, r0, K, R, u2_k, u2_r, a.dtype, BK, RP, SIGNS)
+        a = dot_operand(a)
+        left = tl.dot(a, dot_operand(s), left, input_precision=PRECISION)
+        right = tl.dot(a, dot_operand(u), right, input_precision=PRECISION)
+    return left, right
+
+
+@triton.jit
+def _outer_tile(
+    left, right, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n,
+    BN: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``acc + left U1 + right S2`` for the output features from ``n0``."""
+    n = n0 + tl.arange(0, BN)
+    r = r0 + tl.arange(0, RP)
+    inside = (r[:, None] < R) & (n[None, :] < N)
+    s = tl.load(S2 + r[:, None].to(tl.int64) * s2_r + n[None, :] * s2_n, mask=inside, other=0.0)
+    u = _output_signs(U1, n0, r0, N, R, u1_r, u1_n, left.dtype, BN, RP, SIGNS)
+    acc = tl.dot(dot_operand(left), dot_operand(u), acc, input_precision=PRECISION)
+    return tl.dot(dot_operand(right), dot_operand(s), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _bias_tile(bias, n0, N, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr):
+    acc = tl.zeros((BM, BN), tl.float32)
+    if HAS_BIAS:
+        n = n0 + tl.arange(0, BN)
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _store_inner(inner, left, right, m, r0, M, R, RP: tl.constexpr):
+    r = r0 + tl.arange(0, RP)
+    inside = (m[:, None] < M) & (r[None, :] < R)
+    at = inner + m[:, None].to(tl.int64) * (2 * R) + r[None, :]
+    tl.store(at, left, mask=inside)
+    tl.store(at + R, right, mask=inside)
+
+
+@triton.jit
+def _load_inner(inner, m, r0, M, R, RP: tl.constexpr):
+    r = r0 + tl.arange(0, RP)
+    inside = (m[:, None] < M) & (r[None, :] < R)
+    at = inner + m[:, None].to(tl.int64) * (2 * R) + r[None, :]
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + R, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_out(out, acc, m, n0, M, N, BN: tl.constexpr):
+    n = n0 + tl.arange(0, BN)
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _fused(
+    x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, rows_class,
+    sx_m, sx_k, s1_k, s1_r, u1_r, u1_n, s2_r, s2_n, u2_k, u2_r,
+    RP: tl.constexpr, SIGNS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    left, right = _inner_tile(
+        x, S1, U2, m, 0, K, 0, M, K, R, sx_m, sx_k, s1_k, s1_r, u2_k, u2_r, BM, BK, RP, SIGNS, PRECISION
+    )
+    left = (left * scale).to(inner.dtype.element_ty)
+    right = (right * scale).to(inner.dtype.element_ty)
+    _store_inner(inner, left, right, m, 0, M, R, RP)
+    if SLICE < RP:
+        tl.debug_barrier()
+    for n0 in range(0, N, BN):
+        acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
+        if SLICE == RP:
+            acc = _outer_tile(
+                left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
+            )  # fmt: skip
+        else:
+            for r0 in range(0, RP, SLICE):
+                a, b = _load_inner(inner, m, r0, M, R, SLICE)
+                acc = _outer_tile(
+                    a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, SLICE, SIGNS, PRECISION
+                )  # fmt: skip
+        _store_out(out, acc, m, n0, M, N, BN)
+
+
+def _config(BM: int, BK: int, BN: int, warps: int, stages: int) -> triton.Config:
+    return triton.Config({"BM": BM, "BK": BK, "BN": BN}, num_warps=warps, num_stages=stages)
+
+
+_KEY = ["rows_class", "K", "N", "RP", "SIGNS"]
+_fused_half_kernel = autotuned(
+    cuda=[
+        _config(64, 64, 128, 4, 3),
+        _config(32, 128, 128, 4, 3),
+        _config(64, 64, 64, 4, 4),
+        _config(128, 64, 64, 8, 3),
+    ],
+    hip=[_config(64, 64, 128, 4, 1), _config(128, 64, 128, 8, 1)],
+    key=_KEY,
+)(_fused)
+_fused_single_kernel = autotuned(
+    cuda=[_config(32, 32, 64, 4, 3), _config(32, 32, 32, 4, 3)],
+    hip=[_config(64, 32, 64, 4, 1), _config(64, 64, 64, 8, 1)],
+    key=_KEY,
+)(_fused)
+
+
+@triton.jit
+def _pair_inner_kernel(
+    x, S1, U2, partial, M, K, R, split_k, part_stride,
+    sx_m, sx_k, s1_k, s1_r, u2_k, u2_r,
+    RP: tl.constexpr, SIGNS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    r0 = tl.program_id(1) * RP
+    split = tl.program_id(2)
+    k_start = split * split_k
+    k_stop = tl.minimum(k_start + split_k, K)
+    left, right = _inner_tile(
+        x, S1, U2, m, k_start, k_stop, r0, M, K, R, sx_m, sx_k, s1_k, s1_r, u2_k, u2_r, BM, BK, RP, SIGNS, PRECISION
+    )
+    _store_inner(partial + split.to(tl.int64) * part_stride, left, right, m, r0, M, R, RP)
+
+
+@triton.jit
+def _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, RP: tl.constexpr):
+    """The parts of ``x S1`` and ``x U2``, added from the first to the last, scaled and rounded as the inner result."""
+    r = r0 + tl.arange(0, RP)
+    inside = (m[:, None] < M) & (r[None, :] < R)
+    at = partial + m[:, None].to(tl.int64) * (2 * R) + r[None, :]
+    left = tl.zeros((m.shape[0], RP), tl.float32)
+    right = tl.zeros((m.shape[0], RP), tl.float32)
+    for _ in range(splits):
+        left += tl.load(at, mask=inside, other=0.0)
+        right += tl.load(at + R, mask=inside, other=0.0)
+        at += part_stride
+    return (left * scale).to(like), (right * scale).to(like)
+
+
+@triton.jit
+def _pair_outer_kernel(
+    partial, U1, S2, bias, out, inner, scale, M, N, R, splits, part_stride, tiles,
+    u1_r, u1_n, s2_r, s2_n,
+    RP: tl.constexpr, RANK_TILES: tl.constexpr, SIGNS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    first = tl.program_id(1) == 0
+    n0 = tl.program_id(1) * tiles * BN
+    like = inner.dtype.element_ty
+    if RANK_TILES == 1:
+        left, right = _reduce(partial, m, 0, M, R, splits, part_stride, scale, like, RP)
+        if first:
+            _store_inner(inner, left, right, m, 0, M, R, RP)
+        for _ in range(tiles):
+            acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
+            acc = _outer_tile(
+                left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
+            )  # fmt: skip
+            _store_out(out, acc, m, n0, M, N, BN)
+            n0 += BN
+    else:
+        acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
+        for tile in range(RANK_TILES):
+            r0 = tile * RP
+            left, right = _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, RP)
+            if first:
+                _store_inner(inner, left, right, m, r0, M, R, RP)
+            acc = _outer_tile(
+                left, right, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
+            )  # fmt: skip
+        _store_out(out, acc, m, n0, M, N, BN)
+
+
+def fused_matmul(
+    x: Tensor,  # (rows, in)
+    S1: Tensor,  # (in, R), R <= 64
+    U1: Tensor,
+    S2: Tensor,  # (R, out)
+    U2: Tensor,
+    bias: Tensor | None,  # (out,), contiguous
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
+    """The output and ``scale x [S1 | U2]``, in one kernel, for many rows and a rank of at most 64."""
+    (M, K), (R, N) = x.shape, S2.shape
+    out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
+    kernel = _fused_half_kernel if x.element_size() == 2 else _fused_single_kernel
+    kernel[lambda meta: (triton.cdiv(M, meta["BM"]),)](
+        x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, M.bit_length(),
+        *x.stride(), *S1.stride(), *_strides(U1), *S2.stride(), *_strides(U2),
+        RP=_rank_tile(R), SIGNS=_FORMS.get(U1.dtype, 0), HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
+        SLICE=_rank_tile(R, _MAX_RANK_TILE if x.element_size() == 2 else _SINGLE_SLICE),
+    )  # fmt: skip
+    return out, inner
+
+
+def pair_matmul(
+    x: Tensor,  # (rows, in)
+    S1: Tensor,  # (in, R)
+    U1: Tensor,
+    S2: Tensor,  # (R, out)
+    U2: Tensor,
+    bias: Tensor | None,  # (out,), contiguous
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
+    """The output and ``scale x [S1 | U2]``, in two kernels, for any rank; meant for few rows."""
+    (M, K), (R, N) = x.shape, S2.shape
+    out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
+    half = x.element_size() == 2
+    RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
+    rank_tiles = triton.cdiv(R, RP)
+    BM = min(64 if half else 32, max(16, triton.next_power_of_2(M)))
+    BK, BN = (64, 128) if half else (32, 64)
+    warps = 8 if BM == 64 else 4
+    # What is drawn needs no loads in flight, and their addresses take registers.
+    stages = 2 if U1.dtype is torch.int64 else pipeline_stages(3)
+    row_tiles = triton.cdiv(M, BM)
+    wanted = 2 * multiprocessors(x.device)  # programs
+    # A part is at least two tiles long, and there are at most 32, since every program of the second kernel reads all.
+    splits = max(1, min(32, wanted // (row_tiles * rank_tiles), triton.cdiv(K, 2 * BK)))
+    split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
+    splits = triton.cdiv(K, split_k)
+    partial = x.new_empty(splits, M, 2 * R, dtype=torch.float32)
+    signs = {"SIGNS": _FORMS.get(U1.dtype, 0), "PRECISION": dot_precision(x.dtype)}
+    _pair_inner_kernel[(row_tiles, rank_tiles, splits)](
+        x, S1, U2, partial, M, K, R, split_k, partial.stride(0), *x.stride(), *S1.stride(), *_strides(U2),
+        RP=RP, BM=BM, BK=BK, num_warps=warps, num_stages=stages, **signs,
+    )  # fmt: skip
+    n_tiles = triton.cdiv(N, BN)
+    tiles = 1 if rank_tiles > 1 else max(1, n_tiles * row_tiles // wanted)
+    _pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
+        partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
+        *_strides(U1), *S2.stride(),
+        RP=RP, RANK_TILES=rank_tiles, HAS_BIAS=bias is not None, BM=BM, BN=BN, num_warps=warps, num_stages=2, **signs,
+    )  # fmt: skip
+    return out, inner
+
+
+def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:
+    return min(most, max(16, triton.next_power_of_2(R)))
+
+
+def _strides(U: Tensor) -> tuple[int, ...]:
+    """Of dense signs; the other forms have a layout of their own."""
+    return U.stride() if U.dtype not in _FORMS else (0, 0)

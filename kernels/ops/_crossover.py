@@ -1,0 +1,97 @@
+"""Which order of the sketched product runs for which shape: one table, with the figures it came from.
+
+*chain*: four products. *joined*: two library products on concatenated factors. *pair*: two Triton kernels that split
+the input features over the device. *fused*: one Triton kernel.
+"""
+
+__all__ = ["PATHS", "Rule", "choose_path", "using_path"]
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+PATHS = ("chain", "joined", "pair", "fused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A class of shapes and the path it takes; the first rule that holds decides."""
+
+    path: str
+    min_rows: int = 0
+    max_rows: int | None = None
+    min_rows_per_rank: int = 0
+    max_rank: int | None = None
+    why: str
+
+    def holds(self, rows: int, rank: int) -> bool:
+        """Whether the shape is of this class."""
+        return (
+            rows >= max(self.min_rows, self.min_rows_per_rank * rank)
+            and (self.max_rows is None or rows <= self.max_rows)
+            and (self.max_rank is None or rank <= self.max_rank)
+        )
+
+
+_PAIR = Rule(
+    path="pair",
+    max_rows=64,
+    why="predicted, not measured: two launches of 2.5 us, where copies and library products take four or more, and at "
+    "16 rows of 8192 x 8192, R = 16, the factors take 0.25 us to read",
+)
+_FUSED = Rule(
+    path="fused",
+    min_rows=4096,
+    max_rank=64,
+    why="predicted, not measured: with 32 rows or more a program, 4096 rows fill 128 multiprocessors",
+)
+_JOINED_ON_GPU = Rule(path="joined", why="predicted, not measured: library products are limited by bytes")
+_GPU = (_PAIR, _FUSED, _JOINED_ON_GPU)
+
+# (architecture, size of an entry in bytes) -> rules. `python -m benchmarks.gpu_suite` times every path at every shape.
+TABLE: dict[tuple[str, int], tuple[Rule, ...]] = {
+    ("cuda", 2): _GPU,
+    ("cuda", 4): _GPU,
+    ("hip", 2): _GPU,
+    ("hip", 4): _GPU,
+}
+_TORCH = (
+    Rule(
+        path="joined",
+        min_rows_per_rank=4,
+        why="measured on two cores, widths 1024 to 8192, R 16 and 128, batch 1 to 512: 5 to 40 % faster from 4 R rows "
+        "on. Below, bfloat16 would gain from it on one thread and lose on two: its products are slow to call",
+    ),
+    Rule(path="chain", why="reads the factors once and copies none"),
+)
+_forced: list[str] = []
+
+
+def choose_path(rows: int, rank: int, dtype: torch.dtype, triton: bool) -> str:
+    """The path for a product of ``rows`` rows with factors of rank ``rank``.
+
+    Args:
+        rows: Rows of the input.
+        rank: R.
+        dtype: Of the input.
+        triton: Whether the Triton kernels take the operands.
+    """
+    if _forced and (triton or _forced[-1] in ("chain", "joined")):
+        return _forced[-1]
+    architecture = "hip" if torch.version.hip else "cuda"
+    rules = TABLE[architecture, dtype.itemsize] if triton else _TORCH
+    return next(rule.path for rule in rules if rule.holds(rows, rank))
+
+
+@contextmanager
+def using_path(path: str) -> Iterator[None]:
+    """Take ``path`` wherever it can run: for tests, and to measure the table."""
+    if path not in PATHS:
+        raise ValueError(f"path={path!r} must be one of {', '.join(PATHS)}")
+    _forced.append(path)
+    try:
+        yield
+    finally:
+        _forced.pop()
