@@ -1,11 +1,12 @@
 """Kernels for sketched layers: Triton kernels, a torch reference, and one dispatch. Knows nothing of the rest."""
 
 from ._backend import backend
-from .ops import csr_matmul, hadamard_transform, sign_block, sketched_matmul
+from .ops import causal_linear_attention, csr_matmul, hadamard_transform, sign_block, sketched_matmul
 from .reference import normal_block, philox_4x32, uniform_block, word_block
 
 __all__ = [
     "backend",
+    "causal_linear_attention",
     "csr_matmul",
     "hadamard_transform",
     "normal_block",

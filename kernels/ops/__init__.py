@@ -1,8 +1,9 @@
 """The one dispatch: every operation chooses between Triton kernels and torch by its operands."""
 
+from .attention import causal_linear_attention
 from .hadamard import hadamard_transform
 from .signs import sign_block
 from .sketched import sketched_matmul
 from .sparse import csr_matmul
 
-__all__ = ["csr_matmul", "hadamard_transform", "sign_block", "sketched_matmul"]
+__all__ = ["causal_linear_attention", "csr_matmul", "hadamard_transform", "sign_block", "sketched_matmul"]

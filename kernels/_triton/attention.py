@@ -1,0 +1,399 @@
+r"""Causal linear attention by chunks, parallel over them: states, their scan, outputs; and backward, the same reversed.
+
+Forward, :math:`y_i = num_i / den_i` with :math:`num_i = \sum_{j \le i} e^{c_j - r_i} (q_i \cdot k_j) v_j` and r the
+running maximum of c. Backward, with :math:`\nu_i = dy_i / den_i` and :math:`\delta_i = -(dy_i \cdot y_i) / den_i`,
+
+.. math::
+    dq_i &= \sum_{j \le i} e^{c_j - r_i} (\nu_i \cdot v_j + \delta_i) k_j \\
+    dk_j &= \sum_{i \ge j} e^{c_j - r_i} (\nu_i \cdot v_j + \delta_i) q_i \\
+    dv_j &= \sum_{i \ge j} e^{c_j - r_i} (q_i \cdot k_j) \nu_i
+
+and :math:`dc_j = k_j \cdot dk_j`. All four are one kernel, ``_attend_kernel``: rows score columns, and scores take
+values, within a chunk; what lies in other chunks enters through a state, D x E and D more for the denominator.
+"""
+
+__all__ = ["attention_backward", "attention_forward"]
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import INTERPRETED, dot_operand, dot_precision
+
+_CHUNK = 64  # rows of the smallest chunk, a multiple of the rows of any tile
+_SCAN_BLOCK = 256
+
+
+@triton.jit
+def _subtrahend(r):
+    """What may be subtracted from -inf: r, and 0 where no key has been seen."""
+    return tl.where(r == float("-inf"), 0.0, r)
+
+
+@triton.jit
+def _adjoint_kernel(
+    grad, y, den, scaled_grad, delta, rows,
+    E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What backward is made of, nu and delta, 0 in rows that attended to nothing."""
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    inside = start + row < rows
+    d = tl.load(den + start + row, mask=inside, other=0.0)
+    empty = d == 0
+    d = tl.where(empty, 1.0, d)
+    dot = tl.zeros((ROWS,), tl.float32)
+    for e0 in range(0, E, BLOCK):
+        e = e0 + tl.arange(0, BLOCK)
+        offsets = row[:, None] * E + e[None, :]
+        mask = inside[:, None] & (e < E)[None, :]
+        g = tl.load(grad + start * E + offsets, mask=mask, other=0.0).to(tl.float32)
+        dot += tl.sum(g * tl.load(y + start * E + offsets, mask=mask, other=0.0).to(tl.float32), 1)
+        nu = tl.where(empty[:, None], 0.0, g / d[:, None])
+        tl.store(scaled_grad + start * E + offsets, nu.to(scaled_grad.dtype.element_ty), mask=mask)
+    tl.store(delta + start + row, tl.where(empty, 0.0, -dot / d), mask=inside)
+
+
+@triton.jit
+def _states_kernel(
+    left, right, extra, c, r, states, n, chunks,
+    D: tl.constexpr, E: tl.constexpr, SUFFIX: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Sums of left_i (right_i | extra_i) over a chunk, stored with the next chunk that needs them.
+
+    That is the chunk after, or before if SUFFIX: then a scan that includes its own row is all there is to do, and the
+    last chunk's sums are not taken; its program writes the zeros of the first.
+    """
+    batch = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    start = chunk * CHUNK
+    stop = tl.minimum(start + CHUNK, n)
+    if SUFFIX:
+        last = chunk == 0
+        target = tl.where(last, chunks - 1, chunk - 1)
+    else:
+        last = chunk == chunks - 1
+        target = tl.where(last, 0, chunk + 1)
+    if SCALED:  # the scale of the sums: the maximum before the chunk, or at its end
+        edge = tl.load(r + batch * n + (tl.maximum(start, 1) if SUFFIX else stop) - 1)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    e = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
+    row = tl.arange(0, ROWS)
+    outer = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
+    column = tl.zeros((BLOCK_D,), tl.float32)
+    for i0 in range(start, tl.where(last, start, stop), ROWS):
+        i = batch * n + i0
+        inside = i0 + row < stop
+        weight = inside.to(tl.float32)
+        if SCALED:
+            scale = tl.load(c + i + row, mask=inside, other=float("-inf"))
+            if SUFFIX:
+                weight = tl.exp(edge - _subtrahend(tl.load(r + i + row, mask=inside, other=float("inf"))))
+            else:
+                weight = tl.exp(scale - _subtrahend(edge))
+                inside = inside & (scale > float("-inf"))  # a key left out has no influence, whatever it holds
+        a = tl.load(left + i * D + row[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        b = tl.load(right + i * E + row[:, None] * E + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0)
+        a = dot_operand(a)
+        b = dot_operand(b)
+        summand = a.to(tl.float32)
+        if SCALED:
+            summand = summand * weight[:, None]
+        if SUFFIX:
+            column += tl.sum(summand * tl.load(extra + i + row, mask=inside, other=0.0)[:, None], 0)
+        else:
+            column += tl.sum(summand, 0)
+        if SCALED:
+            a = summand.to(b.dtype)
+        outer = tl.dot(tl.trans(a.to(b.dtype)), b, outer, input_precision=PRECISION)
+    out = states + (batch * chunks + target) * (D * E + D)
+    tl.store(out + d[:, None] * E + e[None, :], outer, mask=(d < D)[:, None] & (e < E)[None, :])
+    if tl.program_id(2) == 0:
+        tl.store(out + D * E + d, column, mask=d < D)
+
+
+@triton.jit
+def _scan_kernel(
+    states, r, n, chunks, width,
+    SUFFIX: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Running sums of the states over chunks, in place, from the last chunk on if SUFFIX."""
+    blocks = tl.cdiv(width, BLOCK)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    entry = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    scale = float("inf") if SUFFIX else float("-inf")
+    for step in tl.range(0, chunks, num_stages=4):
+        chunk = chunks - 1 - step if SUFFIX else step
+        state = states + (batch * chunks + chunk) * width + entry
+        if SCALED:  # a state has the scale of the maximum at its chunk's end if SUFFIX, else before the chunk
+            if SUFFIX:
+                new = tl.load(r + batch * n + tl.minimum((chunk + 1) * CHUNK, n) - 1)
+                total *= tl.exp(new - _subtrahend(scale))
+            else:
+                new = tl.load(r + batch * n + tl.maximum(chunk * CHUNK, 1) - 1, mask=chunk > 0, other=float("-inf"))
+                total *= tl.exp(scale - _subtrahend(new))
+            scale = new
+        total += tl.load(state, mask=inside, other=0.0)
+        tl.store(state, total, mask=inside)
+
+
+@triton.jit
+def _attend_kernel(
+    left, right, value, delta, own, c, r, states, out, side, n, chunks,
+    D: tl.constexpr, E: tl.constexpr, SUFFIX: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr,
+    INNER: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``left`` score those of ``right`` up to their own, or from it on if SUFFIX, and sum ``value`` by scores.
+
+    =========  ======  ==========  =====  =====  =====  ===  ====
+    result     SUFFIX  TRANSPOSED  left   right  value  own  side
+    =========  ======  ==========  =====  =====  =====  ===  ====
+    y          no      no          q      k      v           den
+    dv         yes     no          k      q      nu
+    dq         no      yes         nu     v      k
+    dk         yes     yes         v      nu     q      k    dc, one part for each block of D
+    =========  ======  ==========  =====  =====  =====  ===  ====
+
+    TRANSPOSED turns the states, (D, E) and D more for the denominator, and adds delta to the scores.
+    """
+    IN: tl.constexpr = E if TRANSPOSED else D
+    OUT: tl.constexpr = D if TRANSPOSED else E
+    STATE_IN: tl.constexpr = 1 if TRANSPOSED else E
+    STATE_OUT: tl.constexpr = E if TRANSPOSED else 1
+    tiles = tl.cdiv(n, ROWS)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    x0 = (tl.program_id(0) % tiles) * ROWS
+    chunk = x0 // CHUNK
+    state = states + (batch * chunks + chunk) * (D * E + D)
+    first = batch * n
+    step = tl.arange(0, ROWS)
+    x = x0 + step
+    take_x = x < n
+    if SCALED:
+        if SUFFIX:  # rows are keys
+            scale_x = tl.load(c + first + x, mask=take_x, other=float("-inf"))
+            take_x = take_x & (scale_x > float("-inf"))
+            edge = tl.load(r + first + tl.minimum((chunk + 1) * CHUNK, n) - 1)
+            weight = tl.exp(scale_x - _subtrahend(edge))
+        else:
+            scale_x = _subtrahend(tl.load(r + first + x, mask=take_x, other=float("inf")))
+            edge = tl.load(r + first + tl.maximum(chunk * CHUNK, 1) - 1)  # of no account for the first: no state
+            weight = tl.exp(tl.where(chunk > 0, edge - scale_x, float("-inf")))
+    o = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    left_x = left + (first + x0) * IN + step[:, None] * IN
+
+    total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+    den = tl.zeros((ROWS,), tl.float32)
+    for i0 in range(0, IN, BLOCK_IN):
+        i = i0 + tl.arange(0, BLOCK_IN)
+        a = dot_operand(tl.load(left_x + i[None, :], mask=take_x[:, None] & (i < IN)[None, :], other=0.0))
+        s = tl.load(
+            state + i[:, None] * STATE_IN + o[None, :] * STATE_OUT,
+            mask=(i < IN)[:, None] & (o < OUT)[None, :], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(a.to(INNER), s.to(INNER), total, input_precision=PRECISION)
+        if not SUFFIX and not TRANSPOSED:
+            den += tl.sum(a.to(tl.float32) * tl.load(state + D * E + i, mask=i < IN, other=0.0)[None, :], 1)
+    if TRANSPOSED:
+        z = tl.load(state + D * E + o, mask=o < OUT, other=0.0)[None, :]
+        if not SUFFIX:
+            delta_x = tl.load(delta + first + x, mask=take_x, other=0.0)
+            z = delta_x[:, None] * z
+        total += z
+    if SCALED:
+        total *= weight[:, None]
+        den *= weight
+
+    low = x0 if SUFFIX else chunk * CHUNK
+    high = tl.minimum((chunk + 1) * CHUNK, n) if SUFFIX else x0 + ROWS
+    for y0 in range(low, high, ROWS):
+        y = y0 + step
+        take_y = y < n
+        keep = take_y[None, :] & (x[:, None] <= y[None, :] if SUFFIX else x[:, None] >= y[None, :])
+        if SCALED:
+            if SUFFIX:
+                scale_y = _subtrahend(tl.load(r + first + y, mask=take_y, other=0.0))
+                exponent = scale_x[:, None] - scale_y[None, :]
+            else:
+                scale_y = tl.load(c + first + y, mask=take_y, other=float("-inf"))
+                take_y = take_y & (scale_y > float("-inf"))
+                exponent = scale_y[None, :] - scale_x[:, None]
+            factor = tl.exp(tl.where(keep, exponent, float("-inf")))
+        scores = tl.zeros((ROWS, ROWS), tl.float32)
+        right_y = right + (first + y0) * IN + step[:, None] * IN
+        for i0 in range(0, IN, BLOCK_IN):
+            i = i0 + tl.arange(0, BLOCK_IN)
+            a = dot_operand(tl.load(left_x + i[None, :], mask=take_x[:, None] & (i < IN)[None, :], other=0.0))
+            b = dot_operand(tl.load(right_y + i[None, :], mask=take_y[:, None] & (i < IN)[None, :], other=0.0))
+            if TRANSPOSED:  # one of the two is nu
+                a = a.to(INNER)
+                b = b.to(INNER)
+            scores = tl.dot(a, tl.trans(b), scores, input_precision=PRECISION)
+        if TRANSPOSED:
+            if SUFFIX:
+                scores += tl.load(delta + first + y, mask=take_y, other=0.0)[None, :]
+            else:
+                scores += delta_x[:, None]
+        if SCALED:
+            scores *= factor
+        scores = tl.where(keep, scores, 0.0)  # last: a later score may have overflowed
+        if not SUFFIX and not TRANSPOSED:
+            den += tl.sum(scores, 1)
+        value_y = value + (first + y0) * OUT + step[:, None] * OUT + o[None, :]
+        w = dot_operand(tl.load(value_y, mask=take_y[:, None] & (o < OUT)[None, :], other=0.0))
+        total = tl.dot(scores.to(INNER), w.to(INNER), total, input_precision=PRECISION)
+
+    mask = (x < n)[:, None] & (o < OUT)[None, :]
+    here = (first + x0) * OUT + step[:, None] * OUT + o[None, :]
+    if not TRANSPOSED and not SUFFIX:
+        empty = (den == 0)[:, None]
+        total = tl.where(empty, 0.0, total / tl.where(empty, 1.0, den[:, None]))
+        if tl.program_id(1) == 0:
+            tl.store(side + first + x, den, mask=x < n)
+    if TRANSPOSED and SUFFIX and SCALED:
+        k = tl.load(own + here, mask=mask & take_x[:, None], other=0.0).to(tl.float32)
+        rows = tl.num_programs(0) // tiles * n.to(tl.int64)
+        tl.store(side + tl.program_id(1) * rows + first + x, tl.sum(k * total, 1), mask=x < n)
+    tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
+
+
+def attention_forward(
+    q: Tensor,  # (batch, n, D)
+    k: Tensor,  # (batch, n, D)
+    v: Tensor,  # (batch, n, E)
+    c: Tensor | None,  # (batch, n), float32
+) -> tuple[Tensor, Tensor]:  # (batch, n, E), (batch, n)
+    """Output and denominator, in units of e to the running maximum of c; all contiguous, D and E from 1 to 256."""
+    y = torch.empty_like(v)
+    den = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    if den.numel():
+        r = _running_maximum(c)
+        _attend(q, k, v, None, None, c, r, _states(k, v, None, c, r, suffix=False), y, den)
+    return y, den
+
+
+def attention_backward(
+    grad: Tensor,  # (batch, n, E)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor | None,
+    y: Tensor,  # (batch, n, E)
+    den: Tensor,  # (batch, n)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and c. States are taken anew: to keep them would cost as much memory as the inputs."""
+    batch, n, D, E = *q.shape, v.shape[-1]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    parts = triton.cdiv(D, _tiles(k, E, D).columns)
+    dc = None if c is None else torch.empty(parts, batch, n, dtype=torch.float32, device=q.device)
+    if not den.numel():
+        return dq, dk, dv, None if dc is None else dc.sum(0)
+    r = _running_maximum(c)
+    nu = torch.empty(v.shape, dtype=_inner(v), device=v.device)
+    delta = torch.empty_like(den)
+    rows = 32
+    _adjoint_kernel[(triton.cdiv(batch * n, rows),)](
+        grad, y, den, nu, delta, batch * n, E=E, ROWS=rows, BLOCK=min(64, _padded(E))
+    )
+    states = _states(k, v, None, c, r, suffix=False)
+    _attend(nu, v, k, delta, None, c, r, states, dq, None, transposed=True)
+    states = _states(q, nu, delta, c, r, suffix=True)
+    _attend(v, nu, q, delta, k, c, r, states, dk, dc, transposed=True, suffix=True)
+    _attend(k, q, nu, None, None, c, r, states, dv, None, suffix=True)
+    return dq, dk, dv, None if dc is None else dc.sum(0)
+
+
+def _states(
+    left: Tensor, right: Tensor, extra: Tensor | None, c: Tensor | None, r: Tensor | None, *, suffix: bool
+) -> Tensor:  # (batch, chunks, D E + D)
+    batch, n, D, E = *left.shape, right.shape[-1]
+    chunk = _chunk(left, D, E)
+    chunks, width = triton.cdiv(n, chunk), D * E + D
+    states = torch.empty(batch, chunks, width, dtype=torch.float32, device=left.device)
+    tile = _tiles(left, D, E)
+    _states_kernel[(batch * chunks, triton.cdiv(D, tile.inner), triton.cdiv(E, tile.columns))](
+        left, right, extra, c, r, states, n, chunks, D=D, E=E, SUFFIX=suffix, SCALED=c is not None,
+        PRECISION=dot_precision(left.dtype), CHUNK=chunk, ROWS=tile.rows, BLOCK_D=tile.inner, BLOCK_E=tile.columns,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if chunks > 2:  # one is zeros, two are zeros and a sum
+        _scan_kernel[(batch * triton.cdiv(width, _SCAN_BLOCK),)](
+            states, r, n, chunks, width, SUFFIX=suffix, SCALED=c is not None, CHUNK=chunk, BLOCK=_SCAN_BLOCK,
+            num_warps=2,
+        )  # fmt: skip
+    return states
+
+
+def _attend(
+    left: Tensor,
+    right: Tensor,
+    value: Tensor,
+    delta: Tensor | None,
+    own: Tensor | None,
+    c: Tensor | None,
+    r: Tensor | None,
+    states: Tensor,
+    out: Tensor,
+    side: Tensor | None,
+    *,
+    suffix: bool = False,
+    transposed: bool = False,
+) -> None:
+    batch, n, inner = left.shape
+    outer = value.shape[-1]
+    D, E = (outer, inner) if transposed else (inner, outer)
+    tile = _tiles(out, inner, outer)
+    _attend_kernel[(batch * triton.cdiv(n, tile.rows), triton.cdiv(outer, tile.columns))](
+        left, right, value, delta, own, c, r, states, out, side, n, states.shape[1],
+        D=D, E=E, SUFFIX=suffix, TRANSPOSED=transposed, SCALED=c is not None,
+        INNER=tl.float32 if _inner(out) is torch.float32 else tl.bfloat16, PRECISION=dot_precision(out.dtype),
+        CHUNK=_chunk(out, D, E), ROWS=tile.rows, BLOCK_IN=tile.inner, BLOCK_OUT=tile.columns,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _chunk(x: Tensor, D: int, E: int) -> int:
+    """The smallest multiple of 64, a power of two, with which states take no more memory than q, k and v."""
+    return max(_CHUNK, triton.next_power_of_2(triton.cdiv(4 * (D * E + D), (2 * D + E) * x.element_size())))
+
+
+class _Tile(NamedTuple):
+    rows: int
+    inner: int  # of the dimension summed over, at a time
+    columns: int
+    warps: int
+    stages: int
+
+
+def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
+    """Tiles that were compiled without spilling a register, for widths up to 256; the speed of others is not known."""
+    precision = dot_precision(x.dtype)
+    target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
+    ampere = target is not None and target.backend == "cuda" and target.arch < 90
+    wide = max(inner, outer) > 64
+    tile = _Tile(rows=64, inner=64, columns=64, warps=8 if wide else 4, stages=1)
+    if precision == "tf32x3":  # each operand in two parts
+        tile = _Tile(32, 32, 32, 8, 1) if ampere else _Tile(64, 32, 64, 8, 2)
+    elif target is not None and target.backend == "cuda" and not ampere:
+        tile = tile._replace(columns=128 if precision == "ieee" else 64, stages=2)
+    return tile._replace(inner=min(tile.inner, _padded(inner)), columns=min(tile.columns, _padded(outer)))
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _inner(x: Tensor) -> torch.dtype:
+    """What sums are rounded to between two products: half precision, with the range that float16 lacks."""
+    return torch.float32 if x.dtype is torch.float32 or INTERPRETED.value else torch.bfloat16
+
+
+def _running_maximum(c: Tensor | None) -> Tensor | None:
+    return None if c is None else c.cummax(-1).values

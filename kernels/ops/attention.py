@@ -1,0 +1,233 @@
+"""Causal linear attention, by Triton kernels on a GPU and by torch elsewhere."""
+
+__all__ = ["causal_linear_attention"]
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
+
+from .. import reference
+from .._backend import use_triton
+from ..reference.attention import attention_backward, attention_forward
+from ._library import define
+
+_NAME = "causal_linear_attention"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WIDEST = 256
+
+
+def causal_linear_attention(
+    q: Tensor,  # (*batch, n, D)
+    k: Tensor,  # (*batch, n, D)
+    v: Tensor,  # (*batch, n, E)
+    log_scale: Tensor | None = None,  # (*batch, n)
+) -> Tensor:  # (*batch, n, E)
+    r"""Attention whose weights are inner products of features, each position attending to itself and those before.
+
+    .. math:: y_i = \sum_{j \le i} e^{c_j} (q_i \cdot k_j) v_j \Big/ \sum_{j \le i} e^{c_j} (q_i \cdot k_j),
+
+    and 0 where the denominator is 0. The sums run over chunks of the sequence, with a state of D (E + 1) numbers
+    between them, so that time and memory are linear in n (A. Katharopoulos et al., "Transformers are RNNs", ICML 2020,
+    arXiv:2006.16236; the form by chunks as in S. Yang et al., "Gated linear attention transformers with
+    hardware-efficient training", ICML 2024, arXiv:2312.06635).
+
+    ``log_scale`` holds each key's own exponent c, where features are :math:`e^{c_j} k_j` and would overflow or vanish
+    in one number. Only differences to the largest exponent so far are ever taken, so no output depends in any bit on
+    what comes after it, provided that all of it is finite.
+
+    Args:
+        q: Features of the queries, floating; as a rule not negative, so that no denominator is near 0 by cancellation.
+        k: Features of the keys.
+        v: Values.
+        log_scale: The exponents c, 0 if not given; best float32, whatever the features are. A key at -inf is left out:
+            neither it nor its value has any influence, not even if they are not finite.
+
+    Returns:
+        The output, contiguous, in the dtype of v. Half precision is summed in float32.
+
+    Raises:
+        ValueError: If shapes do not agree, or the operands are on several devices.
+        TypeError: If q, k and v differ in dtype, or something is not floating.
+        RuntimeError: If ``PANTHER_KERNELS=triton``, and the kernel does not take the operands: float64, or D or E not
+            from 1 to 256.
+
+    Cost: about ``n (4 D E + 128 (D + E))`` flops for each batch entry; backward, four times that. Under autograd the
+    kernels keep the inputs, the output and the denominators; torch keeps scores too, ``64 n`` numbers. Forward-mode,
+    second and torch.func's derivatives are taken by torch.
+
+    Example:
+        >>> q = k = torch.ones(3, 2)
+        >>> v = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> causal_linear_attention(q, k, v).squeeze(-1)
+        tensor([0.0000, 0.5000, 1.0000])
+        >>> causal_linear_attention(q, k, v, torch.tensor([-torch.inf, 0.0, 0.0])).squeeze(-1)
+        tensor([0.0000, 1.0000, 1.5000])
+    """
+    _check(q, k, v, log_scale)
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device)  # of features and values only: exponents would lose their units
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    # Compiled, the operator is one node for every length, where torch's loop over chunks would be unrolled for each.
+    if not torch.compiler.is_compiling() and (_transformed() or not _takes(q, v)):
+        return reference.causal_linear_attention(q, k, v, log_scale)
+    return _causal_linear_attention(q, k, v, log_scale)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
+    if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape != k.shape or q.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"{_NAME} takes q and k of shape (*batch, n, D) and v of (*batch, n, E), not {tuple(q.shape)}, "
+            f"{tuple(k.shape)} and {tuple(v.shape)}: expand what is to be shared"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise TypeError(
+            f"q, k and v of {_NAME} must have one floating dtype, not {q.dtype}, {k.dtype} and {v.dtype}: cast them"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v of {_NAME} must be on one device, not {q.device}, {k.device} and {v.device}: move them"
+        )
+    if log_scale is None:
+        return
+    if log_scale.shape != q.shape[:-1]:
+        raise ValueError(
+            f"log_scale of {_NAME} must have shape (*batch, n) = {tuple(q.shape[:-1])}, not {tuple(log_scale.shape)}: "
+            "expand it"
+        )
+    if not log_scale.is_floating_point():
+        raise TypeError(f"log_scale of {_NAME} must be floating, not {log_scale.dtype}: cast it to float32")
+    if log_scale.device != q.device:
+        raise ValueError(f"log_scale of {_NAME} must be on {q.device}, not {log_scale.device}: move it")
+
+
+def _transformed() -> bool:
+    """Whether forward derivatives are taken, or torch.func's: those an operator of torch.library does not provide."""
+    if forward_ad._current_level >= 0:
+        return True
+    return any(level.key() != TransformType.Vmap for level in retrieve_all_functorch_interpreters())
+
+
+def _takes(q: Tensor, v: Tensor) -> bool:
+    """Whether the Triton kernels take the operands."""
+    D, E = q.shape[-1], v.shape[-1]
+    refusal = None
+    if q.dtype not in _DTYPES:
+        refusal = f"takes float32, float16 and bfloat16, not {q.dtype}"
+    elif not (1 <= D <= _WIDEST and 1 <= E <= _WIDEST):
+        refusal = f"takes 1 to {_WIDEST} features and as many values, not D={D} and E={E}"
+    return use_triton(_NAME, q.device, refusal)
+
+
+def _flat(x: Tensor, dims: int) -> Tensor:
+    """Contiguous, the batch dimensions made one."""
+    kept = x.shape[x.ndim - dims :]
+    return x.reshape(x.shape[: x.ndim - dims].numel(), *kept).contiguous()
+
+
+def _flat_scale(log_scale: Tensor | None) -> Tensor | None:
+    return None if log_scale is None else _flat(log_scale.to(torch.float32), 1)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not _takes(q, v):
+        y, den = attention_forward(q, k, v, log_scale)
+        return y.contiguous(), den.contiguous()
+    from .._triton import attention
+
+    with torch.cuda.device_of(q):
+        y, den = attention.attention_forward(_flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale))
+    return y.view(v.shape), den.view(q.shape[:-1])
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, y: Tensor, den: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not _takes(q, v):
+        dq, dk, dv, dc = attention_backward(grad, q, k, v, log_scale, y, den)
+    else:
+        from .._triton import attention
+
+        with torch.cuda.device_of(q):
+            dq, dk, dv, dc = attention.attention_backward(
+                _flat(grad.to(v.dtype), 2), _flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale),
+                _flat(y, 2), _flat(den, 1),
+            )  # fmt: skip
+    dq, dk, dv = dq.reshape(q.shape).contiguous(), dk.reshape(k.shape).contiguous(), dv.reshape(v.shape).contiguous()
+    if log_scale is None or dc is None:
+        return dq, dk, dv, q.new_empty(0)
+    return dq, dk, dv, dc.reshape(log_scale.shape).to(log_scale.dtype).contiguous()
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return v.new_empty(v.shape), q.new_empty(q.shape[:-1], dtype=dtype)
+
+
+def _fake_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None, y: Tensor, den: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dc = q.new_empty(0) if log_scale is None else log_scale.new_empty(log_scale.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dc
+
+
+def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _differentiate_forward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, log_scale, y, den = ctx.saved_tensors
+    dq, dk, dv, dc = _causal_linear_attention_backward(grad, q, k, v, log_scale, y, den)
+    return dq, dk, dv, None if log_scale is None else dc
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5])
+
+
+def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Second derivatives, by torch. y and den are functions of the rest and are treated so: they get no gradient."""
+    grad, q, k, v, log_scale = ctx.saved_tensors
+    operands = (q, k, v) if log_scale is None else (q, k, v, log_scale)
+
+    def gradients(grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(reference.causal_linear_attention, *operands)[1](grad)
+
+    seconds = torch.func.vjp(gradients, grad, *operands)[1](grads[: len(operands)])
+    return *seconds, *(None,) * (7 - len(seconds))
+
+
+def _batched(function: Any) -> Any:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[Any, Any]:
+        """The dimension mapped over is one more of the batch."""
+        moved = [
+            arg if arg is None else arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        results = function()(*moved)
+        return results, tuple(None if result.shape == (0,) else 0 for result in results)  # but dc of no log_scale
+
+    return rule
+
+
+_causal_linear_attention_backward: Any = define(
+    f"{_NAME}_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? log_scale, Tensor y, Tensor den) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    setup_context=_save_backward,
+    backward=_differentiate_backward,
+    vmap=_batched(lambda: _causal_linear_attention_backward),
+)
+_causal_linear_attention: Any = define(
+    f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor? log_scale) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    setup_context=_save_forward,
+    backward=_differentiate_forward,
+    vmap=_batched(lambda: _causal_linear_attention),
+)
