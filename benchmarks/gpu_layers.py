@@ -130,7 +130,7 @@ def _packed(layer: SKLinear) -> SKLinear | str:
     if not hasattr(SKLinear, "pack_") and "packed" not in inspect.signature(SKLinear.__init__).parameters:
         return "SKLinear has no packed form in this version"
     packed = copy.deepcopy(layer)
-    packed.pack_()  # type: ignore[operator]
+    packed.pack_()
     return packed
 
 
