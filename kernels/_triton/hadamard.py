@@ -2,7 +2,7 @@ r"""The fast Walsh-Hadamard transform: a block in registers, and longer transfor
 
 As :math:`H_{ab} = H_a \otimes H_b`, a digit of r bits of the index is transformed by laying those bits last, (M, 2^r),
 and multiplying by :math:`H_{2^r}`: with a butterfly in float32, or, for half precision, with one product on tensor
-cores, which takes a quarter of the instructions. In the same way a transform of length a b is two passes, over views
+cores, which takes a third of the instructions. In the same way a transform of length a b is two passes, over views
 (b, n) and (a, b n) of each matrix; a pass reads and writes every entry once, which bounds its time.
 """
 
@@ -129,9 +129,12 @@ def _launch(
     C = min(triton.next_power_of_2(columns), max(sector, _TILE // N))
     G = max(1, _TILE // (N * C))
     tiles = triton.cdiv(columns, C)
+    # What takes the fewest instructions on sm_90: butterflies of 2 or 3 bits, products of 4 to 6. One of 7 would take
+    # more than its butterflies, and 168 registers.
+    dot = x.dtype is not torch.float32 and bits >= 4 and bits != 7
     reach = max((N - 1) * strides[2] + (columns - 1) * strides[3], N * columns)
     _hadamard_kernel[(triton.cdiv(groups, G) * tiles,)](
         x, out, *strides, groups, outer, columns, tiles,
-        G=G, BITS=bits, C=C, DIGITS=max(1, bits // 4), DOT=x.dtype is not torch.float32 and bits >= 4,
+        G=G, BITS=bits, C=C, DIGITS=max(1, bits // (4 if dot else 2)), DOT=dot,
         WIDE=reach + C * max(strides[3], 1) >= 1 << 31, num_warps=8 if G * N * C > _TILE else 4,
     )  # fmt: skip

@@ -33,13 +33,16 @@ def _csr_matmul_kernel(
     last = tl.load(starts + r + 1, mask=r < rows, other=0)
     dense = A + b * stride_b + (c * stride_n)[None, None, :]
     acc = tl.zeros((ROWS, K, COLS), dtype=ACC)
-    for step in range(0, tl.max((last - first).to(tl.int32), axis=0), K):
+    longest = tl.max((last - first).to(tl.int32), axis=0)
+    step = 0
+    while step < longest:
         k = first[:, None] + step + tl.arange(0, K)[None, :]
         held = k < last[:, None]
         m = tl.load(index + k, mask=held, other=0).to(tl.int64)
         v = tl.load(value + k, mask=held, other=0.0).to(ACC)
         mask = held[:, :, None] & (c < columns)[None, None, :]
         acc += v[:, :, None] * tl.load(dense + (m * stride_m)[:, :, None], mask=mask, other=0.0).to(ACC)
+        step += K
     total = tl.sum(acc, axis=1).to(out.dtype.element_ty)
     target = (b * rows + r)[:, None] * columns + c[None, :]
     tl.store(out + target, total, mask=(r < rows)[:, None] & (c < columns)[None, :])

@@ -25,15 +25,16 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
         x: Shape ``(*batch, N, n)``, N a power of two, strided as it may be.
 
     Returns:
-        A contiguous tensor of the shape and dtype of x. In half precision sums are taken in float32, and rounded after
-        every four to seven bits of the index.
+        A contiguous tensor of the shape and dtype of x. In half precision sums are taken in float32, and rounded at
+        most once for every four bits of the index.
 
     Raises:
         ValueError: If N is no power of two, or x has fewer than two dimensions.
         RuntimeError: If ``PANTHER_KERNELS=triton``, and x is neither float32, float16 nor bfloat16.
 
-    Cost: on a GPU one read and one write of x for N up to 8192 (n = 1) or 1024, two up to 2^20 and beyond. In torch,
-    ``log(N) / log(16)`` products with matrices of 16 rows, a read and a write each, and two buffers of the size of x.
+    Cost: on a GPU one read and one write of x for N up to 1024 (with n = 1 up to 8192, in half precision 16384), two
+    of each up to 2^20, and no memory but the result. In torch, ``log(N) / log(16)`` products with matrices of 16 rows,
+    a read and a write each, and two buffers of the size of x.
 
     Example:
         >>> hadamard_transform(torch.tensor([[1.0], [2.0]]))

@@ -223,10 +223,9 @@ class SparseSketch(SketchingOperator):
         return _sparse_product(self._csr(True), A)
 
 
-@torch.compiler.assume_constant_result
 def _gathers(device: torch.device) -> bool:
-    """Whether products on the device are the kernel's; compiled code takes the answer as it is when compiling."""
-    return use_triton("SparseSketch", device)
+    """Whether products on the device are the kernel's; on a GPU, compiled code leaves the choice to the operator."""
+    return device.type == "cuda" if torch.compiler.is_compiling() else use_triton("SparseSketch", device)
 
 
 def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
