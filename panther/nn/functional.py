@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.kernels import sketched_matmul
+from panther.kernels import sketched_matmul, unpack_signs
 
 
 def sketched_linear(
@@ -27,9 +27,9 @@ def sketched_linear(
     Args:
         x: Input of shape ``(*batch, in)``, any floating dtype; one-dimensional, empty and nested input too.
         S1: Trained factor of shape ``(in, R)``.
-        U1: Sketch of shape ``(R, out)``.
+        U1: Sketch of shape ``(R, out)``, or its signs packed to int32 words ``(R, ceil(out / 32))``.
         S2: Trained factor of shape ``(R, out)``.
-        U2: Sketch of shape ``(in, R)``.
+        U2: Sketch of shape ``(in, R)``, or its signs packed along the features, ``(R, ceil(in / 32))``: both or none.
         bias: Of shape ``(out,)``, or None.
         scale: The number s.
 
@@ -56,12 +56,14 @@ def sketched_linear(
     _check(x, S1, U1, S2, U2, bias)
     if x.is_nested:
         # Nested tensors support linear, and little else of what is needed here.
+        if not U1.is_floating_point():
+            U1, U2 = unpack_signs(U1, S2.shape[1], S1.dtype), unpack_signs(U2, S1.shape[0], S1.dtype).mT
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)
         return F.linear(left * scale, U1.mT, bias) + F.linear(right * scale, S2.mT)
     if x.dim() == 2:  # a reshape costs as much as a small product
         return sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     rows = x.reshape(math.prod(x.shape[:-1]), S1.shape[0])
-    return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*x.shape[:-1], U1.shape[1])
+    return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*x.shape[:-1], S2.shape[1])
 
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:
@@ -72,21 +74,24 @@ def _autocast(tensor: Tensor | None) -> Tensor | None:
 
 
 def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> None:
-    if S1.dim() != 2 or U1.dim() != 2:
-        raise ShapeError(f"factors must have two dimensions: got S1 {tuple(S1.shape)}, U1 {tuple(U1.shape)}")
-    in_features, R = S1.shape
-    out_features = U1.shape[-1]
-    if U1.shape != (R, out_features) or S2.shape != U1.shape or U2.shape != S1.shape:
+    if S1.dim() != 2 or S2.dim() != 2:
+        raise ShapeError(f"factors must have two dimensions: got S1 {tuple(S1.shape)}, S2 {tuple(S2.shape)}")
+    (in_features, R), out_features = S1.shape, S2.shape[1]
+    packed = U1.dtype is torch.int32 and U2.dtype is torch.int32
+    expected = ((R, -(-out_features // 32)), (R, -(-in_features // 32))) if packed else (S2.shape, S1.shape)
+    if S2.shape[0] != R or U1.shape != expected[0] or U2.shape != expected[1]:
+        words = ", or as packed words (R, out / 32) and (R, in / 32)," if packed else ""
         raise ShapeError(
-            f"S1 and U2 must be (in, R) and U1 and S2 (R, out): got S1 {tuple(S1.shape)}, U1 {tuple(U1.shape)}, "
-            f"S2 {tuple(S2.shape)}, U2 {tuple(U2.shape)}"
+            f"S1 and U2 must be (in, R) and U1 and S2 (R, out){words}: got S1 {tuple(S1.shape)}, U1 "
+            f"{tuple(U1.shape)}, S2 {tuple(S2.shape)}, U2 {tuple(U2.shape)}"
         )
     if bias is not None and bias.shape != (out_features,):
         raise ShapeError(f"bias must have shape ({out_features},), not {tuple(bias.shape)}")
     if x.dim() == 0 or x.size(-1) != in_features:
         shape = "a nested tensor" if x.is_nested else tuple(x.shape)
         raise ShapeError(f"the last dimension of the input, {shape}, must be in_features={in_features}: reshape it")
-    if not (S1.dtype == U1.dtype == S2.dtype == U2.dtype) or (bias is not None and bias.dtype != S1.dtype):
+    sketches = () if packed else (U1, U2)
+    if any(tensor is not None and tensor.dtype != S1.dtype for tensor in (S2, *sketches, bias)):
         found = [None if tensor is None else tensor.dtype for tensor in (S1, U1, S2, U2, bias)]
         raise DTypeError(f"S1, U1, S2, U2 and bias must share a dtype and have {found}: cast them to one")
     if x.dtype != S1.dtype:

@@ -101,6 +101,8 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
             "mode": "fitted" if module.is_fitted else "seeded",
             "dtype": str(module.sketch_like().dtype).removeprefix("torch."),
         }
+        if getattr(module, "packed", False):  # how it was held, not what it is: a reader may leave it
+            modules[name]["packed"] = True
     manifest = {
         "format": _FORMAT,
         "format_version": _VERSION,
@@ -327,6 +329,8 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
     trained = {key: parameter.requires_grad for key, parameter in old.named_parameters(recurse=False)}
     for key, parameter in module.named_parameters():
         parameter.requires_grad_(trained.get(key, trained.get("weight", True)))
+    if spec.get("packed") is True and isinstance(module, SKLinear) and not module.is_fitted:
+        module.pack_()
     return module.train(old.training)
 
 

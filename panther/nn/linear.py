@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import PerformanceWarning, ShapeError, check_floating, check_size
+from panther.kernels import pack_signs, unpack_signs
 from panther.nn._fitting import lstsq_factors, svd_factors, unbiased_factors
 from panther.nn._sketched import SketchedModule
 from panther.nn.functional import sketched_linear
@@ -50,6 +51,7 @@ class SKLinear(SketchedModule):
         dtype: Floating dtype; None is torch's default.
         device: None is torch's default.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
+        packed: Whether to hold the signs of U1 and U2 as one bit an entry; see :meth:`pack_`.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Shape:
@@ -58,14 +60,17 @@ class SKLinear(SketchedModule):
     Attributes:
         S1: Trained factor (in, R), drawn so that W has nn.Linear's variance.
         S2: Trained factor (R, out), likewise.
-        U1: Sketch (R, out): a buffer of exactly +-1 when seeded, a Parameter when fitted.
-        U2: Sketch (in, R), likewise.
+        U1: Sketch (R, out): a buffer of exactly +-1 when seeded, a Parameter when fitted; when packed, int32 words
+            (R, out / 32).
+        U2: Sketch (in, R), likewise; when packed, (R, in / 32).
         bias: (out,) or None.
         scale: The number that multiplies S1 U1 + U2 S2: 1/(2 L sqrt(k)) when seeded, 1 when fitted.
         seed: Python int, None when fitted.
+        packed: Whether the signs are held as bits.
 
     Raises:
         ShapeError: If a size is not positive, both or neither size form is given, or W_init has another shape.
+        ValueError: If ``packed`` is asked for together with ``W_init``, whose sketches are no signs.
         DTypeError: If ``dtype`` is not floating.
 
     Warns:
@@ -85,6 +90,7 @@ class SKLinear(SketchedModule):
     sketch_names = ("U1", "U2")
     U1: Tensor
     U2: Tensor
+    packed: bool = False
 
     @overload
     def __init__(
@@ -98,6 +104,7 @@ class SKLinear(SketchedModule):
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        packed: bool = False,
         seed: int | None = None,
     ) -> None: ...
 
@@ -113,6 +120,7 @@ class SKLinear(SketchedModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         *,
+        packed: bool = False,
         seed: int | None = None,
     ) -> None: ...
 
@@ -127,6 +135,7 @@ class SKLinear(SketchedModule):
         bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        packed: bool = False,
         seed: int | None = None,
     ) -> None: ...
 
@@ -143,6 +152,7 @@ class SKLinear(SketchedModule):
         *,
         num_terms: int | None = None,
         sketch_size: int | None = None,
+        packed: bool = False,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -158,6 +168,11 @@ class SKLinear(SketchedModule):
                 f"W_init must have nn.Linear's shape (out_features, in_features) = ({out_features}, {in_features}), "
                 f"not {tuple(W_init.shape)}: transpose it, or change the sizes"
             )
+        if packed and W_init is not None:
+            raise ValueError(
+                "packed=True holds signs as bits, and W_init makes a fitted layer, whose sketches are trained numbers: "
+                'leave one out, or use SKLinear.from_linear(linear, ..., init="lstsq").pack_()'
+            )
         seed = check_seed(seed)
         R = self.num_terms * self.low_rank
         if 2 * R * (in_features + out_features) >= in_features * out_features:
@@ -171,6 +186,7 @@ class SKLinear(SketchedModule):
         self.S1 = nn.Parameter(torch.empty(in_features, R, dtype=dtype, device=device))
         self.S2 = nn.Parameter(torch.empty(R, out_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.packed = bool(packed)
         self.set_seeded_(seed)
         self.reset_parameters()
         if W_init is not None:
@@ -184,7 +200,9 @@ class SKLinear(SketchedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
         S1, U1, U2 = self.S1, self.U1, self.U2
-        if U1.dtype is not S1.dtype:  # mixed precision that casts parameters and not buffers, as FSDP's
+        if (
+            U1.dtype is not S1.dtype and not self.packed
+        ):  # mixed precision that casts parameters and not buffers, as FSDP's
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
@@ -217,7 +235,8 @@ class SKLinear(SketchedModule):
 
         Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
         """
-        return self.scale * (self.S1 @ self.U1 + self.U2 @ self.S2).mT
+        U1, U2 = self._dense_sketches()
+        return self.scale * (self.S1 @ U1 + U2 @ self.S2).mT
 
     @property
     def S1s(self) -> Tensor:  # (L, in, k)
@@ -232,12 +251,16 @@ class SKLinear(SketchedModule):
     @property
     def U1s(self) -> Tensor:  # (L, k, out)
         """U1 by terms, scaled so that the layer's formula holds: +-1/sqrt(k) when seeded."""
-        return (self.U1.detach() * self._stacked_scale).unflatten(0, (self.num_terms, self.low_rank))
+        return (self._dense_sketches()[0].detach() * self._stacked_scale).unflatten(0, (self.num_terms, self.low_rank))
 
     @property
     def U2s(self) -> Tensor:  # (L, in, k)
         """U2 by terms, scaled so that the layer's formula holds: +-1/sqrt(k) when seeded."""
-        return (self.U2.detach() * self._stacked_scale).unflatten(1, (self.num_terms, self.low_rank)).movedim(1, 0)
+        return (
+            (self._dense_sketches()[1].detach() * self._stacked_scale)
+            .unflatten(1, (self.num_terms, self.low_rank))
+            .movedim(1, 0)
+        )
 
     @property
     def _stacked_scale(self) -> float:
@@ -333,14 +356,69 @@ class SKLinear(SketchedModule):
             f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
             f"low_rank={self.low_rank}, bias={self.bias is not None}, "
             + ("fitted" if self.is_fitted else f"seed={self.seed}")
+            + (", packed=True" if self.packed else "")
         )
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
         """Shape of each sketch, by name."""
         return {"U1": tuple(self.S2.shape), "U2": tuple(self.S1.shape)}  # type: ignore[dict-item]
 
+    def pack_(self) -> Self:
+        r"""Hold U1 and U2 as one bit an entry, for inference; the layer computes the same function.
+
+        Of the numbers that a product reads, ``2 R (in + out)`` entries become ``R (in + out)`` entries and as many
+        bits: 0.53 of the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers; on the
+        CPU, blocks of them are unpacked for each product, which costs time where the batch is small. A packed layer
+        can be trained and saved like any other (a checkpoint holds the seed, so packed and unpacked layers load each
+        other's). :meth:`unpack_` undoes it.
+
+        Raises:
+            ValueError: If the layer is fitted: its sketches are trained numbers, not signs.
+
+        Example:
+            >>> import torch
+            >>> layer = SKLinear(256, 128, 4, dtype=torch.bfloat16)
+            >>> before = layer.U1.nbytes
+            >>> before // layer.pack_().U1.nbytes
+            16
+        """
+        if self.is_fitted:
+            raise ValueError(
+                "pack_ holds signs as bits, and the sketches of this fitted layer are trained numbers: keep it as it "
+                'is, or use SKLinear.from_linear(linear, ..., init="lstsq"), whose sketches are signs'
+            )
+        return self._hold(packed=True)
+
+    def unpack_(self) -> Self:
+        """Hold U1 and U2 as numbers again, +1 and -1 in the layer's dtype, which suits training; see :meth:`pack_`."""
+        return self._hold(packed=False)
+
+    def _hold(self, *, packed: bool) -> Self:
+        if packed != self.packed:
+            self.packed = packed
+            self.set_seeded_(self.seed)  # type: ignore[arg-type]
+        return self
+
+    def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
+        """Make the layer fitted, with the given sketches as Parameters, frozen if the factors are; never packed."""
+        self.packed = False
+        super().set_fitted_(sketches)
+
     def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """U1 or U2 of the present seed, entries +-1."""
+        """U1 or U2 of the present seed, as the layer holds them: entries +-1, or words of them if it is packed."""
+        drawn = self._draw_signs(name, dtype=dtype, device=device)
+        if not self.packed:
+            return drawn
+        return pack_signs(drawn if name == "U1" else drawn.mT)  # bits along the features
+
+    def _dense_sketches(self) -> tuple[Tensor, Tensor]:
+        """U1 (R, out) and U2 (in, R) as numbers."""
+        if not self.packed:
+            return self.U1, self.U2
+        dtype = self.S1.dtype
+        return unpack_signs(self.U1, self.out_features, dtype), unpack_signs(self.U2, self.in_features, dtype).mT
+
+    def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, cols = self.sketch_shapes()[name]
         stream = self.sketch_names.index(name)
         return signs(self.seed, stream, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
@@ -374,7 +452,7 @@ class SKLinear(SketchedModule):
         return all(
             torch.allclose(
                 factors[name] * root,
-                self.draw_sketch(name, dtype=factors[name].dtype, device=factors[name].device),
+                self._draw_signs(name, dtype=factors[name].dtype, device=factors[name].device),
                 rtol=4 * torch.finfo(factors[name].dtype).eps,
                 atol=0.0,
             )

@@ -1,0 +1,205 @@
+"""A packed SKLinear holds bits for its signs and is the same function, in every part of a layer's life."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from panther.kernels import pack_signs
+from tolerances import KERNEL_RMS, assert_close, rms_error
+from torch import nn
+
+import panther as pr
+from panther.nn import SKLinear
+
+SIZES = [(64, 48, 3), (33, 65, 1), (1, 1, 1), (300, 130, 40)]
+
+
+def layer_of(n_in, n_out, R, **kwargs):
+    torch.manual_seed(n_in)
+    return SKLinear(n_in, n_out, R, **{"seed": 7, **kwargs})
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_are_no_gain(recwarn):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pr.errors.PerformanceWarning)
+        yield
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_the_function_stays(sizes, dtype, rows):
+    layer = layer_of(*sizes, dtype=dtype)
+    x = torch.randn(rows, sizes[0], dtype=dtype)
+    exact = x.double() @ layer.weight.double().mT + layer.bias.double()
+    packed = copy.deepcopy(layer).pack_()
+    assert packed.packed
+    assert packed.U1.dtype is packed.U2.dtype is torch.int32
+    with torch.no_grad():
+        assert rms_error(packed(x), exact) < KERNEL_RMS[dtype]
+    assert torch.equal(packed.weight, layer.weight)
+    for name in ("S1s", "U1s", "S2s", "U2s"):
+        assert torch.equal(getattr(packed, name), getattr(layer, name))
+    assert torch.equal(packed.to_linear().weight, layer.to_linear().weight)
+    unpacked = packed.unpack_()
+    assert torch.equal(unpacked.U1, layer.U1)
+    assert torch.equal(unpacked.U2, layer.U2)
+
+
+def test_constructor_and_pack_agree():
+    a, b = layer_of(64, 48, 3, packed=True), layer_of(64, 48, 3).pack_()
+    assert a.packed
+    assert torch.equal(a.U1, b.U1)
+    assert torch.equal(a.U2, b.U2)
+    assert torch.equal(a.S1, b.S1)
+    assert "packed=True" in repr(a)
+    assert "packed" not in repr(layer_of(64, 48, 3))
+    dense = layer_of(64, 48, 3)
+    assert torch.equal(a.U1, pack_signs(dense.U1))
+    assert torch.equal(a.U2, pack_signs(dense.U2.mT))
+
+
+def test_bytes():
+    """2 R (in + out) numbers become half as many and as many bits: 17/32 of the bytes in bfloat16."""
+    layer = SKLinear(4096, 2048, 1, 16, bias=False, dtype=torch.bfloat16)
+
+    def held(layer):
+        return sum(t.nbytes for t in (layer.S1, layer.S2, layer.U1, layer.U2))
+
+    before = held(layer)
+    assert held(layer.pack_()) / before == 17 / 32
+
+
+@pytest.mark.parametrize("n_rows", [3, 200])
+def test_gradients_and_double_backward(n_rows):
+    layer = layer_of(40, 70, 5, dtype=torch.float64)
+    packed = copy.deepcopy(layer).pack_()
+    x = torch.randn(n_rows, 40, dtype=torch.float64, requires_grad=True)
+
+    def derivatives(module):
+        leaves = [x, module.S1, module.S2, module.bias]
+        first = torch.autograd.grad(module(x).sin().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        return [*first, *second]
+
+    for ours, theirs in zip(derivatives(packed), derivatives(layer), strict=True):
+        assert_close(ours, theirs.detach())
+
+
+@pytest.mark.parametrize("shape", [(40,), (2, 3, 40), (0, 40)])
+def test_inputs_of_any_shape(shape):
+    layer = layer_of(40, 70, 5)
+    x = torch.randn(shape)
+    expected = layer(x).detach()
+    assert_close(layer.pack_()(x), expected)
+
+
+def test_nested_input_and_transforms():
+    layer = layer_of(40, 70, 5)
+    batch = torch.randn(4, 3, 40)
+    expected = layer(batch).detach()
+    parts = torch.nested.nested_tensor([torch.randn(2, 40), torch.randn(3, 40)], layout=torch.jagged)
+    nested = layer(parts)
+    layer.pack_()
+    assert_close(layer(parts).values(), nested.values().detach())
+    assert_close(torch.func.vmap(layer)(batch), expected)
+    _, tangent = torch.func.jvp(layer, (batch,), (batch,))
+    assert_close(tangent, expected - layer.bias.detach())
+
+
+def test_autocast():
+    layer = layer_of(40, 70, 5).pack_()
+    x = torch.randn(3, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype is torch.bfloat16
+    assert rms_error(out, layer(x).detach()) < KERNEL_RMS[torch.bfloat16]
+
+
+def test_compile_and_export():
+    layer = layer_of(40, 70, 5).pack_()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (3, 5):
+        x = torch.randn(rows, 40)
+        assert_close(compiled(x), layer(x).detach())
+    program = torch.export.export(layer, (x,))
+    assert_close(program.module()(x), layer(x).detach())
+
+
+def test_life_cycle():
+    layer = layer_of(40, 70, 5).pack_()
+    x = torch.randn(3, 40)
+    expected = layer(x).detach()
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert again.packed
+        assert torch.equal(again(x), expected)
+    other = layer_of(40, 70, 5, seed=8, packed=True)
+    other.load_state_dict(layer.state_dict())
+    assert other.packed
+    assert torch.equal(other(x), expected)
+    plain = layer_of(40, 70, 5, seed=9)
+    plain.load_state_dict(layer.state_dict())
+    assert not plain.packed
+    assert_close(plain(x), expected)
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+    assert half.U1.dtype is torch.int32
+    assert rms_error(half(x.bfloat16()), expected) < KERNEL_RMS[torch.bfloat16]
+    seed = layer.seed
+    layer.reset_parameters()
+    assert layer.packed
+    assert layer.seed == seed
+    with torch.device("meta"):
+        empty = SKLinear(40, 70, 5, seed=7, packed=True)
+    empty = empty.to_empty(device="cpu")
+    assert torch.equal(empty.U1, layer.U1)
+    assert torch.equal(empty.U2, layer.U2)
+
+
+def test_stacked_keys_load_into_a_packed_layer():
+    source = layer_of(40, 70, 5)
+    stacked = {name: getattr(source, name).clone() for name in ("S1s", "S2s", "U1s", "U2s")}
+    layer = layer_of(40, 70, 5, packed=True)
+    with torch.no_grad():
+        layer.S1.zero_()
+    layer.load_state_dict({**stacked, "bias": source.bias})
+    assert layer.packed
+    assert torch.equal(layer.S1, source.S1)
+
+
+def test_a_changed_seed_is_adopted_in_bits():
+    layer, other = layer_of(40, 70, 5, packed=True), layer_of(40, 70, 5, seed=8, packed=True)
+    layer.sketch_seed.copy_(other.sketch_seed)
+    assert layer.refresh_sketches_()
+    assert torch.equal(layer.U1, other.U1)
+
+
+def test_fitted_layers_are_never_packed():
+    dense = nn.Linear(40, 70)
+    fitted = SKLinear.from_linear(dense, 1, 4)
+    with pytest.raises(ValueError, match=r"sketches of this fitted layer are trained numbers.*init=\"lstsq\""):
+        fitted.pack_()
+    assert not fitted.packed
+    with pytest.raises(ValueError, match="packed=True holds signs as bits, and W_init makes a fitted layer"):
+        SKLinear(40, 70, 1, 4, dense.weight, packed=True)
+    layer = layer_of(40, 70, 4, packed=True)
+    layer.load_state_dict(fitted.state_dict())
+    assert layer.is_fitted
+    assert not layer.packed
+    x = torch.randn(3, 40)
+    assert_close(layer(x), fitted(x).detach())
+    assert fitted.unpack_() is fitted
+
+
+def test_a_saved_model_comes_back_packed(tmp_path):
+    model = nn.Sequential(layer_of(40, 70, 5).pack_(), nn.ReLU(), layer_of(70, 10, 2))
+    x = torch.randn(3, 40)
+    pr.save_compressed(model, tmp_path)
+    loaded = pr.load_compressed(tmp_path, nn.Sequential(nn.Linear(40, 70), nn.ReLU(), nn.Linear(70, 10)))
+    assert loaded[0].packed
+    assert not loaded[2].packed
+    assert torch.equal(loaded(x), model(x))
