@@ -2,6 +2,8 @@
 
 __all__ = ["pack_signs", "unpack_signs"]
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,20 @@ def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows,
         >>> unpack_signs(torch.tensor([[6]], dtype=torch.int32), 3, torch.float32)
         tensor([[ 1., -1., -1.]])
     """
-    octets = torch.arange(256, dtype=torch.int64, device=words.device)[:, None]
-    table = (1 - 2 * (octets >> torch.arange(8, device=words.device) & 1)).to(dtype)  # (256, 8)
+    # Fake tensors must not be kept, nor must a graph that is traced hold what is.
+    plain = type(words) is Tensor and words.device.type == "cpu" and not torch.compiler.is_compiling()
+    table = _kept_table(dtype) if plain else _table(dtype, words.device)
     index = words.contiguous().view(torch.uint8).flatten().to(torch.int32)  # bytes, the lowest first
     return table.index_select(0, index).view(words.shape[0], words.shape[1] * _WORD)[:, :n]
+
+
+def _table(dtype: torch.dtype, device: torch.device | str) -> Tensor:  # (256, 8)
+    """The signs in every byte, from its lowest bit."""
+    octets = torch.arange(256, dtype=torch.int64, device=device)[:, None]
+    return (1 - 2 * (octets >> torch.arange(8, device=device) & 1)).to(dtype)
+
+
+@lru_cache
+def _kept_table(dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return _table(dtype, "cpu")

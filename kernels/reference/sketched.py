@@ -68,16 +68,15 @@ def packed_matmul(
         (tensor([[2., 2.]]), tensor([[1., 1.]]))
     """
     (rows, n_in), (R, n_out) = x.shape, S2.shape
-    wide = torch.promote_types(x.dtype, torch.float32)
-    right = x.new_zeros(rows, R, dtype=wide)
+    right = x.new_zeros(rows, R, dtype=torch.promote_types(x.dtype, torch.float32))
     for block, words in _blocks(n_in, R):
-        right += x[:, block] @ (unpack_signs(U2[:, words], _length(block), x.dtype) * scale).mT
-    left = _scaled_product(x, S1, scale)
-    inner = torch.cat((left, right.to(x.dtype)), 1)
+        right += _scaled_product(x[:, block], unpack_signs(U2[:, words], _length(block), x.dtype).mT, scale)
+    inner = torch.cat((_scaled_product(x, S1, scale), right.to(x.dtype)), 1)
+    left, right = inner[:, :R], inner[:, R:]
     out = x.new_empty(rows, n_out)
     for block, words in _blocks(n_out, R):
-        outer = torch.cat((unpack_signs(U1[:, words], _length(block), x.dtype), S2[:, block]), 0)
-        out[:, block] = inner @ outer if bias is None else torch.addmm(bias[block], inner, outer)
+        part = left @ unpack_signs(U1[:, words], _length(block), x.dtype)
+        torch.addmm(part if bias is None else part.add_(bias[block]), right, S2[:, block], out=out[:, block])
     return out, inner
 
 
