@@ -259,7 +259,7 @@ def _attend_kernel(
             tl.store(side + first + x, den, mask=x < n)
     if TRANSPOSED and SUFFIX and SCALED:
         k = tl.load(own + here, mask=mask & take_x[:, None], other=0.0).to(tl.float32)
-        rows = tl.num_programs(0) // tiles * n.to(tl.int64)
+        rows = (tl.num_programs(0) // tiles).to(tl.int64) * n
         tl.store(side + tl.program_id(1) * rows + first + x, tl.sum(k * total, 1), mask=x < n)
     tl.store(out + here, total.to(out.dtype.element_ty), mask=mask)
 
@@ -377,12 +377,16 @@ def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
     precision = dot_precision(x.dtype)
     target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
     ampere = target is not None and target.backend == "cuda" and target.arch < 90
-    wide = max(inner, outer) > 64
-    tile = _Tile(rows=64, inner=64, columns=64, warps=8 if wide else 4, stages=1)
+    # Rows whose width is no multiple of 16 bytes are loaded entry by entry, which takes registers for the addresses.
+    aligned = inner % 16 == outer % 16 == 0
+    light = aligned and max(inner, outer) <= 64 and x.dtype is not torch.float32
+    tile = _Tile(rows=64, inner=64, columns=64 if aligned else 32, warps=4 if light else 8, stages=1)
     if precision == "tf32x3":  # each operand in two parts
         tile = _Tile(32, 32, 32, 8, 1) if ampere else _Tile(64, 32, 64, 8, 2)
-    elif target is not None and target.backend == "cuda" and not ampere:
-        tile = tile._replace(columns=128 if precision == "ieee" else 64, stages=2)
+    elif target is not None and target.backend == "hip":
+        tile = tile._replace(rows=64 if aligned else 32)
+    elif target is not None and not ampere:
+        tile = tile._replace(columns=128 if aligned and precision == "ieee" else tile.columns, stages=2)
     return tile._replace(inner=min(tile.inner, _padded(inner)), columns=min(tile.columns, _padded(outer)))
 
 
