@@ -354,7 +354,7 @@ def _read_table(cases: Sequence[str]) -> list[Variant]:
     types = {field.name: int if field.type == "int" or field.type is int else str for field in fields(Variant)}
     with open(_TABLE, newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["case"] in cases]
-    return [Variant(**{name: convert(row[name]) for name, convert in types.items()}) for row in rows]  # type: ignore[arg-type]
+    return [Variant(**{name: convert(row[name]) for name, convert in types.items() if name in row}) for row in rows]  # type: ignore[arg-type]
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
