@@ -107,6 +107,8 @@ CASES = [
     Case("pair batch 16, R 128", pair(16, 4096, 128)),
     Case("pair batch 64, R 128, packed", pair(64, 4096, 128, "packed"), precisions=FULL),
     Case("pair batch 64, R 128, drawn", pair(64, 4096, 128, "drawn"), precisions=FULL),
+    Case("pair batch 512, R 16", pair(512, 8192, 16)),
+    Case("pair batch 512, R 64, packed", pair(512, 8192, 64, "packed"), precisions=FULL),
     Case("pair R 33, odd sizes", pair(3, 1000, 33, odd=1), ALL, FULL),
     Case("attention D 64", attend(64, 64)),
     Case("attention D 64, scaled", attend(64, 64, scaled=True), precisions=FULL),

@@ -2,7 +2,7 @@
 
 from ._backend import backend
 from .ops import causal_linear_attention, csr_matmul, hadamard_transform, sign_block, sketched_matmul
-from .reference import normal_block, philox_4x32, uniform_block, word_block
+from .reference import normal_block, pack_signs, philox_4x32, uniform_block, unpack_signs, word_block
 
 __all__ = [
     "backend",
@@ -10,9 +10,11 @@ __all__ = [
     "csr_matmul",
     "hadamard_transform",
     "normal_block",
+    "pack_signs",
     "philox_4x32",
     "sign_block",
     "sketched_matmul",
     "uniform_block",
+    "unpack_signs",
     "word_block",
 ]

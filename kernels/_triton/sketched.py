@@ -1,15 +1,17 @@
 """The sketched product ``scale x [S1 | U2] [U1 ; S2] + bias``, as one kernel or two.
 
 *Fused*, for many rows and a small rank: a program owns some rows, keeps their ``x [S1 | U2]`` in registers, and goes on
-to the output, so that x is read once and nothing but the output written. *Pair*, for few rows: what counts is to read
-the factors with the whole device, so the first kernel splits the input features over programs, and the second adds the
-parts in a fixed order, without atomics, before the outer product.
+to the output, so that x is read once and nothing but the output written. *Pair*, for fewer rows: what counts is to use
+the whole device, so the first kernel splits the input features over programs, and the second adds the parts in a fixed
+order, without atomics, before the outer product.
 
 The signs U1 and U2 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both; or
 drawn in registers from the stream that an int64 tensor (seed, stream, tag) names; these two contiguous.
 """
 
 __all__ = ["fused_matmul", "pair_matmul"]
+
+import math
 
 import torch
 import triton
@@ -22,6 +24,9 @@ from .signs import draw_tile, expand
 _MAX_RANK_TILE = 64
 # Ranks that one float32 product takes: three TF32 products keep twice the tiles, and more would spill registers.
 _SINGLE_SLICE = 32
+# Parts of a sum that are loaded at once, and entries that a program of the reduction owns.
+_PARTS = tl.constexpr(4)
+_BLOCK = 256
 _FORMS = {torch.int32: 1, torch.int64: 2}
 DENSE, PACKED, DRAWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -208,18 +213,32 @@ def _pair_inner_kernel(
 
 
 @triton.jit
-def _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, RP: tl.constexpr):
-    """The parts of ``x S1`` and ``x U2``, added from the first to the last, scaled and rounded as the inner result."""
-    r = r0 + tl.arange(0, RP)
-    inside = (m[:, None] < M) & (r[None, :] < R)
-    at = partial + m[:, None].to(tl.int64) * (2 * R) + r[None, :]
-    left = tl.zeros((m.shape[0], RP), tl.float32)
-    right = tl.zeros((m.shape[0], RP), tl.float32)
-    for _ in range(splits):
-        left += tl.load(at, mask=inside, other=0.0)
-        right += tl.load(at + R, mask=inside, other=0.0)
-        at += part_stride
+def _reduce(partial, m, M, R, splits, part_stride, scale, like, BM: tl.constexpr, RP: tl.constexpr):
+    """The parts of ``x S1`` and ``x U2``, added in a fixed order, scaled and rounded as the inner result."""
+    r = tl.arange(0, RP)
+    rows = (m[:, None] < M) & (r[None, :] < R)
+    at = m[:, None].to(tl.int64) * (2 * R) + r[None, :]
+    left = tl.zeros((BM, RP), tl.float32)
+    right = tl.zeros((BM, RP), tl.float32)
+    for start in tl.range(0, splits, _PARTS, num_stages=3):  # in flight together: these loads feed no product
+        part = start + tl.arange(0, _PARTS)[:, None, None]
+        inside = (part < splits) & rows[None, :, :]
+        here = partial + part.to(tl.int64) * part_stride + at[None, :, :]
+        left += tl.sum(tl.load(here, mask=inside, other=0.0), axis=0)
+        right += tl.sum(tl.load(here + R, mask=inside, other=0.0), axis=0)
     return (left * scale).to(like), (right * scale).to(like)
+
+
+@triton.jit
+def _pair_reduce_kernel(partial, inner, scale, n, splits, part_stride, BLOCK: tl.constexpr):
+    """The same for a rank of several tiles, whose parts too many programs would have to read."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, splits, _PARTS, num_stages=3):
+        part = start + tl.arange(0, _PARTS)[:, None]
+        inside = (part < splits) & (i[None, :] < n)
+        total += tl.sum(tl.load(partial + part.to(tl.int64) * part_stride + i[None, :], mask=inside, other=0.0), axis=0)
+    tl.store(inner + i, (total * scale).to(inner.dtype.element_ty), mask=i < n)
 
 
 @triton.jit
@@ -230,31 +249,25 @@ def _pair_outer_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
-    first = tl.program_id(1) == 0
     n0 = tl.program_id(1) * tiles * BN
-    like = inner.dtype.element_ty
     if RANK_TILES == 1:
-        left, right = _reduce(partial, m, 0, M, R, splits, part_stride, scale, like, RP)
-        if first:
+        left, right = _reduce(partial, m, M, R, splits, part_stride, scale, inner.dtype.element_ty, BM, RP)
+        if n0 == 0:
             _store_inner(inner, left, right, m, 0, M, R, RP)
-        for _ in range(tiles):
-            acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
+    for _ in range(tiles):
+        acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
+        if RANK_TILES == 1:
             acc = _outer_tile(
                 left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
             )  # fmt: skip
-            _store_out(out, acc, m, n0, M, N, BN)
-            n0 += BN
-    else:
-        acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
-        for tile in range(RANK_TILES):
-            r0 = tile * RP
-            left, right = _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, RP)
-            if first:
-                _store_inner(inner, left, right, m, r0, M, R, RP)
-            acc = _outer_tile(
-                left, right, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
-            )  # fmt: skip
+        else:
+            for r0 in range(0, RANK_TILES * RP, RP):
+                a, b = _load_inner(inner, m, r0, M, R, RP)
+                acc = _outer_tile(
+                    a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
+                )  # fmt: skip
         _store_out(out, acc, m, n0, M, N, BN)
+        n0 += BN
 
 
 def fused_matmul(
@@ -288,37 +301,52 @@ def pair_matmul(
     bias: Tensor | None,  # (out,), contiguous
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """The output and ``scale x [S1 | U2]``, in two kernels, for any rank; meant for few rows."""
+    """The output and ``scale x [S1 | U2]``, in two kernels (three for a rank of several tiles), for any rank."""
     (M, K), (R, N) = x.shape, S2.shape
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
     half = x.element_size() == 2
     RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
     rank_tiles = triton.cdiv(R, RP)
-    BM = min(64 if half else 32, max(16, triton.next_power_of_2(M)))
     BK, BN = (64, 128) if half else (32, 64)
-    warps = 8 if BM == 64 else 4
-    # What is drawn needs no loads in flight, and their addresses take registers.
-    stages = 2 if U1.dtype is torch.int64 else pipeline_stages(3)
+    programs = multiprocessors(x.device)
+    signs = {"SIGNS": _FORMS.get(U1.dtype, 0), "PRECISION": dot_precision(x.dtype)}
+
+    BM = _row_tile(M, 64 if half else 32)
     row_tiles = triton.cdiv(M, BM)
-    wanted = 2 * multiprocessors(x.device)  # programs
-    # A part is at least two tiles long, and there are at most 32, since every program of the second kernel reads all.
-    splits = max(1, min(32, wanted // (row_tiles * rank_tiles), triton.cdiv(K, 2 * BK)))
+    # A part is two tiles of input features or more, and there are at most 32, which the next kernel reads many times.
+    splits = max(1, min(32, programs // (row_tiles * rank_tiles), triton.cdiv(K, 2 * BK)))
     split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
     splits = triton.cdiv(K, split_k)
     partial = x.new_empty(splits, M, 2 * R, dtype=torch.float32)
-    signs = {"SIGNS": _FORMS.get(U1.dtype, 0), "PRECISION": dot_precision(x.dtype)}
+    # What is drawn needs no loads in flight, and their addresses take registers.
+    stages = 2 if U1.dtype is torch.int64 else pipeline_stages(3)
     _pair_inner_kernel[(row_tiles, rank_tiles, splits)](
         x, S1, U2, partial, M, K, R, split_k, partial.stride(0), *x.stride(), *S1.stride(), *_strides(U2),
-        RP=RP, BM=BM, BK=BK, num_warps=warps, num_stages=stages, **signs,
+        RP=RP, BM=BM, BK=BK, num_warps=8 if BM == 64 else 4, num_stages=stages, **signs,
     )  # fmt: skip
+    if rank_tiles > 1:
+        _pair_reduce_kernel[(triton.cdiv(M * 2 * R, _BLOCK),)](
+            partial, inner, scale, M * 2 * R, splits, partial.stride(0), BLOCK=_BLOCK
+        )
+
+    # Every tile of rows reads the factors, and every program the parts of its rows: both through the L2 cache, and the
+    # sum is least at this height.
+    BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * splits)))
+    row_tiles = triton.cdiv(M, BM)
     n_tiles = triton.cdiv(N, BN)
-    tiles = 1 if rank_tiles > 1 else max(1, n_tiles * row_tiles // wanted)
+    tiles = triton.cdiv(n_tiles * row_tiles, programs)
     _pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
         partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
         *_strides(U1), *S2.stride(),
-        RP=RP, RANK_TILES=rank_tiles, HAS_BIAS=bias is not None, BM=BM, BN=BN, num_warps=warps, num_stages=2, **signs,
+        RP=RP, RANK_TILES=rank_tiles, HAS_BIAS=bias is not None, BM=BM, BN=BN,
+        num_warps=8 if BM == 64 else 4, num_stages=2, **signs,
     )  # fmt: skip
     return out, inner
+
+
+def _row_tile(M: int, most: int, wanted: float = math.inf) -> int:
+    """A power of two of at least 16, and no more than ``most``, than the rows fill, or than is wanted."""
+    return max(16, min(most, triton.next_power_of_2(M), triton.next_power_of_2(int(min(wanted, most)))))
 
 
 def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:

@@ -22,16 +22,16 @@ _LINE, _SECTOR = 128, 32
 @triton.jit
 def _csr_matmul_kernel(
     starts, index, value, A, out, rows, columns, stride_b, stride_m, stride_n, row_tiles, column_tiles,
-    ROWS: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # Rows vary fastest: programs that run together gather from the same columns.
     pid = tl.program_id(0)
     b = (pid // row_tiles // column_tiles).to(tl.int64)
-    r = (pid % row_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    c = (pid // row_tiles % column_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
+    r = (pid % row_tiles).to(tl.int64 if WIDE else tl.int32) * ROWS + tl.arange(0, ROWS)
+    c = (pid // row_tiles % column_tiles).to(tl.int64 if WIDE else tl.int32) * COLS + tl.arange(0, COLS)
     first = tl.load(starts + r, mask=r < rows, other=0)
     last = tl.load(starts + r + 1, mask=r < rows, other=0)
-    dense = A + b * stride_b + (c * stride_n)[None, None, :]
+    dense = A + b * stride_b + (c.to(tl.int64) * stride_n)[None, None, :]
     acc = tl.zeros((ROWS, K, COLS), dtype=ACC)
     longest = tl.max((last - first).to(tl.int32), axis=0)
     step = 0
@@ -67,6 +67,6 @@ def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tenso
     double = torch.float64 in (A.dtype, value.dtype)
     _csr_matmul_kernel[(row_tiles * column_tiles * source.shape[0],)](
         starts, index, value, source, out, rows, n, stride_b, stride_m, stride_n, row_tiles, column_tiles,
-        ROWS=ROWS, K=K, COLS=COLS, ACC=tl.float64 if double else tl.float32,
+        ROWS=ROWS, K=K, COLS=COLS, ACC=tl.float64 if double else tl.float32, WIDE=max(n, rows) >= (1 << 31) - _TILE,
     )  # fmt: skip
     return out
