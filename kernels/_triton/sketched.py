@@ -307,7 +307,7 @@ def pair_matmul(
     half = x.element_size() == 2
     RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
     rank_tiles = triton.cdiv(R, RP)
-    BK, BN = (64, 128) if half else (32, 64)
+    BK, BN = (64, 128) if half else (32, 32)
     programs = multiprocessors(x.device)
     signs = {"SIGNS": _FORMS.get(U1.dtype, 0), "PRECISION": dot_precision(x.dtype)}
 
@@ -318,8 +318,8 @@ def pair_matmul(
     split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
     splits = triton.cdiv(K, split_k)
     partial = x.new_empty(splits, M, 2 * R, dtype=torch.float32)
-    # What is drawn needs no loads in flight, and their addresses take registers.
-    stages = 2 if U1.dtype is torch.int64 else pipeline_stages(3)
+    # Loads in flight take registers for their addresses; what is drawn needs none.
+    stages = pipeline_stages(3) if half and U1.dtype is not torch.int64 else 2
     _pair_inner_kernel[(row_tiles, rank_tiles, splits)](
         x, S1, U2, partial, M, K, R, split_k, partial.stride(0), *x.stride(), *S1.stride(), *_strides(U2),
         RP=RP, BM=BM, BK=BK, num_warps=8 if BM == 64 else 4, num_stages=stages, **signs,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("panther", "DEF")
@@ -52,8 +54,16 @@ def define(
 
 
 def needs_torch() -> bool:
-    """Whether derivatives are being taken that operators of a library do not have: forward ones, and torch.func's."""
-    return forward_ad._current_level >= 0 or (torch._C._are_functorch_transforms_active() and torch.is_grad_enabled())
+    """Whether derivatives are being taken that operators of a library lack: forward ones, and those of torch.func.
+
+    A batched operand may need a gradient too, and the operators have none beneath ``torch.func.vmap``.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    levels = retrieve_all_functorch_interpreters()
+    return torch.is_grad_enabled() or any(level.key() != TransformType.Vmap for level in levels)
 
 
 def _on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch.autograd import forward_ad
 
 from .. import reference
 from .._backend import use_triton
 from ..reference.attention import attention_backward, attention_forward
-from ._library import define
+from ._library import define, needs_torch
 
 _NAME = "causal_linear_attention"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -73,7 +70,7 @@ def causal_linear_attention(
         dtype = torch.get_autocast_dtype(device)  # of features and values only: exponents would lose their units
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     # Compiled, the operator is one node for every length, where torch's loop over chunks would be unrolled for each.
-    if not torch.compiler.is_compiling() and (_transformed() or not _takes(q, v)):
+    if not torch.compiler.is_compiling() and (needs_torch() or not _takes(q, v)):
         return reference.causal_linear_attention(q, k, v, log_scale)
     return _causal_linear_attention(q, k, v, log_scale)[0]
 
@@ -105,13 +102,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
         raise ValueError(f"log_scale of {_NAME} must be on {q.device}, not {log_scale.device}: move it")
 
 
-def _transformed() -> bool:
-    """Whether forward derivatives are taken, or torch.func's: those an operator of torch.library does not provide."""
-    if forward_ad._current_level >= 0:
-        return True
-    return any(level.key() != TransformType.Vmap for level in retrieve_all_functorch_interpreters())
-
-
 def _takes(q: Tensor, v: Tensor) -> bool:
     """Whether the Triton kernels take the operands."""
     D, E = q.shape[-1], v.shape[-1]
@@ -139,8 +129,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple
         return y.contiguous(), den.contiguous()
     from .._triton import attention
 
-    with torch.cuda.device_of(q):
-        y, den = attention.attention_forward(_flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale))
+    y, den = attention.attention_forward(_flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale))
     return y.view(v.shape), den.view(q.shape[:-1])
 
 
@@ -152,11 +141,10 @@ def _backward(
     else:
         from .._triton import attention
 
-        with torch.cuda.device_of(q):
-            dq, dk, dv, dc = attention.attention_backward(
-                _flat(grad.to(v.dtype), 2), _flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale),
-                _flat(y, 2), _flat(den, 1),
-            )  # fmt: skip
+        dq, dk, dv, dc = attention.attention_backward(
+            _flat(grad.to(v.dtype), 2), _flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale),
+            _flat(y, 2), _flat(den, 1),
+        )  # fmt: skip
     dq, dk, dv = dq.reshape(q.shape).contiguous(), dk.reshape(k.shape).contiguous(), dv.reshape(v.shape).contiguous()
     if log_scale is None or dc is None:
         return dq, dk, dv, q.new_empty(0)

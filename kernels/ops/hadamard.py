@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from .._backend import use_triton
-from ._library import define
+from ._library import define, needs_torch
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -46,6 +46,8 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
     N = x.shape[-2]
     if N < 1 or N & (N - 1):
         raise ValueError(f"the length {N} of a Hadamard transform must be a power of two: pad with zeros")
+    if not torch.compiler.is_compiling() and needs_torch():
+        return reference.hadamard_transform(x, differentiable=True)
     return _hadamard_transform(x)
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 _RADIX_BITS = 4
 
 
-def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
+def hadamard_transform(x: Tensor, *, differentiable: bool = False) -> Tensor:  # (*batch, N, n) -> the same
     r"""The dispatching :func:`panther.kernels.hadamard_transform`, in torch.
 
     :math:`H_{ab} = H_a \otimes H_b`, so it is a few products with a Hadamard matrix of at most 16 rows, each one pass
-    over the data.
+    over the data. Two buffers take turns, unless autograd or torch.func is to look into it (``differentiable``).
     """
     N, n = x.shape[-2:]
     bits = N.bit_length() - 1
@@ -21,18 +21,16 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
     if not stages or not x.numel():
         return x.clone(memory_format=torch.contiguous_format)
     source = x.contiguous()
-    buffers = [torch.empty_like(source) for _ in range(min(stages, 2))]
+    buffers = [None if differentiable else torch.empty_like(source) for _ in range(min(stages, 2))]
     width = N * n
     for stage in range(stages):
         radix = 1 << (bits * (stage + 1) // stages - bits * stage // stages)
         width //= radix
         H = _hadamard_matrix(radix, x.dtype, x.device)
-        target = buffers[stage % 2]
-        if width == 1:
-            torch.matmul(source.view(-1, radix), H, out=target.view(-1, radix))
-        else:
-            torch.matmul(H, source.view(-1, radix, width), out=target.view(-1, radix, width))
-        source = target
+        shape = (-1, radix) if width == 1 else (-1, radix, width)
+        operands = (source.view(shape), H) if width == 1 else (H, source.view(shape))
+        buffer = buffers[stage % 2]
+        source = torch.matmul(*operands, out=None if buffer is None else buffer.view(shape)).view(x.shape)
     return source
 
 

@@ -206,8 +206,10 @@ def test_compiles(device, dynamic):
 def test_vmap(device, dim):
     x = draw(3, 4, 5, device=device)
     stacked = torch.stack([x] * 2, dim=dim)
-    y = torch.vmap(hadamard_transform, in_dims=dim)(stacked)
+    with torch.no_grad():
+        y = torch.vmap(hadamard_transform, in_dims=dim)(stacked)
     assert torch.equal(y, hadamard_transform(x).expand(2, 3, 4, 5))
+    assert_close(torch.vmap(hadamard_transform, in_dims=dim)(stacked).cpu(), y.cpu().double())  # may need a gradient
 
 
 def test_autocast_leaves_the_dtype(device):
@@ -238,3 +240,16 @@ def test_srht_multiplies_like_its_matrix(device, d, m, dtype):
     assert_close((S @ A).cpu(), exact @ A.cpu().double(), dtype)
     assert_close((A.mT @ S.T).cpu(), A.mT.cpu().double() @ exact.mT, dtype)
     assert_close((S.T @ B).cpu(), exact.mT @ B.cpu().double(), dtype)
+
+
+def test_forward_derivatives_and_those_of_torch_func(device):
+    x, tangent = torch.randn(2, 8, 3, device=device), torch.randn(2, 8, 3, device=device)
+    H = reference.hadamard_transform(torch.eye(8, device=device))
+    value, derivative = torch.func.jvp(hadamard_transform, (x,), (tangent,))
+    torch.testing.assert_close(value, H @ x)
+    torch.testing.assert_close(derivative, H @ tangent)
+    gradient = torch.func.grad(lambda x: (hadamard_transform(x) * tangent).sum())
+    torch.testing.assert_close(gradient(x), H @ tangent)
+    torch.testing.assert_close(
+        torch.func.vmap(torch.func.grad(lambda x: hadamard_transform(x).square().sum()))(x), 16 * x
+    )
