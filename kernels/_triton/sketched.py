@@ -181,7 +181,7 @@ _KEY = ["rows_class", "K", "N", "RP", "SIGNS"]
 _fused_half_kernel = autotuned(
     cuda=[
         _config(64, 64, 128, 4, 3),
-        _config(32, 128, 128, 4, 3),
+        _config(32, 64, 128, 4, 3),
         _config(64, 64, 64, 4, 4),
         _config(128, 64, 64, 8, 3),
     ],

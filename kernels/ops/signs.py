@@ -44,7 +44,8 @@ def sign_block(
         6.0
     """
     device = torch.device(device)
-    if not use_triton("sign_block", device):
+    # A graph that is traced leaves the choice on a GPU to the operator.
+    if not (device.type == "cuda" if torch.compiler.is_compiling() else use_triton("sign_block", device)):
         return reference.sign_block(seed, stream, tag, rows, cols, dtype=dtype, device=device)
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
     _fill_signs_(out, seed - (seed >> 63 << 64), stream, tag, rows.start, cols.start)  # the key as a signed integer
@@ -52,9 +53,13 @@ def sign_block(
 
 
 def _fill(out: Tensor, seed: int, stream: int, tag: int, row: int, col: int) -> None:
-    from .._triton import signs
+    if use_triton("sign_block", out.device):
+        from .._triton import signs
 
-    signs.fill_signs_(out, seed, stream, tag, row, col)
+        signs.fill_signs_(out, seed, stream, tag, row, col)
+        return
+    rows, cols = range(row, row + out.shape[0]), range(col, col + out.shape[1])
+    out.copy_(reference.sign_block(seed, stream, tag, rows, cols, dtype=out.dtype, device=out.device))
 
 
 _fill_signs_ = define(

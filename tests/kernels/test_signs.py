@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from panther.kernels import reference, sign_block
+from panther.kernels import _backend, reference, sign_block
 
 CASES = [
     (0, 0, 0, range(1), range(1)),
@@ -26,3 +26,18 @@ def test_signs_are_the_references(device, case, dtype):
 def test_operator_passes_opcheck(device):
     out = torch.empty(3, 200, device=device)
     torch.library.opcheck(torch.ops.panther.fill_signs_.default, (out, 5, 0, 1, 2, 130))
+
+
+def test_operator_without_triton_draws_the_same():
+    out = torch.empty(3, 200)
+    torch.ops.panther.fill_signs_(out, -1, 0, 1, 2, 130)
+    expected = reference.sign_block(2**64 - 1, 0, 1, range(2, 5), range(130, 330), dtype=torch.float32, device="cpu")
+    assert torch.equal(out, expected)
+
+
+def test_compiles_whole():
+    def draw():
+        return sign_block(5, 0, 1, range(3), range(200), dtype=torch.float32, device="cpu") * 2
+
+    _backend.backend.cache_clear()
+    assert torch.equal(torch.compile(draw, fullgraph=True, backend="eager")(), draw())

@@ -101,6 +101,7 @@ def sparse_forms(A):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")  # the test's own CSR
 @pytest.mark.parametrize("kept", [1 << 24, 20])
 def test_sparse_operands(kind, dtype, kept, monkeypatch):
     monkeypatch.setattr("panther.sketch.operator._KEPT", kept)
