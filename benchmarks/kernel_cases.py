@@ -52,8 +52,14 @@ def factors(rows: int, width: int, R: int, signs: str, dtype: torch.dtype, odd: 
     return meta(rows, K, dtype=dtype), meta(K, R, dtype=dtype), U[0], meta(R, N, dtype=dtype), U[1], bias, 0.5
 
 
-def fused(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> Launch:
-    return lambda t: sketched.fused_matmul(*factors(rows, width, R, signs, t, odd))
+def fused(rows: int, width: int, R: int, signs: str = "dense", bias: bool = True) -> Launch:
+    """Aligned, as the dispatch has it: with odd sizes the pair runs."""
+
+    def launch(t: torch.dtype) -> None:
+        *operands, b, scale = factors(rows, width, R, signs, t)
+        sketched.fused_matmul(*operands, b if bias else None, scale)
+
+    return launch
 
 
 def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> Launch:
@@ -99,7 +105,7 @@ CASES = [
     Case("fused R 16", fused(8192, 8192, 16), precisions=FULL),
     Case("fused R 16, packed", fused(8192, 8192, 16, "packed"), precisions=FULL),
     Case("fused R 16, drawn", fused(8192, 8192, 16, "drawn"), precisions=FULL),
-    Case("fused R 33, odd sizes", fused(100, 1000, 33, odd=1), ALL, FULL),
+    Case("fused R 24, no bias", fused(100, 1000, 24, bias=False), ALL, FULL),
     Case("pair batch 1", pair(1, 8192, 16)),
     Case("pair batch 1, packed", pair(1, 8192, 16, "packed"), precisions=FULL),
     Case("pair batch 1, drawn", pair(1, 8192, 16, "drawn"), precisions=FULL),

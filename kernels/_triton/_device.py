@@ -1,16 +1,8 @@
 """What the kernels must know of the device they are compiled for, and how they are tuned to it."""
 
-__all__ = [
-    "INTERPRETED",
-    "autotuned",
-    "dot_operand",
-    "dot_precision",
-    "multiprocessors",
-    "pipeline_stages",
-    "shared_memory",
-]
+__all__ = ["INTERPRETED", "autotuned", "dot_operand", "dot_precision", "multiprocessors", "pipeline_stages"]
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +21,15 @@ def dot_operand(tile):
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How float32 products are taken, as ``torch.set_float32_matmul_precision`` asks: in full, or through TF32.
+    """How float32 products are taken, as torch's matrix products on the GPU are: in full, or through TF32.
 
     On NVIDIA's tensor cores, three TF32 products stand for one in float32. IEEE products would spill registers.
     """
     if dtype is not torch.float32 or INTERPRETED.value:
         return "ieee"
     target = triton.runtime.driver.active.get_current_target()
-    full = torch.get_float32_matmul_precision() == "highest"
+    # torch.get_float32_matmul_precision() raises once this newer setting was used.
+    full = torch.backends.cuda.matmul.fp32_precision != "tf32"
     if target.backend == "hip":
         return "ieee" if full or "gfx94" not in str(target.arch) else "tf32"
     return "tf32x3" if full else "tf32"
@@ -53,36 +46,17 @@ def pipeline_stages(stages: int) -> int:
     return min(stages, 2) if hip else stages
 
 
-def shared_memory() -> int:
-    """Bytes of shared memory that one program may have."""
-    driver = triton.runtime.driver.active
-    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
-
-
-def autotuned(
-    cuda: Sequence[triton.Config],
-    hip: Sequence[triton.Config],
-    key: Sequence[str],
-    shared_bytes: Callable[[Mapping[str, Any]], int] | None = None,
-) -> Callable[[Any], Any]:
+def autotuned(cuda: Sequence[triton.Config], hip: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
     """``triton.autotune`` over the configurations meant for the device; when interpreting, the first for NVIDIA's.
 
     Args:
         cuda: Configurations for NVIDIA's GPUs.
         hip: Those for AMD's, which have less shared memory.
         key: Arguments whose change calls for tuning again.
-        shared_bytes: From arguments and configuration, the shared memory it takes; what does not fit is left out,
-            except the most modest.
     """
 
     def suitable(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
-        target = triton.runtime.driver.active.get_current_target()
-        chosen = list(hip if target.backend == "hip" else cuda)
-        if shared_bytes is None:
-            return chosen
-        need = {id(config): shared_bytes({**named_args, **kwargs, **config.all_kwargs()}) for config in chosen}
-        limit = max(shared_memory(), min(need.values()))
-        return [config for config in chosen if need[id(config)] <= limit]
+        return list(hip if triton.runtime.driver.active.get_current_target().backend == "hip" else cuda)
 
     configs = [cuda[0]] if INTERPRETED.value else [*cuda, *hip]
     return triton.autotune(configs, key=list(key), prune_configs_by={"early_config_prune": suitable})

@@ -142,7 +142,7 @@ def _store_out(out, acc, m, n0, M, N, BN: tl.constexpr):
     tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows_class",))
 def _fused(
     x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, rows_class,
     sx_m, sx_k, s1_k, s1_r, u1_r, u1_n, s2_r, s2_n, u2_k, u2_r,
@@ -177,7 +177,7 @@ def _config(BM: int, BK: int, BN: int, warps: int, stages: int) -> triton.Config
     return triton.Config({"BM": BM, "BK": BK, "BN": BN}, num_warps=warps, num_stages=stages)
 
 
-_KEY = ["rows_class", "K", "N", "RP", "SIGNS"]
+_KEY = ["rows_class", "K", "N", "RP", "SIGNS", "PRECISION"]
 _fused_half_kernel = autotuned(
     cuda=[
         _config(64, 64, 128, 4, 3),

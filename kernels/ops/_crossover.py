@@ -24,12 +24,14 @@ class Rule:
     max_rows: int | None = None
     min_rows_per_rank: int = 0
     max_rank: int | None = None
+    aligned_only: bool = False
     why: str
 
-    def holds(self, rows: int, rank: int) -> bool:
+    def holds(self, rows: int, rank: int, aligned: bool = True) -> bool:
         """Whether the shape is of this class."""
         return (
-            rows >= max(self.min_rows, self.min_rows_per_rank * rank)
+            (aligned or not self.aligned_only)
+            and rows >= max(self.min_rows, self.min_rows_per_rank * rank)
             and (self.max_rows is None or rows <= self.max_rows)
             and (self.max_rank is None or rank <= self.max_rank)
         )
@@ -39,8 +41,10 @@ _FUSED = Rule(
     path="fused",
     min_rows=4096,
     max_rank=64,
+    aligned_only=True,
     why="predicted, not measured: with 32 rows or more a program, 4096 rows fill 128 multiprocessors, x is read once "
-    "and nothing but y written",
+    "and nothing but y written. Rows that do not start at multiples of 16 bytes are loaded entry by entry, for which "
+    "the fused kernel, and not the pair, spills registers (compiled for sm_80 and sm_90)",
 )
 _PAIR = Rule(
     path="pair",
@@ -79,7 +83,7 @@ _TORCH = (
 _forced: list[str] = []
 
 
-def choose_path(rows: int, rank: int, dtype: torch.dtype, triton: bool) -> str:
+def choose_path(rows: int, rank: int, dtype: torch.dtype, *, triton: bool, aligned: bool = True) -> str:
     """The path for a product of ``rows`` rows with factors of rank ``rank``.
 
     Args:
@@ -87,12 +91,13 @@ def choose_path(rows: int, rank: int, dtype: torch.dtype, triton: bool) -> str:
         rank: R.
         dtype: Of the input.
         triton: Whether the Triton kernels take the operands.
+        aligned: Whether every row of every operand starts at a multiple of 16 bytes.
     """
     if _forced and (triton or _forced[-1] in ("chain", "joined")):
         return _forced[-1]
     architecture = "hip" if torch.version.hip else "cuda"
     rules = TABLE[architecture, dtype.itemsize] if triton else _TORCH
-    return next(rule.path for rule in rules if rule.holds(rows, rank))
+    return next(rule.path for rule in rules if rule.holds(rows, rank, aligned))
 
 
 @contextmanager

@@ -141,7 +141,8 @@ def _implementation(
     """The output and ``scale x [S1 | U2]``."""
     rows, R = x.shape[0], S1.shape[1]
     triton = use_triton("sketched_matmul", x.device, _refusal(x, S1, U1, S2, U2)) and 0 not in (*x.shape, *S2.shape)
-    path = choose_path(rows, R, x.dtype, triton)
+    aligned = triton and _aligned(x, S1, U1, S2, U2)
+    path = choose_path(rows, R, x.dtype, triton=triton, aligned=aligned)
     if path in ("pair", "fused"):
         from .._triton import sketched
 
@@ -153,6 +154,16 @@ def _implementation(
         return reference.packed_matmul(x, S1, U1, S2, U2, bias, scale)
     U1, U2 = _dense_signs(S1, U1, S2, U2)
     return reference.joined_matmul(x, S1, U1, S2, U2, bias, scale)
+
+
+def _aligned(*operands: Tensor) -> bool:
+    """Whether rows of the operands, and of the output, start at multiples of 16 bytes: they are loaded in vectors."""
+    dense = [operand for operand in operands if operand.is_floating_point()]
+    entries = [stride for operand in dense for stride in operand.stride() if stride != 1]
+    size = dense[0].element_size()
+    return all(n * size % 16 == 0 for n in (*entries, operands[3].shape[1])) and all(
+        operand.data_ptr() % 16 == 0 for operand in dense
+    )
 
 
 def _fake(

@@ -270,6 +270,18 @@ def test_bad_words(U1, U2, message):
         sketched_matmul(torch.ones(1, 40), torch.ones(40, 2), U1, torch.ones(2, 70), U2)
 
 
+def test_what_is_aligned():
+    x = torch.empty(4, 64, dtype=torch.bfloat16)
+    factors = [torch.empty(64, 8), torch.empty(8, 32), torch.empty(8, 32), torch.empty(64, 8)]
+    S1, U1, S2, U2 = (factor.bfloat16() for factor in factors)
+    assert ops._aligned(x, S1, U1, S2, U2)
+    assert ops._aligned(x, S1, pack_signs(U1), S2, pack_signs(U2.mT))
+    assert not ops._aligned(torch.empty(4, 65, dtype=torch.bfloat16)[:, :64], S1, U1, S2, U2)
+    assert not ops._aligned(x[:, 1:], S1[1:], U1, S2, U2[1:])
+    assert not ops._aligned(x, S1[:, :7].contiguous(), U1[:7], S2[:7], U2[:, :7])
+    assert not ops._aligned(x, S1, U1[:, :31], S2[:, :31], U2)
+
+
 def test_the_table_has_a_path_for_every_shape():
     for rules in TABLE.values():
         assert {rule.path for rule in rules} <= set(PATHS)
@@ -278,6 +290,8 @@ def test_the_table_has_a_path_for_every_shape():
             for rank in (1, 16, 64, 65, 1024):
                 path = next(rule.path for rule in rules if rule.holds(rows, rank))
                 assert path != "fused" or rank <= 64
+        odd = next(rule for rule in rules if rule.holds(8192, 16, aligned=False))
+        assert odd.path != "fused"
     with pytest.raises(ValueError, match="chain, joined, pair, fused"), using_path("other"):
         pass
     with using_path("fused"):
