@@ -105,7 +105,7 @@ CASES = [
     Case("fused R 16", fused(8192, 8192, 16), precisions=FULL),
     Case("fused R 16, packed", fused(8192, 8192, 16, "packed"), precisions=FULL),
     Case("fused R 16, drawn", fused(8192, 8192, 16, "drawn"), precisions=FULL),
-    Case("fused R 24, no bias", fused(100, 1000, 24, bias=False), ALL, FULL),
+    Case("fused R 48, no bias", fused(100, 1008, 48, bias=False), ALL, FULL),
     Case("pair batch 1", pair(1, 8192, 16)),
     Case("pair batch 1, packed", pair(1, 8192, 16, "packed"), precisions=FULL),
     Case("pair batch 1, drawn", pair(1, 8192, 16, "drawn"), precisions=FULL),

@@ -43,8 +43,8 @@ _FUSED = Rule(
     max_rank=64,
     aligned_only=True,
     why="predicted, not measured: with 32 rows or more a program, 4096 rows fill 128 multiprocessors, x is read once "
-    "and nothing but y written. Rows that do not start at multiples of 16 bytes are loaded entry by entry, for which "
-    "the fused kernel, and not the pair, spills registers (compiled for sm_80 and sm_90)",
+    "and nothing but y written. Where sizes are no multiples of 16, entries are loaded one by one, for which the "
+    "fused kernel, and not the pair, spills registers (compiled for sm_80 and sm_90)",
 )
 _PAIR = Rule(
     path="pair",
@@ -91,7 +91,7 @@ def choose_path(rows: int, rank: int, dtype: torch.dtype, *, triton: bool, align
         rank: R.
         dtype: Of the input.
         triton: Whether the Triton kernels take the operands.
-        aligned: Whether every row of every operand starts at a multiple of 16 bytes.
+        aligned: Whether sizes and strides are multiples of 16, and operands start at 16 bytes.
     """
     if _forced and (triton or _forced[-1] in ("chain", "joined")):
         return _forced[-1]

@@ -156,14 +156,12 @@ def _implementation(
     return reference.joined_matmul(x, S1, U1, S2, U2, bias, scale)
 
 
-def _aligned(*operands: Tensor) -> bool:
-    """Whether rows of the operands, and of the output, start at multiples of 16 bytes: they are loaded in vectors."""
-    dense = [operand for operand in operands if operand.is_floating_point()]
-    entries = [stride for operand in dense for stride in operand.stride() if stride != 1]
-    size = dense[0].element_size()
-    return all(n * size % 16 == 0 for n in (*entries, operands[3].shape[1])) and all(
-        operand.data_ptr() % 16 == 0 for operand in dense
-    )
+def _aligned(x: Tensor, S1: Tensor, *others: Tensor) -> bool:
+    """Whether sizes and strides are multiples of 16: Triton then knows that it may load several entries at once."""
+    dense = [operand for operand in (x, S1, *others) if operand.is_floating_point()]
+    steps = [stride for operand in dense for stride in operand.stride() if stride != 1]
+    sizes = (*S1.shape, *(operand.shape[1] for operand in others if operand.is_floating_point()))
+    return all(n % 16 == 0 for n in (*steps, *sizes)) and all(operand.data_ptr() % 16 == 0 for operand in dense)
 
 
 def _fake(

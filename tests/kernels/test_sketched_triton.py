@@ -271,15 +271,16 @@ def test_bad_words(U1, U2, message):
 
 
 def test_what_is_aligned():
-    x = torch.empty(4, 64, dtype=torch.bfloat16)
-    factors = [torch.empty(64, 8), torch.empty(8, 32), torch.empty(8, 32), torch.empty(64, 8)]
+    x = torch.empty(5, 64, dtype=torch.bfloat16)
+    factors = [torch.empty(64, 16), torch.empty(16, 32), torch.empty(16, 32), torch.empty(64, 16)]
     S1, U1, S2, U2 = (factor.bfloat16() for factor in factors)
     assert ops._aligned(x, S1, U1, S2, U2)
     assert ops._aligned(x, S1, pack_signs(U1), S2, pack_signs(U2.mT))
-    assert not ops._aligned(torch.empty(4, 65, dtype=torch.bfloat16)[:, :64], S1, U1, S2, U2)
-    assert not ops._aligned(x[:, 1:], S1[1:], U1, S2, U2[1:])
-    assert not ops._aligned(x, S1[:, :7].contiguous(), U1[:7], S2[:7], U2[:, :7])
-    assert not ops._aligned(x, S1, U1[:, :31], S2[:, :31], U2)
+    assert ops._aligned(x, S1, torch.zeros(3, dtype=torch.int64), S2, torch.zeros(3, dtype=torch.int64))
+    assert not ops._aligned(torch.empty(5, 65, dtype=torch.bfloat16)[:, :64], S1, U1, S2, U2)
+    assert not ops._aligned(x.flatten()[1:257].view(4, 64), S1, U1, S2, U2)
+    assert not ops._aligned(x, *(factor.contiguous() for factor in (S1[:, :8], U1[:8], S2[:8], U2[:, :8])))
+    assert not ops._aligned(x, S1, U1[:, :31].contiguous(), S2[:, :31].contiguous(), U2)
 
 
 def test_the_table_has_a_path_for_every_shape():
