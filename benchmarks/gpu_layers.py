@@ -7,13 +7,12 @@ library products on factors that were joined beforehand.
 __all__ = ["sklinear_problems"]
 
 import copy
-import importlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from gpu_timing import Alternative, Problem
+from panther.kernels.ops._crossover import PATHS, using_path
 from torch import Tensor, nn
 
 from panther.nn import SKLinear
@@ -21,7 +20,6 @@ from panther.nn import SKLinear
 SHAPES = ((8192, 1, 16), (4096, 2, 64))  # width, terms, rank
 BATCHES = (512, 8192, 1, 16)  # those with an aim of their own first
 PRECISIONS = (("bfloat16", "highest", "bfloat16"), ("float32", "high", "tf32"), ("float32", "highest", "float32"))
-PATHS = ("chain", "joined", "pair", "fused")
 _MAX_FUSED_RANK = 64
 _TINY_SHAPES, _TINY_BATCHES = ((256, 1, 4), (256, 2, 16)), (1, 3)
 
@@ -94,12 +92,9 @@ def _inference(
     for path in PATHS:
         taken = _on_path(path, lambda: layer(x), R, device)
         alternatives[path] = taken if isinstance(taken, str) else sketched(taken, weights)
-    packed = _packed(layer)
+    packed = copy.deepcopy(layer).pack_()
     for path in ("", "pair", "fused"):
         name = f"{path or 'SKLinear'}, packed"
-        if isinstance(packed, str):
-            alternatives[name] = packed
-            continue
         taken = _on_path(path, lambda: packed(x), R, device)
         alternatives[name] = taken if isinstance(taken, str) else sketched(taken, unsigned + 2 * R * width / 8)
     return Problem(alternatives, "nn.Linear", rate)
@@ -113,25 +108,12 @@ def _on_path(path: str, call: Callable[[], Any], R: int, device: str) -> Callabl
         return f"this path takes a rank of at most {_MAX_FUSED_RANK}"
     if not path:
         return call
-    try:
-        using_path = importlib.import_module("panther.kernels.ops._crossover").using_path
-    except (ImportError, AttributeError):
-        return "this version cannot force a path"
 
     def forced() -> Any:
         with using_path(path):
             return call()
 
     return forced
-
-
-def _packed(layer: SKLinear) -> SKLinear | str:
-    """The same layer with packed signs, or why there is none."""
-    if not hasattr(SKLinear, "pack_") and "packed" not in inspect.signature(SKLinear.__init__).parameters:
-        return "SKLinear has no packed form in this version"
-    packed = copy.deepcopy(layer)
-    packed.pack_()
-    return packed
 
 
 def _training(

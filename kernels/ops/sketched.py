@@ -153,7 +153,8 @@ def _implementation(
     if U1.dtype is _WORDS and not x.is_cuda:
         return reference.packed_matmul(x, S1, U1, S2, U2, bias, scale)
     U1, U2 = _dense_signs(S1, U1, S2, U2)
-    return reference.joined_matmul(x, S1, U1, S2, U2, bias, scale)
+    product = reference.chained_matmul if path == "chain" else reference.joined_matmul
+    return product(x, S1, U1, S2, U2, bias, scale)
 
 
 def _aligned(x: Tensor, S1: Tensor, *others: Tensor) -> bool:

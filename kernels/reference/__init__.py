@@ -4,11 +4,12 @@ from .attention import causal_linear_attention
 from .hadamard import hadamard_transform
 from .packing import pack_signs, unpack_signs
 from .philox import normal_block, philox_4x32, sign_block, uniform_block, word_block
-from .sketched import joined_matmul, packed_matmul, sketched_matmul
+from .sketched import chained_matmul, joined_matmul, packed_matmul, sketched_matmul
 from .sparse import csr_matmul, csr_tensor
 
 __all__ = [
     "causal_linear_attention",
+    "chained_matmul",
     "csr_matmul",
     "csr_tensor",
     "hadamard_transform",

@@ -1,6 +1,6 @@
 """The sketched product ``scale (x S1 U1 + x U2 S2) + bias`` in plain torch, in two orders, and with packed signs."""
 
-__all__ = ["joined_matmul", "packed_matmul", "sketched_matmul"]
+__all__ = ["chained_matmul", "joined_matmul", "packed_matmul", "sketched_matmul"]
 
 import torch
 from torch import Tensor
@@ -34,6 +34,21 @@ def sketched_matmul(
     if bias is None:
         return torch.addmm((left * scale) @ U1, right, S2, alpha=scale)
     return torch.addmm(torch.addmm(bias, left, U1, alpha=scale), right, S2, alpha=scale)
+
+
+def chained_matmul(
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
+    """The same four products without autograd's needs, and ``scale x [S1 | U2]``, scaled before it is rounded.
+
+    Example:
+        >>> ones = torch.ones(1, 2)
+        >>> chained_matmul(ones, ones.mT, ones, ones, ones.mT, scale=0.5)
+        (tensor([[2., 2.]]), tensor([[1., 1.]]))
+    """
+    left, right = _scaled_product(x, S1, scale), _scaled_product(x, U2, scale)
+    out = left @ U1 if bias is None else torch.addmm(bias, left, U1)
+    return torch.addmm(out, right, S2), torch.cat((left, right), 1)
 
 
 def joined_matmul(

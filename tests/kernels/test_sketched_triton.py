@@ -12,7 +12,7 @@ SEED, TAG = 5, 0x10001
 FORMS = ["dense", "words", "streams"]
 # rows, in, out, R: size one, odd sizes, several tiles each way, and a rank of several tiles.
 SHAPES = [(1, 1, 1, 1), (3, 70, 130, 3), (65, 33, 129, 33), (7, 300, 40, 64), (2, 130, 260, 150)]
-PATH_SHAPES = [(path, shape) for path in ("pair", "fused") for shape in SHAPES if path == "pair" or shape[3] <= 64]
+PATH_SHAPES = [(path, shape) for path in PATHS for shape in SHAPES if path != "fused" or shape[3] <= 64]
 
 
 def operands(rows, n_in, n_out, R, *, dtype=torch.float32, device="cpu", form="dense", bias=True):
