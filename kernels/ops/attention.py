@@ -25,7 +25,7 @@ def causal_linear_attention(
 ) -> Tensor:  # (*batch, n, E)
     r"""Attention whose weights are inner products of features, each position attending to itself and those before.
 
-    .. math:: y_i = \sum_{j \le i} e^{c_j} (q_i \cdot k_j) v_j \Big/ \sum_{j \le i} e^{c_j} (q_i \cdot k_j),
+    .. math:: y_i = \frac{\sum_{j \le i} e^{c_j} (q_i \cdot k_j) v_j}{\sum_{j \le i} e^{c_j} (q_i \cdot k_j)},
 
     and 0 where the denominator is 0. The sums run over chunks of the sequence, with a state of D (E + 1) numbers
     between them, so that time and memory are linear in n (A. Katharopoulos et al., "Transformers are RNNs", ICML 2020,
