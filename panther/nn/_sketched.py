@@ -79,8 +79,11 @@ class SketchedModule(nn.Module):
         for name in self.sketch_names:
             with torch.inference_mode(False):  # a layer built in inference mode can be trained afterwards
                 sketch = self.draw_sketch(name, dtype=like.dtype, device=like.device)
-            self._parameters.pop(name, None)
-            self.register_buffer(name, sketch, persistent=False)
+            self._forget(name)
+            if sketch.is_floating_point():
+                self.register_buffer(name, sketch, persistent=False)
+            else:  # bits: no buffer, because what averages, broadcasts or casts buffers takes them for numbers
+                setattr(self, name, sketch)
         self._mirror_seed()
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
@@ -88,10 +91,15 @@ class SketchedModule(nn.Module):
         self.seed = None
         trained = self.sketch_like().requires_grad
         for name in self.sketch_names:
-            self._buffers.pop(name, None)
-            self._non_persistent_buffers_set.discard(name)
+            self._forget(name)
             self.register_parameter(name, nn.Parameter(sketches[name], requires_grad=trained))
         self._mirror_seed()
+
+    def _forget(self, name: str) -> None:
+        """Take the sketch ``name`` out of wherever it is."""
+        for place in (self._parameters, self._buffers, self.__dict__):
+            place.pop(name, None)
+        self._non_persistent_buffers_set.discard(name)
 
     def refresh_sketches_(self) -> bool:
         """Adopt ``sketch_seed`` if it was changed in place, by a broadcast say, and draw its sketches.
@@ -158,6 +166,11 @@ class SketchedModule(nn.Module):
                 self._mirror_seed()
             else:
                 self.set_seeded_(self.seed)
+            return self
+        for name in self.sketch_names:
+            if isinstance(bits := self.__dict__.get(name), Tensor):
+                moved = fn(bits)
+                setattr(self, name, moved if moved.dtype is bits.dtype else bits.to(moved.device))
         return self
 
     def check_record(self) -> None:
@@ -207,7 +220,7 @@ class SketchedModule(nn.Module):
         """Load everything or nothing, in the checkpoint's mode, and draw the sketches anew."""
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         state = self.stacked_to_factors(state)
-        fitted, seed = "U1" in state, self.seed
+        fitted, seed = self.sketch_names[0] in state, self.seed
         record = state.get("sketch_seed")
         if isinstance(record, Tensor) and record.shape == (4,) and _has_values(record):
             seed = self._read_record(record, prefix + "sketch_seed")

@@ -1,8 +1,9 @@
 """Functional forms of the sketched layers."""
 
-__all__ = ["sketched_linear"]
+__all__ = ["sketched_conv", "sketched_linear"]
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
 from panther.kernels import sketched_matmul, unpack_signs
+from panther.nn._conv import check_padding, convolve, per_dim
 
 
 def sketched_linear(
@@ -66,6 +68,70 @@ def sketched_linear(
     return sketched_matmul(rows, S1, U1, S2, U2, bias, scale).reshape(*x.shape[:-1], S2.shape[1])
 
 
+def sketched_conv(
+    x: Tensor,  # (N, in, *size) or (in, *size)
+    S: Tensor,  # (rows, in / groups, *kernel)
+    U: Tensor,  # (rows, out / groups)
+    bias: Tensor | None = None,  # (out,)
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    scale: float = 1.0,
+) -> Tensor:  # (N, out, *size) or (out, *size)
+    r"""Apply a sketched convolution in one, two or three dimensions: :math:`y = s\,U^T (x * S) + b`.
+
+    A convolution to a few channels, the rows of S, which U mixes into ``out`` at every place. With groups, group j of
+    the rows serves group j of the outputs.
+
+    Args:
+        x: Input of shape ``(N, in, *size)``, or ``(in, *size)`` without a batch, any floating dtype.
+        S: Trained kernel of shape ``(rows, in / groups, *kernel)``; says the number of dimensions.
+        U: Sketch of shape ``(rows, out / groups)``.
+        bias: Of shape ``(out,)``, or None.
+        stride: One integer, or one a dimension; as the three that follow, of :func:`torch.nn.functional.conv2d`.
+        padding: As ``stride``, or ``"same"`` or ``"valid"``.
+        dilation: As ``stride``.
+        groups: Number of groups.
+        scale: The number s.
+
+    Returns:
+        A tensor of shape ``(N, out, *size)``, or ``(out, *size)``, in the autocast dtype under autocast, else in that
+        of ``x``; in channels_last where :func:`torch.nn.functional.conv2d` gives that.
+
+    Raises:
+        ShapeError: If the input, the factors and the groups do not fit together, or a size is out of range.
+        DTypeError: If the dtypes differ; that of the input may under autocast.
+        ValueError: If ``padding`` is an unknown word.
+
+    Cost: ``2 rows (in / groups * kernel + out / groups)`` flops an output place, against ``2 in / groups * kernel *
+    out`` dense. Where the factors are too small or too large to save time, as with one channel a group, the dense
+    kernel is formed and used.
+
+    Example:
+        >>> import torch
+        >>> x, S, U = torch.ones(5, 3, 8, 8), torch.ones(4, 3, 3, 3), torch.ones(4, 6)
+        >>> sketched_conv(x, S, U, padding="same").shape
+        torch.Size([5, 6, 8, 8])
+    """
+    dim = S.dim() - 2
+    if not 1 <= dim <= 3 or U.dim() != 2 or U.shape[0] != S.shape[0] or U.shape[0] % groups:
+        raise ShapeError(
+            "S must be (rows, in / groups, *kernel), with one to three dimensions of the kernel, and U (rows, out / "
+            f"groups), rows divisible by groups={groups}: got S {tuple(S.shape)}, U {tuple(U.shape)}"
+        )
+    out_channels = U.shape[1] * groups
+    if bias is not None and bias.shape != (out_channels,):
+        raise ShapeError(f"bias must have shape ({out_channels},), not {tuple(bias.shape)}")
+    if any(tensor is not None and tensor.dtype != S.dtype for tensor in (U, bias)):
+        found = [None if tensor is None else tensor.dtype for tensor in (S, U, bias)]
+        raise DTypeError(f"S, U and bias must share a dtype and have {found}: cast them to one")
+    stride = per_dim("stride", stride, dim, least=1)
+    padding = check_padding(padding, stride, dim)
+    return convolve(x, S, U, bias, stride, padding, per_dim("dilation", dilation, dim, least=1), groups, scale)
+
+
 def _autocast(tensor: Tensor | None) -> Tensor | None:
     """What autocast would do to an operand of a matrix product; done here once for the input, not once a product."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
@@ -80,10 +146,10 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
     packed = U1.dtype is torch.int32 and U2.dtype is torch.int32
     expected = ((R, -(-out_features // 32)), (R, -(-in_features // 32))) if packed else (S2.shape, S1.shape)
     if S2.shape[0] != R or U1.shape != expected[0] or U2.shape != expected[1]:
-        words = ", or as packed words (R, out / 32) and (R, in / 32)," if packed else ""
+        words = ", U2 and U1 packed to (R, ceil(in / 32)) and (R, ceil(out / 32))" if packed else ""
         raise ShapeError(
             f"S1 and U2 must be (in, R) and U1 and S2 (R, out){words}: got S1 {tuple(S1.shape)}, U1 "
-            f"{tuple(U1.shape)}, S2 {tuple(S2.shape)}, U2 {tuple(U2.shape)}"
+            f"{tuple(U1.shape)}, S2 {tuple(S2.shape)}, U2 {tuple(U2.shape)}: transpose what is turned"
         )
     if bias is not None and bias.shape != (out_features,):
         raise ShapeError(f"bias must have shape ({out_features},), not {tuple(bias.shape)}")

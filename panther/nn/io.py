@@ -24,25 +24,38 @@ from torch.nn.parallel import DistributedDataParallel
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn._sketched import SketchedModule
+from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.linear import SKLinear
 
 _FORMAT, _VERSION = "panther", 1
 _WEIGHTS, _MANIFEST = "model.safetensors", "panther.json"
 
-# Only these classes are ever built from a file, each from these arguments.
-_CLASSES: dict[str, tuple[Callable[..., SketchedModule], Callable[[Any], dict[str, Any]]]] = {
+# Only these classes are ever built from a file, each from these arguments, of these types; list: a size a dimension.
+_CLASSES: dict[str, tuple[Callable[..., SketchedModule], dict[str, tuple[type, ...]]]] = {
     "SKLinear": (
         SKLinear,
-        lambda layer: {
-            "in_features": layer.in_features,
-            "out_features": layer.out_features,
-            "num_terms": layer.num_terms,
-            "low_rank": layer.low_rank,
-            "bias": layer.bias is not None,
-        },
+        {"in_features": (int,), "out_features": (int,), "num_terms": (int,), "low_rank": (int,), "bias": (bool,)},
     )
 }
-_ARGUMENT_TYPES = {"in_features": int, "out_features": int, "num_terms": int, "low_rank": int, "bias": bool}
+_CLASSES |= {
+    layer.__name__: (
+        layer,
+        {
+            "in_channels": (int,),
+            "out_channels": (int,),
+            "kernel_size": (list,),
+            "stride": (list,),
+            "padding": (list, str),
+            "dilation": (list,),
+            "groups": (int,),
+            "bias": (bool,),
+            "padding_mode": (str,),
+            "num_terms": (int,),
+            "low_rank": (int,),
+        },
+    )
+    for layer in (SKConv1d, SKConv2d, SKConv3d)
+}
 
 
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
@@ -97,7 +110,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         _check_plain(name, module)
         modules[name] = {
             "class": kind,
-            "args": _CLASSES[kind][1](module),
+            "args": {key: _argument(module, key) for key in _CLASSES[kind][1]},
             "mode": "fitted" if module.is_fitted else "seeded",
             "dtype": str(module.sketch_like().dtype).removeprefix("torch."),
         }
@@ -301,15 +314,16 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
     kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
+    types = _CLASSES[kind][1]
     if (
         not isinstance(args, dict)
-        or {key: type(value) for key, value in args.items()} != _ARGUMENT_TYPES
-        or max(args.values()) >= 1 << 40
+        or args.keys() != types.keys()
+        or not all(_sound(args[key], types[key]) for key in types)
     ):
-        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(_ARGUMENT_TYPES)}")
+        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(types)}")
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
-    _check_replaced(name, old, args)
+    _check_replaced(name, kind, old, args)
     device = next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
     try:
         with warnings.catch_warnings():
@@ -334,8 +348,26 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
     return module.train(old.training)
 
 
-def _check_replaced(name: str, old: nn.Module, args: dict[str, Any]) -> None:
+def _argument(module: nn.Module, key: str) -> Any:
+    """A constructor's argument as JSON has it, read from the layer, or from the dense one in its place."""
+    value = getattr(module, key, None)
+    if key == "bias":
+        return value is not None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _sound(value: Any, types: tuple[type, ...]) -> bool:
+    if type(value) not in types:
+        return False
+    sizes = value if isinstance(value, list) else [value] if type(value) is int else []
+    return len(sizes) <= 3 and all(type(size) is int and size < 1 << 40 for size in sizes)
+
+
+def _check_replaced(name: str, kind: str, old: nn.Module, args: dict[str, Any]) -> None:
     """Refuse to put a layer where the architecture has another kind of module, or one of another size."""
+    if kind != "SKLinear":
+        _check_replaced_conv(name, kind, old, args)
+        return
     sizes = args["in_features"], args["out_features"]
     if isinstance(old, nn.Linear | SKLinear):
         found: Any = old.in_features, old.out_features
@@ -349,6 +381,19 @@ def _check_replaced(name: str, old: nn.Module, args: dict[str, Any]) -> None:
         raise FormatError(
             f"module {name!r} was saved for {sizes[0]} to {sizes[1]} features, bias={args['bias']}, and the model has "
             f"{type(old).__name__} there, of {found}, bias={bias}: give the architecture that was saved"
+        )
+
+
+def _check_replaced_conv(name: str, kind: str, old: nn.Module, args: dict[str, Any]) -> None:
+    layer: Any = _CLASSES[kind][0]
+    wanted = {key: value for key, value in args.items() if key not in ("num_terms", "low_rank")}
+    found = {key: _argument(old, key) for key in wanted} if isinstance(old, layer | layer.dense_class) else {}
+    if found != wanted:
+        differ = {key: value for key, value in wanted.items() if found.get(key) != value}
+        there = {key: found[key] for key in differ} if found else "no such layer"
+        raise FormatError(
+            f"module {name!r} was saved for a {layer.dense_class.__name__} with {differ}, and the model has "
+            f"{type(old).__name__} there, with {there}: give the architecture that was saved"
         )
 
 

@@ -1,0 +1,174 @@
+"""What sketched convolutions are made of: sizes as users give them, the default rank, and the computation."""
+
+__all__ = [
+    "check_padding",
+    "convolve",
+    "default_low_rank",
+    "dense_kernel",
+    "is_channels_last",
+    "per_dim",
+    "runs_dense",
+    "same_padding",
+]
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from panther.errors import DTypeError, ShapeError, check_size
+
+_VECTOR = 16  # channels that oneDNN keeps together
+_TRAFFIC = 24
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+
+
+def per_dim(name: str, value: Any, dim: int, least: int) -> tuple[int, ...]:
+    """One size a spatial dimension, from an integer or a sequence of ``dim`` of them.
+
+    Raises:
+        ShapeError: If there are more or fewer, or one is smaller than ``least``.
+        TypeError: If one is not an integer.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return (check_size(name, value, least),) * dim  # type: ignore[arg-type]
+    if len(value) != dim:
+        raise ShapeError(f"{name}={tuple(value)} must be one integer or {dim} of them, one for each spatial dimension")
+    return tuple(check_size(f"{name}[{i}]", size, least) for i, size in enumerate(value))
+
+
+def check_padding(padding: Any, stride: tuple[int, ...], dim: int) -> str | tuple[int, ...]:
+    """Padding as torch.nn's convolutions hold it: a word, or one size a spatial dimension.
+
+    Raises:
+        ValueError: If it is another word than ``"same"`` or ``"valid"``.
+        ShapeError: If it is ``"same"`` and a stride is not 1, or sizes are wrong.
+    """
+    if not isinstance(padding, str):
+        return per_dim("padding", padding, dim, least=0)
+    if padding not in ("same", "valid"):
+        raise ValueError(f"padding={padding!r} is unknown: use 'same', 'valid' or integers")
+    if padding == "same" and any(step != 1 for step in stride):
+        raise ShapeError(
+            f"padding='same' keeps the size of the input, which stride={stride} does not: use stride=1, or give the "
+            "padding in integers"
+        )
+    return padding
+
+
+def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+    """What ``padding="same"`` adds before and after each dimension; where that is odd, more after, as torch does."""
+    totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
+    return [(total // 2, total - total // 2) for total in totals]
+
+
+def default_low_rank(inner: int, out_channels: int, groups: int, num_terms: int) -> int:
+    """The largest K for which the sketched convolution costs at most half of the dense one; at least ``groups``.
+
+    With ``inner = in / groups * kernel``: 2 L K (inner + out / groups) <= inner * out / 2, rounded down to a multiple
+    of 8 groups if that leaves any, else to one of groups. A rule of the shape alone, so that a checkpoint loads
+    anywhere.
+    """
+    # Times groups, so that all is in integers.
+    K = inner * out_channels * groups // (4 * num_terms * (inner * groups + out_channels))
+    step = 8 * groups if 8 * groups <= K else groups
+    return max(K // step * step, groups)
+
+
+def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # (out, in / groups, *kernel)
+    """The kernel of the dense convolution that a sketched one equals."""
+    if scale != 1.0:
+        S = S * scale
+    last = is_channels_last(S)
+    if last:  # computed and returned so
+        S = S.movedim(1, -1)
+    if groups == 1:
+        kernel = torch.mm(U.mT, S.flatten(1)).view(-1, *S.shape[1:])
+    else:
+        Ut = U.unflatten(0, (groups, -1)).mT  # (groups, out / groups, rows / groups)
+        kernel = (Ut @ S.flatten(1).unflatten(0, (groups, -1))).reshape(-1, *S.shape[1:])
+    return kernel.movedim(-1, 1) if last else kernel
+
+
+def is_channels_last(kernel: Tensor) -> bool:
+    """Whether torch takes a kernel to be in channels_last, read from its strides, which torch.vmap knows too."""
+    if kernel.dim() < 4 or kernel.stride(1) != 1:
+        return False
+    return kernel.stride(-1) != 1 or (kernel.shape[1] == 1 and math.prod(kernel.shape[2:]) > 1)
+
+
+def runs_dense(S: Tensor, U: Tensor, groups: int) -> bool:
+    """Whether forming the dense kernel and convolving with it is the faster way; a rule of the factors' shapes.
+
+    As measured on a CPU. Rows cost as much as the next multiple of a vector; a place of the intermediate, written and
+    read again, as much as some flops; and grouped convolutions to other than whole vectors run in slow loops. Forming
+    the kernel costs what the dense convolution does for ``rows / groups`` places, and a batch has thousands.
+    """
+    (rows, out), inner = U.shape, math.prod(S.shape[1:])
+    rows //= groups
+    vectors = -(-rows // _VECTOR)
+    return vectors * _VECTOR * (inner + out + _TRAFFIC) >= inner * out or (groups > 1 and rows % _VECTOR != 0)
+
+
+def convolve(
+    x: Tensor,  # (N, in, *size) or (in, *size)
+    S: Tensor,  # (rows, in / groups, *kernel)
+    U: Tensor,  # (rows, out / groups)
+    bias: Tensor | None,  # (out,)
+    stride: tuple[int, ...],
+    padding: str | tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    scale: float,
+    padding_mode: str = "zeros",
+) -> Tensor:  # (N, out, *size) or (out, *size)
+    """:func:`~panther.nn.functional.sketched_conv` after its checks of everything but the input."""
+    dim = S.dim() - 2
+    _check_input(x, S, groups)
+    if x.dim() == dim + 1:
+        return convolve(x[None], S, U, bias, stride, padding, dilation, groups, scale, padding_mode)[0]
+    if isinstance(padding, str):
+        sides = same_padding(S.shape[2:], dilation) if padding == "same" else [(0, 0)] * dim
+    else:
+        sides = [(size, size) for size in padding]
+    # For zeros before and after that differ, torch would pad a copy too, and warn of it.
+    if padding_mode != "zeros" or any(before != after for before, after in sides):
+        mode = "constant" if padding_mode == "zeros" else padding_mode
+        x = F.pad(x, [side for pair in reversed(sides) for side in pair], mode)
+        sides = [(0, 0)] * dim
+    padding = tuple(before for before, _ in sides)
+    conv = _CONVOLUTIONS[dim - 1]
+    if runs_dense(S, U, groups):
+        return conv(x, dense_kernel(S, U, groups, scale), bias, stride, padding, dilation, groups)
+    rows, out = U.shape
+    if scale != 1.0:
+        # Half precision: a power of two leaves the signs exact, and near 1/sqrt(rows) both products stay in range.
+        power = 2.0 ** -round(math.log2(rows // groups) / 2)
+        S, U = S * (scale / power), U * power
+    z = conv(x, S, None, stride, padding, dilation, groups)  # (N, rows, *size)
+    if groups > 1 or z.stride(1) == 1:  # channels_last, which a 1 x 1 convolution keeps
+        mix = U.unflatten(0, (groups, -1)).mT.reshape(groups * out, rows // groups, *[1] * dim)
+        return conv(z, mix, bias, groups=groups)
+    mix, flat = U.mT.expand(z.shape[0], -1, -1), z.flatten(2)
+    y = torch.bmm(mix, flat) if bias is None else torch.baddbmm(bias[:, None], mix, flat)
+    return y.unflatten(2, z.shape[2:])
+
+
+def _check_input(x: Tensor, S: Tensor, groups: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
+    dim, in_channels = S.dim() - 2, S.shape[1] * groups
+    if x.dim() not in (dim + 1, dim + 2) or x.shape[-dim - 1] != in_channels:
+        size = ("L", "H, W", "D, H, W")[dim - 1]
+        raise ShapeError(
+            f"the input must be (N, {in_channels}, {size}) or ({in_channels}, {size}) for in_channels={in_channels}, "
+            f"not {tuple(x.shape)}: reshape it"
+        )
+    if x.dtype != S.dtype:
+        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+            return
+        other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
+        raise DTypeError(f"the input is {x.dtype} and the layer {S.dtype}: cast the input, x.to({S.dtype}){other}")

@@ -1,0 +1,436 @@
+r"""SKConv1d, SKConv2d and SKConv3d, convolutions whose kernel is a sum of sketched low-rank terms.
+
+.. math:: y = \frac{1}{2L} \sum_{i=1}^{2L} U_i^T (x * S_i) + b
+
+with trained :math:`S_i`, kernels to K channels, and fixed random signs :math:`U_i = \pm 1/\sqrt K` (K, out).
+Reference: S. P. Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching",
+2017, arXiv:1710.07850.
+"""
+
+__all__ = ["SKConv1d", "SKConv2d", "SKConv3d"]
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from panther.errors import PerformanceWarning, ShapeError, check_floating, check_size
+from panther.nn._conv import check_padding, convolve, default_low_rank, dense_kernel, is_channels_last, per_dim
+from panther.nn._conv_fitting import lstsq_factor, svd_factors, unbiased_factor
+from panther.nn._sketched import SketchedModule
+from panther.sketch import check_seed, signs
+
+_INITS = ("svd", "lstsq", "random")
+_PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+torch.fx.wrap("convolve")  # one node of a symbolic trace: the way it takes depends on the input's layout
+
+
+class _SKConv(SketchedModule):
+    """What the three have in common: everything."""
+
+    sketch_names = ("U",)
+    dense_class: type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]
+    dim: int
+    U: Tensor
+    padding: str | tuple[int, ...]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int] = 3,
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        num_terms: int = 1,
+        low_rank: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.groups = check_size("groups", groups, least=1)
+        self.in_channels = _channels("in_channels", in_channels, self.groups)
+        self.out_channels = _channels("out_channels", out_channels, self.groups)
+        self.kernel_size = per_dim("kernel_size", kernel_size, self.dim, least=1)
+        self.stride = per_dim("stride", stride, self.dim, least=1)
+        self.dilation = per_dim("dilation", dilation, self.dim, least=1)
+        self.padding = check_padding(padding, self.stride, self.dim)
+        if padding_mode not in _PADDING_MODES:
+            raise ValueError(
+                f"padding_mode={padding_mode!r} is unknown: use one of {', '.join(map(repr, _PADDING_MODES))}"
+            )
+        self.padding_mode = padding_mode
+        self.num_terms = check_size("num_terms", num_terms, least=1)
+        inner = self.in_channels // self.groups * math.prod(self.kernel_size)
+        if low_rank is None:
+            low_rank = default_low_rank(inner, self.out_channels, self.groups, self.num_terms)
+        self.low_rank = _channels("low_rank", low_rank, self.groups)
+        check_floating("dtype", dtype)
+        seed = check_seed(seed)
+        rows, out = 2 * self.num_terms * self.low_rank, self.out_channels // self.groups
+        if rows * (inner + out) >= inner * self.out_channels:
+            warnings.warn(
+                f"{type(self).__name__}({in_channels}, {out_channels}, {kernel_size}, groups={groups}) with 2 * "
+                f"num_terms * low_rank = {rows} multiplies by {rows * (inner + out):,} numbers at every place, a dense "
+                f"layer by {inner * self.out_channels:,}: use a smaller low_rank, or nn.{self.dense_class.__name__}",
+                PerformanceWarning,
+                stacklevel=2,
+            )
+        shape = rows, self.in_channels // self.groups, *self.kernel_size
+        self.S = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(self.out_channels, dtype=dtype, device=device)) if bias else None
+        self.set_seeded_(seed)
+        self.reset_parameters()
+
+    @property
+    def scale(self) -> float:
+        """The number that multiplies U^T S."""
+        return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``(N, in_channels, *size)`` to ``(N, out_channels, *size)``; also without N."""
+        U = self.U
+        if U.dtype is not self.S.dtype:  # mixed precision that casts parameters and not buffers, as FSDP's
+            U = U.to(self.S.dtype)
+        return convolve(
+            input,
+            self.S,
+            U,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.scale,
+            self.padding_mode,
+        )
+
+    def reset_parameters(self) -> None:
+        """Draw S and bias anew, from torch's generator, and the sketch again, from the seed that stands.
+
+        The kernel gets the variance of torch's default, 1 / (3 in kernel / groups). A fitted layer starts from fresh
+        signs and stays fitted.
+        """
+        if self.is_fitted:
+            level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
+            rows, out = self.U.shape
+            sign = signs(check_seed(None), 0, range(rows), range(out), dtype=self.U.dtype, device=self.U.device)
+            with torch.no_grad():
+                self.U.copy_(level * sign)
+            self._mirror_seed()
+        else:
+            level = 1.0
+            self.set_seeded_(self.seed)  # type: ignore[arg-type]
+        # An entry of the kernel sums 2 L K / g signed entries of S, times 1/(2 L sqrt(K)): it has variance
+        # s^2 / (2 L g) when they have variance s^2; uniform on (-a, a) has variance a^2 / 3.
+        fan_in = math.prod(self.S.shape[1:])
+        bound = level * math.sqrt(2 * self.num_terms * self.groups / fan_in)
+        nn.init.uniform_(self.S, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    @property
+    def weight(self) -> Tensor:  # (out, in / groups, *kernel)
+        """The dense effective kernel, for inspection: differentiable, computed at each access.
+
+        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
+        """
+        return dense_kernel(self.S, self.U, self.groups, self.scale)
+
+    @property
+    def S1s(self) -> Tensor:  # (2 L K, in / groups, *kernel)
+        """S by terms: rows ``i K`` to ``(i + 1) K`` are term i. A view, except with groups, which S keeps together."""
+        S = self.S.detach()
+        return S if self.groups == 1 else self._by_terms(S)
+
+    @property
+    def U1s(self) -> Tensor:  # (2 L, K, out)
+        """U by terms, scaled so that the layer's formula holds; with groups block-diagonal, with zeros elsewhere."""
+        U = self.U.detach() * (2 * self.num_terms * self.scale)
+        rows, out = U.shape
+        whole = U.new_zeros(rows, self.groups, out)
+        for group, block in enumerate(U.unflatten(0, (self.groups, -1))):
+            whole.unflatten(0, (self.groups, -1))[group, :, group] = block
+        return self._by_terms(whole).reshape(2 * self.num_terms, self.low_rank, self.out_channels)
+
+    def _by_terms(self, rows: Tensor) -> Tensor:
+        """Rows from (group, term, rank) to (term, group, rank)."""
+        return rows.unflatten(0, (self.groups, 2 * self.num_terms, -1)).transpose(0, 1).flatten(0, 2)
+
+    def _by_groups(self, rows: Tensor) -> Tensor:
+        """Undo :meth:`_by_terms`."""
+        return rows.unflatten(0, (2 * self.num_terms, self.groups, -1)).transpose(0, 1).flatten(0, 2)
+
+    @classmethod
+    def from_conv(
+        cls,
+        conv: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+        num_terms: int = 1,
+        low_rank: int | None = None,
+        init: str = "svd",
+        *,
+        seed: int | None = None,
+    ) -> Self:
+        r"""A sketched convolution near a dense one, on its device and in its dtype; the dense one is left as it is.
+
+        The kernel of each group, unfolded to (out / groups, in / groups * kernel), is approximated by 2 L K / groups
+        rows.
+
+        Args:
+            conv: The layer to approximate, of as many dimensions.
+            num_terms: Number of terms L.
+            low_rank: Rank K of a term; None is the constructor's default.
+            init: ``"svd"``, fitted: the best approximation of this rank, whose two factors are trained and saved.
+                ``"lstsq"``, seeded: the best S for the seed's sketch, of least norm.
+                ``"random"``, seeded: the unbiased estimator. Its error exceeds the kernel itself while the rows are
+                fewer than the outputs, so it is for studies, not for keeping a model.
+            seed: As in the constructor; with ``"svd"`` for the search, and for rows that the kernel leaves unused.
+
+        Raises:
+            ValueError: If ``init`` is unknown, or the kernel has no values, or NaN or infinite ones.
+            TypeError: If ``conv`` is not a convolution of as many dimensions.
+
+        Cost: for each group that of one SVD, or of :func:`~panther.linalg.randomized_svd` where the rows are at most an
+        eighth of both sizes and these are 256 or more; ``"lstsq"`` and ``"random"`` that of a product.
+
+        Example:
+            >>> import torch
+            >>> dense = torch.nn.Conv2d(32, 64, 3, padding=1)
+            >>> layer = SKConv2d.from_conv(dense, num_terms=1, low_rank=8)
+            >>> layer.is_fitted, layer.S.shape
+            (True, torch.Size([16, 32, 3, 3]))
+        """
+        if not isinstance(conv, cls.dense_class):
+            raise TypeError(f"from_conv takes an nn.{cls.dense_class.__name__}, not {type(conv).__name__}")
+        if init not in _INITS:
+            raise ValueError(f"init={init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
+        if is_lazy(conv.weight):
+            raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
+        weight = conv.weight.detach()
+        if weight.is_meta:
+            raise ValueError("the weight is on the meta device and has no values to fit: load it first")
+        if not weight.isfinite().all():
+            raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
+        layer = cls(
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.groups,
+            conv.bias is not None,
+            conv.padding_mode,
+            num_terms,
+            low_rank,
+            weight.device,
+            weight.dtype,
+            seed=seed,
+        )
+        A = weight.to(torch.promote_types(weight.dtype, torch.float32)).flatten(1)
+        A = A.unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
+        rows = layer.U.shape[0] // conv.groups
+        U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
+        if init == "svd":
+            S, U = svd_factors(A, rows, layer.seed)  # type: ignore[arg-type]
+            layer.set_fitted_({"U": U.flatten(0, 1).to(weight.dtype)})
+        elif init == "lstsq":
+            S = lstsq_factor(A / layer.scale, U)
+        else:
+            S = unbiased_factor(A / layer.scale, U)
+        with torch.no_grad():
+            layer.S.copy_(S.reshape(layer.S.shape))
+            if conv.bias is not None:
+                layer.bias.copy_(conv.bias)  # type: ignore[union-attr]
+        if is_channels_last(weight):
+            last = torch.channels_last if cls.dim == 2 else torch.channels_last_3d
+            layer = layer.to(memory_format=last)  # type: ignore[call-overload]
+        return layer.train(conv.training)
+
+    def to_conv(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
+        """The torch.nn convolution with this layer's effective kernel and bias, copied.
+
+        Example:
+            >>> import torch
+            >>> layer, x = SKConv2d(64, 128, padding=1), torch.randn(2, 64, 8, 8)
+            >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
+            True
+        """
+        conv = self.dense_class(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,  # type: ignore[arg-type]
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.dilation,  # type: ignore[arg-type]
+            self.groups,
+            self.bias is not None,
+            self.padding_mode,  # type: ignore[arg-type]
+            device=self.S.device,
+            dtype=self.S.dtype,
+        )
+        with torch.no_grad():
+            conv.weight.copy_(self.weight)
+            if self.bias is not None:
+                conv.bias.copy_(self.bias)  # type: ignore[union-attr]
+        return conv.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Sizes and mode, as shown by print."""
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        for name, usual in (
+            ("padding", (0,) * self.dim),
+            ("dilation", (1,) * self.dim),
+            ("groups", 1),
+            ("padding_mode", "zeros"),
+        ):
+            if getattr(self, name) != usual:
+                parts.append(f"{name}={getattr(self, name)!r}")
+        if self.bias is None:
+            parts.append("bias=False")
+        parts.append(f"num_terms={self.num_terms}, low_rank={self.low_rank}")
+        parts.append("fitted" if self.is_fitted else f"seed={self.seed}")
+        return ", ".join(parts)
+
+    def sketch_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape of the sketch, by name."""
+        return {"U": (self.S.shape[0], self.out_channels // self.groups)}
+
+    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """U of the present seed, with entries +-1."""
+        rows, cols = self.sketch_shapes()[name]
+        return signs(self.seed, 0, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
+
+    def sketch_like(self) -> Tensor:
+        """The parameter whose dtype and device the sketch shares."""
+        return self.S
+
+    def stacked_to_factors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Translate S1s and U1s: to this layer's seed if they hold its sketch, else to a fitted layer."""
+        S1s, U1s = state.get("S1s"), state.get("U1s")
+        stacked = (2 * self.num_terms, self.low_rank, self.out_channels)
+        if getattr(S1s, "shape", None) != self.S.shape or getattr(U1s, "shape", None) != stacked:
+            return state
+        factors = {name: value for name, value in state.items() if name not in ("S1s", "U1s")}
+        blocks = self._by_groups(U1s.flatten(0, 1)).unflatten(1, (self.groups, -1))  # type: ignore[union-attr]
+        blocks = blocks.unflatten(0, (self.groups, -1)).transpose(1, 2)  # (group, group of outputs, rows, out / groups)
+        U = torch.stack([blocks[group, group] for group in range(self.groups)]).flatten(0, 1)
+        if U.count_nonzero() != blocks.count_nonzero():
+            return state  # it mixes groups, which this layer cannot
+        factors["S"] = self._by_groups(S1s)  # type: ignore[arg-type]
+        seed = self.seed
+        if seed is not None:
+            own = self.draw_sketch("U", dtype=U.dtype, device=U.device)
+            tolerance = 4 * torch.finfo(U.dtype).eps
+            if not torch.allclose(U * math.sqrt(self.low_rank), own, rtol=tolerance, atol=0.0):
+                seed = None
+        if seed is None:
+            factors["U"] = U / (2 * self.num_terms)
+        return factors | {"sketch_seed": torch.tensor(self._record(seed))}
+
+
+class SKConv2d(_SKConv):
+    r"""A drop-in for :class:`torch.nn.Conv2d` with a sketched kernel.
+
+    A convolution to ``2 num_terms low_rank`` channels, whose kernel ``S`` is trained, and a mixing of these into
+    ``out_channels`` by fixed random signs ``U``. At a fixed product, ``num_terms`` changes only the scale of the sum.
+
+    A new layer is *seeded*: U is fixed and saved as one number. A *fitted* one, from :meth:`from_conv` with
+    ``init="svd"``, has a trained U, saved with the rest; it is a low-rank factorisation of the unfolded kernel. Loading
+    a checkpoint of the other mode changes the layer's; make the optimizer after that.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: One integer, or one a dimension; as all up to ``padding_mode``, of nn.Conv2d.
+        stride: As ``kernel_size``.
+        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+        dilation: As ``kernel_size``.
+        groups: Number of groups; U is then block-diagonal.
+        bias: Whether to learn an additive bias.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        num_terms: Number L; there are 2 L terms.
+        low_rank: Rank K of a term, divisible by ``groups``. None is the largest that costs at most half of the dense
+            kernel, ``2 L K (in / groups * kernel + out / groups) <= in / groups * kernel * out / 2``, rounded down to a
+            multiple of ``8 groups`` if that leaves any; at least ``groups``.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
+
+    Shape:
+        Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
+
+    Attributes:
+        S: Trained kernel (2 L K, in / groups, *kernel), drawn so that the whole kernel has nn.Conv2d's variance. With
+            groups, the rows of a group are together, as torch wants them.
+        U: Sketch (2 L K, out / groups): a buffer of exactly +-1 when seeded, a Parameter when fitted.
+        bias: (out,) or None.
+        scale: The number that multiplies U^T S: 1/(2 L sqrt(K)) when seeded, 1 when fitted.
+        seed: Python int, None when fitted.
+
+    Raises:
+        ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
+        ValueError: If ``padding`` or ``padding_mode`` is an unknown word.
+        DTypeError: If ``dtype`` is not floating.
+
+    Warns:
+        PerformanceWarning: If the dense layer would cost no more; with few channels a group, at the default rank too.
+
+    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops a place of the output, against ``2 in / groups *
+    kernel * out`` dense. Where that saves no time, the layer forms the dense kernel and convolves with it; see
+    :func:`~panther.nn.functional.sketched_conv`.
+
+    Example:
+        >>> import torch
+        >>> layer = SKConv2d(64, 128, kernel_size=3, padding=1, low_rank=8)
+        >>> layer(torch.randn(8, 64, 32, 32)).shape
+        torch.Size([8, 128, 32, 32])
+        >>> sum(p.numel() for p in layer.parameters())
+        9344
+    """
+
+    dense_class = nn.Conv2d
+    dim = 2
+
+
+class SKConv1d(_SKConv):
+    """A drop-in for :class:`torch.nn.Conv1d` with a sketched kernel; everything else is as for :class:`SKConv2d`.
+
+    Example:
+        >>> import torch
+        >>> SKConv1d(64, 128, 5, padding="same")(torch.randn(8, 64, 100)).shape
+        torch.Size([8, 128, 100])
+    """
+
+    dense_class = nn.Conv1d
+    dim = 1
+
+
+class SKConv3d(_SKConv):
+    """A drop-in for :class:`torch.nn.Conv3d` with a sketched kernel; everything else is as for :class:`SKConv2d`.
+
+    Example:
+        >>> import torch
+        >>> SKConv3d(16, 32, 3, padding=1)(torch.randn(2, 16, 4, 8, 8)).shape
+        torch.Size([2, 32, 4, 8, 8])
+    """
+
+    dense_class = nn.Conv3d
+    dim = 3
+
+
+def _channels(name: str, value: int, groups: int) -> int:
+    value = check_size(name, value, least=1)
+    if value % groups:
+        raise ShapeError(f"{name}={value} must be divisible by groups={groups}")
+    return value

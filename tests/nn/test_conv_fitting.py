@@ -1,0 +1,147 @@
+"""Sketched convolutions from dense ones."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tolerances import assert_close, factorisation
+from torch import nn
+
+from panther.nn import SKConv1d, SKConv2d, SKConv3d, _fitting
+from panther.nn._conv_fitting import lstsq_factor
+from panther.sketch import signs
+
+pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+
+
+def conv(in_channels=16, out_channels=24, kernel_size=3, dtype=torch.float64, cls=nn.Conv2d, **kwargs):
+    torch.manual_seed(in_channels + out_channels)
+    return cls(in_channels, out_channels, kernel_size, dtype=dtype, **kwargs)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("terms_and_rank", [(1, 8), (2, 16), (3, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_svd_is_numpys_truncated_svd_of_the_unfolded_kernel(groups, terms_and_rank, dtype):
+    dense = conv(dtype=dtype, groups=groups)
+    layer = SKConv2d.from_conv(dense, *terms_and_rank)
+    rank = 2 * terms_and_rank[0] * terms_and_rank[1] // groups
+    A = dense.weight.detach().double().numpy().reshape(groups, 24 // groups, -1)
+    P, sigma, Qt = np.linalg.svd(A, full_matrices=False)
+    best = (P[..., :rank] * sigma[:, None, :rank]) @ Qt[:, :rank]
+    error = np.linalg.norm(layer.weight.detach().double().numpy().reshape(A.shape) - best) / np.linalg.norm(A)
+    assert error < factorisation(dtype)
+    assert torch.equal(layer.bias, dense.bias)
+    assert layer.is_fitted
+    assert layer.seed is None
+
+
+def test_svd_of_a_large_kernel_is_as_good_as_the_truncated_one(monkeypatch):
+    """Randomized here, as for SKLinear."""
+    dense = conv(64, 512, bias=False, dtype=torch.float32)
+    calls = []
+    leading = _fitting.randomized_svd
+    monkeypatch.setattr(_fitting, "randomized_svd", lambda *a, **k: calls.append(a) or leading(*a, **k))
+    layer = SKConv2d.from_conv(dense, 1, 8, seed=0)
+    assert len(calls) == 1
+    least = torch.linalg.svdvals(dense.weight.flatten(1))[16:].norm()
+    assert (layer.weight - dense.weight).norm() < 1.001 * least
+
+
+def test_unused_rows_add_nothing_and_still_learn():
+    dense = conv(2, 6, 1)  # rank 2 of 2 L K = 8
+    layer = SKConv2d.from_conv(dense, 1, 4)
+    assert_close(layer.weight, dense.weight)
+    assert (layer.S[2:] == 0).all()
+    assert (layer.U[2:].abs() > 0).all()
+    layer(torch.randn(3, 2, 5, 5, dtype=torch.float64)).square().sum().backward()
+    assert (layer.S.grad[2:].flatten(1).norm(dim=1) > 0).all()
+    nn.init.zeros_(dense.weight)
+    zero = SKConv2d.from_conv(dense, 1, 4)
+    assert (zero.weight == 0).all()
+    assert (zero.U.abs() == 1).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_lstsq_is_numpys_least_squares_solution_of_least_norm(rows):
+    A = torch.randn(2, 12, 18, dtype=torch.float64)
+    U = signs(4, 0, range(2 * rows), range(12), dtype=torch.float64).unflatten(0, (2, rows))
+    S = lstsq_factor(A, U)
+    for group in range(2):
+        expected = np.linalg.lstsq(U[group].mT.numpy(), A[group].numpy(), rcond=None)[0]
+        assert torch.allclose(S[group], torch.from_numpy(expected), atol=1e-9)
+
+
+def test_lstsq_beats_random_and_leaves_what_the_sketch_cannot_reach():
+    dense = conv()
+    layer = SKConv2d.from_conv(dense, 1, 4, init="lstsq", seed=8)
+    P = torch.linalg.pinv(layer.U) @ layer.U
+    A = dense.weight.flatten(1)
+    assert torch.allclose(layer.weight.flatten(1), P @ A, atol=1e-10)
+    assert layer.seed == 8
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_random_is_unbiased(groups):
+    """The mean over n seeds of an unbiased estimator leaves the kernel by 6 standard errors with probability < 1e-8."""
+    dense = conv(4, 6, groups=groups)
+    draws = torch.stack([SKConv2d.from_conv(dense, 2, 2, init="random", seed=s).weight.detach() for s in range(2000)])
+    z = (draws.mean(0) - dense.weight) / (draws.std(0) / len(draws) ** 0.5)
+    assert z.abs().max() < 6
+    assert z.square().mean() < 1.5
+
+
+@pytest.mark.parametrize("init", ["svd", "lstsq", "random"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [True, False])
+def test_from_conv_keeps_everything_else(init, dtype, bias):
+    sizes = {"stride": (2, 1), "padding": (0, 2), "dilation": (2, 1), "groups": 2, "padding_mode": "circular"}
+    dense = conv(dtype=dtype, kernel_size=(3, 2), bias=bias, **sizes).eval().to(memory_format=torch.channels_last)
+    before = dense.weight.detach().clone()
+    layer = SKConv2d.from_conv(dense, 1, 4, init=init)
+    assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
+    assert (layer.bias is not None) == bias
+    assert not layer.training
+    assert torch.equal(dense.weight, before)
+    for twin in (layer, layer.to_conv()):
+        assert all(getattr(twin, name) == getattr(dense, name) for name in sizes)
+        assert twin.kernel_size == (3, 2)
+    x = torch.ones(3, 16, 9, 9, dtype=dtype)
+    assert layer(x).stride() == dense(x).stride()
+    assert layer(x).isfinite().all()
+    assert layer.to_conv().weight.data_ptr() != dense.weight.data_ptr()
+
+
+@pytest.mark.parametrize(("cls", "dense_class"), [(SKConv1d, nn.Conv1d), (SKConv3d, nn.Conv3d)])
+def test_other_dimensions_at_full_rank_are_exact(cls, dense_class):
+    dense = conv(4, 6, cls=dense_class, padding="same")
+    layer = cls.from_conv(dense, 1, 3)
+    x = torch.randn(2, 4, *[5] * cls.dim, dtype=torch.float64)
+    assert_close(layer(x), dense(x))
+    assert isinstance(layer.to_conv(), dense_class)
+
+
+def test_default_size_is_the_constructors():
+    assert SKConv2d.from_conv(nn.Conv2d(64, 128, 3)).low_rank == SKConv2d(64, 128).low_rank
+
+
+@pytest.mark.parametrize("init", ["svd", "lstsq", "random"])
+def test_a_weight_without_sound_values_is_named(init):
+    dense = conv()
+    with torch.no_grad():
+        dense.weight[3, 3] = math.nan
+    with pytest.raises(ValueError, match="the weight has entries that are NaN or infinite"):
+        SKConv2d.from_conv(dense, 1, 1, init=init)
+    with pytest.raises(ValueError, match="the weight is on the meta device and has no values to fit"):
+        SKConv2d.from_conv(dense.to("meta"), 1, 1, init=init)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="init='qr' is unknown: use one of 'svd', 'lstsq', 'random'"):
+        SKConv2d.from_conv(conv(), init="qr")
+    for wrong in (nn.Conv1d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1), nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match=rf"from_conv takes an nn\.Conv2d, not {type(wrong).__name__}"):
+            SKConv2d.from_conv(wrong)
+    with pytest.raises(ValueError, match="the LazyConv2d has no weight yet: run it once first"):
+        SKConv2d.from_conv(nn.LazyConv2d(4, 3))
