@@ -49,12 +49,16 @@ def _hadamard(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> P
         "torch": Alternative(lambda: reference.hadamard_transform(x), 2 * x.nbytes, flops, exact),
         "panther": Alternative(lambda: panther.kernels.hadamard_transform(x), 2 * x.nbytes, flops, exact),
         "copy": Alternative(lambda: x.clone(), 2 * x.nbytes, 0.0, None),
-        "dense": f"a dense matrix is left out above {_DENSE_HADAMARD_LIMIT}",
+        "dense": f"a dense matrix is left out above {_DENSE_HADAMARD_LIMIT}, and for batches of columns",
     }
-    if N <= _DENSE_HADAMARD_LIMIT:
+    if N <= _DENSE_HADAMARD_LIMIT and 1 in (shape[0], shape[2]):
         H = reference.hadamard_transform(torch.eye(N, device=device, dtype=dtype))
         alternatives["dense"] = Alternative(
-            lambda: H @ x, 2 * x.nbytes + H.nbytes, 2.0 * N * x.numel(), exact if N <= 1 << 10 else None
+            # One product of two matrices; a batch of products with a column each would read H every time.
+            lambda: (x[..., 0] @ H)[..., None] if shape[2] == 1 else H @ x,
+            2 * x.nbytes + H.nbytes,
+            2.0 * N * x.numel(),
+            exact if N <= 1 << 10 else None,
         )
     return Problem(alternatives, "torch", "bfloat16" if dtype is torch.bfloat16 else "float32")
 

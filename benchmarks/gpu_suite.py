@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,7 @@ _PROBLEMS = {
 _LOST = 3  # exit code of a section whose device must be had anew
 _GRACE_S = 15.0  # for the case that a section is in when its time is up
 _TEST_PROCESSES = 8
+_CEILINGS = "gpu_ceilings.json"
 
 Cases = Iterable[tuple[dict[str, Any], Callable[[], Problem]]]
 
@@ -71,7 +73,8 @@ def _suite(options: argparse.Namespace) -> int:
     start = time.time()
     options.out.mkdir(parents=True, exist_ok=True)
     table, page = options.out / "gpu_suite.csv", options.out / "gpu_suite.md"
-    table.unlink(missing_ok=True)
+    for left in (table, options.out / _CEILINGS):  # of an earlier run, of another card perhaps
+        left.unlink(missing_ok=True)
     options.commit = options.commit or _commit()
     stamped = stamp("cpu" if options.dry_run else "cuda", options.commit)
     print(", ".join(f"{name} {value}" for name, value in stamped.items()), flush=True)
@@ -88,7 +91,7 @@ def _suite(options: argparse.Namespace) -> int:
         page.write_text(markdown(read_rows(table), stamped, options.dry_run), encoding="utf-8")
     aims = page.read_text(encoding="utf-8").partition("## Tests")[0]
     print(f"\n{aims}\nwritten to {table} and {page} in {time.time() - start:.0f} s")
-    return 0
+    return 1 if any(row["section"] == "tests" and row["status"] == "failed" for row in read_rows(table)) else 0
 
 
 def _run_tests(recorder: Recorder, options: argparse.Namespace, deadline: float) -> None:
@@ -100,12 +103,13 @@ def _run_tests(recorder: Recorder, options: argparse.Namespace, deadline: float)
         command += ["-n", str(min(_TEST_PROCESSES, os.cpu_count() or 1))]
     log = options.out / "gpu_tests.log"
     with open(log, "w", encoding="utf-8") as file:
+        # A session of its own, so that workers end with it and do not go on beneath what is measured next.
+        run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            run = subprocess.run(
-                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=max(1.0, deadline - time.time())
-            )
-            status = "passed" if run.returncode == 0 else "failed"
+            status = "passed" if run.wait(max(1.0, deadline - time.time())) == 0 else "failed"
         except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
             status = "out of time"
     lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     for line in lines:
@@ -140,7 +144,7 @@ def _work(options: argparse.Namespace) -> int:
     if options.dry_run:
         torch.set_num_threads(1)
     recorder = Recorder(options.out / "gpu_suite.csv", stamp(device, options.commit or _commit()))
-    card = options.out / "gpu_ceilings.json"
+    card = options.out / _CEILINGS
     if options.section == "roofline":
         found = ceilings(device, tiny=options.dry_run)
         card.write_text(json.dumps(found))

@@ -75,7 +75,7 @@ def use_triton(kernel: str, device: torch.device, refusal: str | None = None) ->
 
 
 def _choice() -> str:
-    choice = os.environ.get("PANTHER_KERNELS", "auto")
+    choice = os.environ.get("PANTHER_KERNELS") or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"PANTHER_KERNELS={choice!r} must be one of {', '.join(_CHOICES)}: unset it for auto")
     return choice

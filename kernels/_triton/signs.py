@@ -56,8 +56,9 @@ def _fill_signs_kernel(
     out, seed, stream, tag, row0, call0, rows, cols, skip,
     ROWS: tl.constexpr, CALLS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS
-    call = tl.program_id(1) * CALLS
+    row_tiles = tl.cdiv(rows, ROWS)  # one axis, because only the first of a grid has room for 2^31 programs
+    row = (tl.program_id(0) % row_tiles) * ROWS
+    call = (tl.program_id(0) // row_tiles).to(tl.int64) * CALLS
     tile = draw_tile(seed, stream, tag, row0 + row, (call0 + call) * 128, ROWS, CALLS * 128)
     i = row + tl.arange(0, ROWS)[:, None]
     j = call * 128 - skip + tl.arange(0, CALLS * 128)[None, :]
@@ -71,7 +72,7 @@ def fill_signs_(out: Tensor, seed: int, stream: int, tag: int, row: int, col: in
     if not out.numel():
         return
     skip = col % SIGNS_PER_CALL
-    grid = (triton.cdiv(rows, _ROWS), triton.cdiv(skip + cols, _CALLS * SIGNS_PER_CALL))
+    grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(skip + cols, _CALLS * SIGNS_PER_CALL),)
     _fill_signs_kernel[grid](
         out, seed, stream, tag, row, col // SIGNS_PER_CALL, rows, cols, skip, ROWS=_ROWS, CALLS=_CALLS
     )

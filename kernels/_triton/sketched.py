@@ -281,6 +281,7 @@ def fused_matmul(
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
     """The output and ``scale x [S1 | U2]``, in one kernel, for many rows and a rank of at most 64."""
     (M, K), (R, N) = x.shape, S2.shape
+    x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
     kernel = _fused_half_kernel if x.element_size() == 2 else _fused_single_kernel
     kernel[lambda meta: (triton.cdiv(M, meta["BM"]),)](
@@ -303,6 +304,7 @@ def pair_matmul(
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
     """The output and ``scale x [S1 | U2]``, in two kernels (three for a rank of several tiles), for any rank."""
     (M, K), (R, N) = x.shape, S2.shape
+    x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
     half = x.element_size() == 2
     RP = _rank_tile(R, _MAX_RANK_TILE if half else _SINGLE_SLICE)
@@ -334,7 +336,7 @@ def pair_matmul(
     BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * splits)))
     row_tiles = triton.cdiv(M, BM)
     n_tiles = triton.cdiv(N, BN)
-    tiles = triton.cdiv(n_tiles * row_tiles, programs)
+    tiles = min(n_tiles, triton.cdiv(n_tiles * row_tiles, programs))
     _pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
         partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
         *_strides(U1), *S2.stride(),
@@ -351,6 +353,16 @@ def _row_tile(M: int, most: int, wanted: float = math.inf) -> int:
 
 def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:
     return min(most, max(16, triton.next_power_of_2(R)))
+
+
+def _addressable(*operands: Tensor) -> list[Tensor]:
+    """Operands whose second index times its stride fits 32 bits, as the kernels compute it; copies of others."""
+    return [
+        operand
+        if operand.dtype in _FORMS or (operand.shape[1] - 1) * operand.stride(1) < 1 << 31
+        else operand.contiguous()
+        for operand in operands
+    ]
 
 
 def _strides(U: Tensor) -> tuple[int, ...]:

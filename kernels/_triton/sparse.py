@@ -43,9 +43,11 @@ def _csr_matmul_kernel(
         mask = held[:, :, None] & (c < columns)[None, None, :]
         acc += v[:, :, None] * tl.load(dense + (m * stride_m)[:, :, None], mask=mask, other=0.0).to(ACC)
         step += K
-    total = tl.sum(acc, axis=1).to(out.dtype.element_ty)
+    total = tl.sum(acc, axis=1)
+    if out.dtype.element_ty != tl.float64:  # the interpreter has no other way from float64 to bfloat16
+        total = total.to(tl.float32)
     target = (b * rows + r)[:, None] * columns + c[None, :]
-    tl.store(out + target, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
+    tl.store(out + target, total.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (c < columns)[None, :])
 
 
 def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor:  # (*batch, d, n)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._backend import use_triton
+from .._backend import interpreting, use_triton
 from ._library import define
 
 
@@ -37,15 +37,29 @@ def sign_block(
     Returns:
         A tensor of shape ``(len(rows), len(cols))``.
 
+    Raises:
+        ValueError: If ``rows`` or ``cols`` has another step, or a counter word or the seed is out of its range.
+
     Cost: one Philox call for each row and each 128 columns touched.
 
     Example:
         >>> sign_block(0, 0, 0, range(2), range(3), dtype=torch.float32, device="cpu").abs().sum().item()
         6.0
     """
+    if rows.step != 1 or cols.step != 1 or min(rows.start, cols.start) < 0:
+        raise ValueError(f"rows={rows} and cols={cols} must be ranges of step 1 from 0 or more: range(start, stop)")
+    if not (0 <= seed < 1 << 64 and 0 <= stream < 1 << 32 and 0 <= tag < 1 << 32):
+        raise ValueError(
+            f"seed={seed} must be in [0, 2^64), and stream={stream} and tag={tag} in [0, 2^32): take them modulo that"
+        )
     device = torch.device(device)
-    # A graph that is traced leaves the choice on a GPU to the operator.
-    if not (device.type == "cuda" if torch.compiler.is_compiling() else use_triton("sign_block", device)):
+    # A graph that is traced leaves the choice on a GPU to the operator. Layers are often built on the CPU and moved, so
+    # there the demand for Triton is one for the interpreter.
+    if torch.compiler.is_compiling() or (device.type == "cpu" and not interpreting()):
+        by_kernel = device.type == "cuda"
+    else:
+        by_kernel = use_triton("sign_block", device)
+    if not by_kernel:
         return reference.sign_block(seed, stream, tag, rows, cols, dtype=dtype, device=device)
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
     _fill_signs_(out, seed - (seed >> 63 << 64), stream, tag, rows.start, cols.start)  # the key as a signed integer

@@ -109,7 +109,34 @@ def _check_signs(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> N
     if (tuple(U1.shape), tuple(U2.shape)) != expected:
         raise ValueError(
             f"U1 and U2 as {U1.dtype} must have the shapes {expected[0]} and {expected[1]} for in = {S1.shape[0]}, "
-            f"out = {S2.shape[1]} and R = {R}, not {tuple(U1.shape)} and {tuple(U2.shape)}: pack U1 and U2.mT"
+            f"out = {S2.shape[1]} and R = {R}, not {tuple(U1.shape)} and {tuple(U2.shape)}: "
+            + ("pack U1 and U2.mT" if U1.dtype is _WORDS else "give (seed, stream, tag) for each")
+        )
+
+
+def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> None:
+    """What the kernels rely on, since they would read beyond their operands otherwise."""
+    tensors = {"x": x, "S1": S1, "U1": U1, "S2": S2, "U2": U2} | ({} if bias is None else {"bias": bias})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dense = U1.is_floating_point() and U2.is_floating_point()
+    matrices = (x, S1, S2, U1, U2) if dense else (x, S1, S2)
+    if (
+        any(matrix.dim() != 2 for matrix in matrices)
+        or not x.shape[1] == S1.shape[0]
+        or S1.shape[1] != S2.shape[0]
+        or (dense and (U1.shape != S2.shape or U2.shape != S1.shape))
+        or (bias is not None and bias.shape != S2.shape[1:])
+    ):
+        raise ValueError(
+            "sketched_matmul takes x (rows, in), S1 and U2 (in, R), U1 and S2 (R, out) and bias (out,), not "
+            + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        )
+    if not dense:
+        _check_signs(x, S1, U1, S2, U2)
+    devices = {str(tensor.device) for tensor in tensors.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"sketched_matmul takes operands on one device, not on {', '.join(sorted(devices))}: move them"
         )
 
 
@@ -139,6 +166,7 @@ def _implementation(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output and ``scale x [S1 | U2]``."""
+    _check(x, S1, U1, S2, U2, bias)
     rows, R = x.shape[0], S1.shape[1]
     triton = use_triton("sketched_matmul", x.device, _refusal(x, S1, U1, S2, U2)) and 0 not in (*x.shape, *S2.shape)
     aligned = triton and _aligned(x, S1, U1, S2, U2)

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import reference
 from .._backend import use_triton
 from ._library import define
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INDEX, _VALUE = (torch.int64, torch.int32), (torch.float32, torch.float64)
 
 
 def csr_matmul(
@@ -28,17 +30,23 @@ def csr_matmul(
 
     Args:
         starts: Where each row's entries begin, and their number at the end; int64 or int32, from 0, ascending.
-        index: Column of each entry, in ``[0, m)``, int64 or int32. It is not checked.
+        index: Column of each entry, in ``[0, m)``, int64 or int32.
         value: The entries, float32 or float64.
         A: Floating, strided as it may be: ``x.mT`` is not copied by the kernel.
+
+    What ``starts`` and ``index`` hold is not checked, as that would take a pass over them: numbers out of their ranges
+    read memory that is not theirs.
 
     Returns:
         A contiguous tensor of shape ``(*batch, d, n)`` in the dtype of A, summed in float32, or in float64 where A or
         the entries are.
 
     Raises:
-        ValueError: If A has fewer than two dimensions, or the others do not have one.
-        NotImplementedError: If it is differentiated backward. The gradient, :math:`S^T` times that of the result, needs
+        ValueError: If A has fewer than two dimensions, the others do not have one, ``starts`` is empty, or indices and
+            entries are not of one number.
+        TypeError: If ``starts`` or ``index`` is not int64 or int32, ``value`` not float32 or float64, or A not real and
+            floating.
+        NotImplementedError: If it is differentiated. The gradient, :math:`S^T` times that of the result, needs
             the transpose in this format: :class:`panther.sketch.SparseSketch`, which has it, is differentiable.
 
     Cost: ``2 nnz n`` flops. On a GPU each entry gathers one row of A, from the second-level cache if a slab of A, of m
@@ -54,7 +62,21 @@ def csr_matmul(
         raise ValueError(f"csr_matmul takes A of shape (*batch, m, n), not {tuple(A.shape)}: use A[:, None]")
     if not starts.ndim == index.ndim == value.ndim == 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in (starts, index, value))
-        raise ValueError(f"starts, index and value of csr_matmul must have one dimension, and have shapes {shapes}")
+        raise ValueError(
+            f"starts, index and value of csr_matmul must have one dimension, and have shapes {shapes}: flatten them"
+        )
+    if not starts.numel() or index.numel() != value.numel():
+        raise ValueError(
+            f"csr_matmul takes starts of d + 1 numbers and as many values as indices, not {starts.numel()}, "
+            f"{value.numel()} and {index.numel()}: give all three of one matrix"
+        )
+    if starts.dtype not in _INDEX or index.dtype not in _INDEX or value.dtype not in _VALUE or A.dtype not in _DTYPES:
+        raise TypeError(
+            "csr_matmul takes int64 or int32 starts and index, float32 or float64 values and a floating A, not "
+            f"{starts.dtype}, {index.dtype}, {value.dtype} and {A.dtype}: cast them"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(A).tangent is not None:
+        raise NotImplementedError("csr_matmul has no forward-mode derivative: use panther.sketch.SparseSketch")
     return _csr_matmul(starts, index, value, A)
 
 

@@ -14,10 +14,13 @@ def pack_signs(signs: Tensor) -> Tensor:  # (rows, n) -> (rows, ceil(n / 32)), i
     """Pack a matrix by the sign of its entries: bit ``j % 32`` of word ``j // 32`` is set where column j is negative.
 
     Args:
-        signs: Shape ``(rows, n)``, any floating dtype.
+        signs: Shape ``(rows, n)``, any real dtype.
 
     Returns:
         int32 words of shape ``(rows, ceil(n / 32))``; bits past the last column are zero.
+
+    Raises:
+        ValueError: If ``signs`` has not two dimensions, or is complex.
 
     Cost: one pass, and temporaries of 4 bytes an entry.
 
@@ -25,6 +28,10 @@ def pack_signs(signs: Tensor) -> Tensor:  # (rows, n) -> (rows, ceil(n / 32)), i
         >>> pack_signs(torch.tensor([[1.0, -1.0, -1.0]]))
         tensor([[6]], dtype=torch.int32)
     """
+    if signs.dim() != 2 or signs.is_complex():
+        raise ValueError(
+            f"pack_signs takes a real matrix (rows, n), not {signs.dtype} of shape {tuple(signs.shape)}: reshape it"
+        )
     rows, n = signs.shape
     words = -(-n // _WORD)
     bits = torch.zeros(rows, words * _WORD, dtype=torch.int32, device=signs.device)
@@ -42,10 +49,18 @@ def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows,
         n: Number of columns.
         dtype: Floating dtype of the result.
 
+    Raises:
+        ValueError: If ``words`` is not int32 of that shape.
+
     Example:
         >>> unpack_signs(torch.tensor([[6]], dtype=torch.int32), 3, torch.float32)
         tensor([[ 1., -1., -1.]])
     """
+    if words.dtype is not torch.int32 or words.dim() != 2 or n < 0 or words.shape[1] != -(-n // _WORD):
+        raise ValueError(
+            f"unpack_signs takes int32 words of shape (rows, ceil(n / 32)) = (rows, {-(-n // _WORD)}) for n={n}, not "
+            f"{words.dtype} of shape {tuple(words.shape)}: pass what pack_signs returned, and the n it was given"
+        )
     # Fake tensors must not be kept, nor must a graph that is traced hold what is.
     plain = type(words) is Tensor and words.device.type == "cpu" and not torch.compiler.is_compiling()
     table = _kept_table(dtype) if plain else _table(dtype, words.device)

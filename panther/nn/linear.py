@@ -200,9 +200,9 @@ class SKLinear(SketchedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
         S1, U1, U2 = self.S1, self.U1, self.U2
-        if (
-            U1.dtype is not S1.dtype and not self.packed
-        ):  # mixed precision that casts parameters and not buffers, as FSDP's
+        if self.packed and U1.device != S1.device:  # moved by what knows parameters and buffers alone, as FSDP does
+            self.U1, self.U2 = U1, U2 = U1.to(S1.device), U2.to(S1.device)
+        elif not self.packed and U1.dtype is not S1.dtype:  # cast likewise
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
@@ -367,8 +367,9 @@ class SKLinear(SketchedModule):
         r"""Hold U1 and U2 as one bit an entry, for inference; the layer computes the same function.
 
         Of the numbers that a product reads, ``2 R (in + out)`` entries become ``R (in + out)`` entries and as many
-        bits: 0.53 of the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers; on the
-        CPU, blocks of them are unpacked for each product, which costs time where the batch is small. A packed layer
+        bits: 0.53 of the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers (where
+        library products are taken, R above 64 and many rows, they are unpacked first); on the CPU, blocks of them are
+        unpacked for each product, which costs time where the batch is small. A packed layer
         can be trained and saved like any other (a checkpoint holds the seed, so packed and unpacked layers load each
         other's). :meth:`unpack_` undoes it.
 

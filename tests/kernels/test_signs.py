@@ -41,3 +41,31 @@ def test_compiles_whole():
 
     _backend.backend.cache_clear()
     assert torch.equal(torch.compile(draw, fullgraph=True, backend="eager")(), draw())
+
+
+def test_layers_may_be_built_on_the_cpu_where_triton_is_demanded(monkeypatch):
+    """They are moved later; drawing is the same everywhere."""
+    monkeypatch.setenv("PANTHER_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _backend.backend.cache_clear()
+    drawn = sign_block(5, 0, 1, range(3), range(200), dtype=torch.float32, device="cpu")
+    _backend.backend.cache_clear()
+    assert torch.equal(drawn, reference.sign_block(5, 0, 1, range(3), range(200), dtype=torch.float32, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": -1}, r"seed=-1 must be in \[0, 2\^64\)"),
+        ({"seed": 1 << 64}, r"must be in \[0, 2\^64\)"),
+        ({"stream": 1 << 32}, r"stream=4294967296"),
+        ({"tag": -3}, r"tag=-3"),
+        ({"rows": range(0, 8, 2)}, r"must be ranges of step 1"),
+        ({"cols": range(-1, 3)}, r"from 0 or more"),
+    ],
+)
+def test_bad_counters(change, message):
+    case = {"seed": 5, "stream": 0, "tag": 1, "rows": range(3), "cols": range(4), **change}
+    with pytest.raises(ValueError, match=message):
+        sign_block(*case.values(), dtype=torch.float32, device="cpu")

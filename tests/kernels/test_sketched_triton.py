@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from panther.kernels import pack_signs, reference, sign_block, sketched_matmul, unpack_signs
+from panther.kernels import pack_signs, reference, sketched_matmul, unpack_signs
 from panther.kernels.ops import sketched as ops
 from panther.kernels.ops._crossover import PATHS, TABLE, choose_path, using_path
 from tolerances import KERNEL_RMS, rms_error
@@ -22,8 +22,8 @@ def operands(rows, n_in, n_out, R, *, dtype=torch.float32, device="cpu", form="d
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
     x, S1, S2, b = draw(rows, n_in), draw(n_in, R), draw(R, n_out), draw(n_out)
-    U1 = sign_block(SEED, 0, TAG, range(R), range(n_out), dtype=dtype, device="cpu").to(device)
-    U2 = sign_block(SEED, 1, TAG, range(n_in), range(R), dtype=dtype, device="cpu").to(device)
+    U1 = reference.sign_block(SEED, 0, TAG, range(R), range(n_out), dtype=dtype, device="cpu").to(device)
+    U2 = reference.sign_block(SEED, 1, TAG, range(n_in), range(R), dtype=dtype, device="cpu").to(device)
     if form == "words":
         U1, U2 = pack_signs(U1), pack_signs(U2.mT)
     elif form == "streams":
@@ -179,12 +179,12 @@ def test_the_small_batch_pair_repeats_itself(device):
 
 def test_packing_is_undone_by_unpacking():
     for rows, n in [(1, 1), (3, 31), (2, 32), (5, 33), (1, 300), (0, 5), (4, 0)]:
-        signs = sign_block(1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
+        signs = reference.sign_block(1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
         words = pack_signs(signs)
         assert words.shape == (rows, -(-n // 32))
         assert words.dtype is torch.int32
         assert torch.equal(unpack_signs(words, n, torch.float32), signs)
-    words = pack_signs(sign_block(1, 2, TAG, range(3), range(256), dtype=torch.float32, device="cpu"))
+    words = pack_signs(reference.sign_block(1, 2, TAG, range(3), range(256), dtype=torch.float32, device="cpu"))
     stream = reference.philox._philox_block(1, 2, TAG, range(3), range(256), 128, "cpu")
     assert torch.equal(words.long() & 0xFFFFFFFF, stream)  # the layout is the stream's
 
@@ -268,6 +268,68 @@ def test_what_the_kernels_refuse(device):
 def test_bad_words(U1, U2, message):
     with pytest.raises(ValueError, match=message):
         sketched_matmul(torch.ones(1, 40), torch.ones(40, 2), U1, torch.ones(2, 70), U2)
+
+
+def test_wide_strides_are_addressed_in_full():
+    """A second index times its stride beyond 32 bits would wrap around in the kernels, so such operands are copied."""
+    triton_sketched = pytest.importorskip("panther.kernels._triton.sketched")
+    near, far = (torch.empty_strided((1, 70), (1, stride), device="meta") for stride in (30_000_000, 40_000_000))
+    words = torch.zeros(3, dtype=torch.int64)
+    kept, copied, same = triton_sketched._addressable(near, far, words)
+    assert kept is near
+    assert same is words
+    assert copied.stride() == (70, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("x", (3, 39)),
+        ("x", (3, 41)),
+        ("S1", (40, 4)),
+        ("U1", (5, 71)),
+        ("S2", (5, 69)),
+        ("U2", (41, 5)),
+        ("bias", (1,)),
+        ("bias", (3, 70)),
+        ("x", (40,)),
+        ("x", (2, 3, 40)),
+    ],
+)
+@pytest.mark.parametrize("form", ["dense", "words"])
+def test_shapes_are_checked_before_a_kernel_reads(device, name, shape, form):
+    args = dict(zip(("x", "S1", "U1", "S2", "U2", "bias", "scale"), operands(3, 40, 70, 5, form=form), strict=True))
+    dtype = args[name].dtype if name in args else torch.float32
+    args[name] = torch.zeros(shape, dtype=dtype)
+    args = [value.to(device) if isinstance(value, torch.Tensor) else value for value in args.values()]
+    with pytest.raises(ValueError, match=r"sketched_matmul takes x|must have the shapes"):
+        sketched_matmul(*args)
+
+
+def test_operands_on_several_devices():
+    args = operands(3, 40, 70, 5, form="words")
+    with pytest.raises(ValueError, match="operands on one device, not on cpu, meta: move them"):
+        ops._implementation(args[0].to("meta"), *args[1:])
+
+
+def test_tiles_of_a_program_never_pass_the_output(device, monkeypatch):
+    """With more tiles of rows than multiprocessors, a program takes all columns once."""
+    from panther.kernels._triton import sketched
+
+    launched = []
+    kernel = sketched._pair_outer_kernel
+
+    class Recorder:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(sketched, "_pair_outer_kernel", Recorder())
+    monkeypatch.setattr(sketched, "multiprocessors", lambda device: 1)
+    args = operands(40, 20, 200, 3, device=device)
+    with using_path("pair"), torch.no_grad():
+        assert rms_error(sketched_matmul(*args), exact(*args)) < KERNEL_RMS[torch.float32]
+    assert launched[0][1] == 1
 
 
 def test_what_is_aligned():

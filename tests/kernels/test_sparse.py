@@ -228,9 +228,49 @@ def test_in_torch(rows, dtype):
 def test_refusals(device):
     csr, _ = sparse([2, 1], 4)
     starts, index, value = (part.to(device) for part in csr)
-    with pytest.raises(RuntimeError, match=r"takes float64, float32, float16 and bfloat16, not torch\.int64"):
+    with pytest.raises(TypeError, match=r"and a floating A, not .* and torch\.int64: cast them"):
         csr_matmul(starts, index, value, torch.ones(4, 1, dtype=torch.int64, device=device))
     with pytest.raises(ValueError, match=r"not \(4,\): use A\[:, None\]"):
         csr_matmul(starts, index, value, torch.ones(4, device=device))
     with pytest.raises(ValueError, match=r"must have one dimension, and have shapes \(3,\), \(3,\), \(3, 1\)"):
         csr_matmul(starts, index, value[:, None], torch.ones(4, 1, device=device))
+
+
+def test_forward_derivatives_are_refused_and_not_zero():
+    starts, index, value = torch.tensor([0, 2, 2]), torch.tensor([0, 2]), torch.tensor([1.0, -1.0])
+    A = torch.randn(3, 2)
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative: use panther.sketch.SparseSketch"):
+        torch.func.jvp(lambda A: csr_matmul(starts, index, value, A), (A,), (A,))
+    S = SparseSketch(4, 30, seed=0)
+    A = torch.randn(30, 2)
+    assert_close(torch.func.jvp(lambda A: S @ A, (A,), (A,))[1], (S @ A).double())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"starts": torch.zeros(0, dtype=torch.int64)}, ValueError, "starts of d . 1 numbers"),
+        ({"value": torch.ones(1)}, ValueError, "as many values as indices, not 3, 1 and 2"),
+        ({"index": torch.zeros(2)}, TypeError, "int64 or int32 starts and index"),
+        ({"starts": torch.zeros(3)}, TypeError, "int64 or int32 starts and index"),
+        ({"value": torch.ones(2, dtype=torch.float16)}, TypeError, "float32 or float64 values"),
+        ({"A": torch.ones(3, 2, dtype=torch.int64)}, TypeError, "a floating A"),
+        ({"value": torch.ones(2, 1)}, ValueError, "one dimension, and have shapes .*: flatten them"),
+    ],
+)
+def test_bad_csr(change, error, message):
+    given = {
+        "starts": torch.tensor([0, 2, 2]), "index": torch.tensor([0, 2]), "value": torch.ones(2), "A": torch.ones(3, 2),
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        csr_matmul(*{**given, **change}.values())
+
+
+def test_double_entries_and_half_operand(device):
+    S = SparseSketch(4, 30, seed=0, dtype=torch.float64, device=device)
+    starts, index, value = S._gathered(False)
+    A = torch.randn(30, 2, device=device)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = csr_matmul(starts, index, value.double(), A.to(dtype))
+        assert out.dtype is dtype
+        assert_close(out.cpu(), (S.dense() @ A.to(dtype).double()).cpu())

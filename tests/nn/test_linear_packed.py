@@ -203,3 +203,43 @@ def test_a_saved_model_comes_back_packed(tmp_path):
     assert loaded[0].packed
     assert not loaded[2].packed
     assert torch.equal(loaded(x), model(x))
+
+
+def test_averages_with_buffers_keep_the_bits():
+    """Averages and casts of buffers go through floating numbers, which hold no word of 32 bits."""
+    layer, x = layer_of(40, 70, 5, packed=True), torch.randn(3, 40)
+    expected = layer(x).detach()
+    ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    for options in ({}, {"multi_avg_fn": ema}):
+        average = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True, **options)
+        for _ in range(3):
+            average.update_parameters(layer)
+        assert torch.equal(average.module.U1, layer.U1)
+        assert_close(average(x), expected)
+        layer_of(40, 70, 5, seed=8, packed=True).load_state_dict(average.module.state_dict())
+
+
+def test_casts_and_moves_leave_bits_alone():
+    layer = layer_of(40, 70, 5, packed=True)
+    U1 = layer.U1.clone()
+    for cast in (lambda: layer.type(torch.float64), layer.float, layer.half, lambda: layer.to(torch.bfloat16)):
+        cast()
+        assert torch.equal(layer.U1, U1)
+    assert layer.U1.dtype is torch.int32
+    layer.to("meta")
+    assert layer.U1.is_meta
+    layer.to_empty(device="cpu")
+    assert torch.equal(layer.U1, U1)
+    assert "U1" not in dict(layer.named_buffers())
+    left_behind = layer_of(40, 70, 5, packed=True)
+    for name, parameter in left_behind._parameters.items():  # as by FSDP, which knows parameters and buffers alone
+        left_behind._parameters[name] = nn.Parameter(parameter.to("meta"))
+    assert left_behind(torch.randn(2, 40, device="meta")).shape == (2, 70)
+    assert left_behind.U1.is_meta
+    fitted = SKLinear.from_linear(nn.Linear(40, 70), 1, 5)
+    layer.float().load_state_dict(fitted.state_dict())
+    assert isinstance(layer.U1, nn.Parameter)
+    layer.load_state_dict(layer_of(40, 70, 5).state_dict())
+    assert not layer.packed
+    assert torch.equal(layer.pack_().U1, U1)
+    assert torch.equal(layer.unpack_().pack_().U1, U1)
