@@ -104,13 +104,12 @@ def runs_dense(S: Tensor, U: Tensor, groups: int) -> bool:
     """Whether forming the dense kernel and convolving with it is the faster way; a rule of the factors' shapes.
 
     As measured on a CPU. Rows cost as much as the next multiple of a vector; a place of the intermediate, written and
-    read again, as much as some flops; and grouped convolutions to other than whole vectors run in slow loops. Forming
-    the kernel costs what the dense convolution does for ``rows / groups`` places, and a batch has thousands.
+    read again, as much as some flops. Forming the kernel costs what the dense convolution does for ``rows / groups``
+    places, and a batch has thousands.
     """
     (rows, out), inner = U.shape, math.prod(S.shape[1:])
-    rows //= groups
-    vectors = -(-rows // _VECTOR)
-    return vectors * _VECTOR * (inner + out + _TRAFFIC) >= inner * out or (groups > 1 and rows % _VECTOR != 0)
+    vectors = -(-rows // (groups * _VECTOR))
+    return vectors * _VECTOR * (inner + out + _TRAFFIC) >= inner * out
 
 
 def convolve(
@@ -130,19 +129,13 @@ def convolve(
     _check_input(x, S, groups)
     if x.dim() == dim + 1:
         return convolve(x[None], S, U, bias, stride, padding, dilation, groups, scale, padding_mode)[0]
-    if isinstance(padding, str):
-        sides = same_padding(S.shape[2:], dilation) if padding == "same" else [(0, 0)] * dim
-    else:
-        sides = [(size, size) for size in padding]
-    # For zeros before and after that differ, torch would pad a copy too, and warn of it.
-    if padding_mode != "zeros" or any(before != after for before, after in sides):
-        mode = "constant" if padding_mode == "zeros" else padding_mode
-        x = F.pad(x, [side for pair in reversed(sides) for side in pair], mode)
-        sides = [(0, 0)] * dim
-    padding = tuple(before for before, _ in sides)
+    if padding_mode != "zeros" or isinstance(padding, str):
+        x, padding = _pad(x, S.shape[2:], padding, dilation, padding_mode)
     conv = _CONVOLUTIONS[dim - 1]
     if runs_dense(S, U, groups):
         return conv(x, dense_kernel(S, U, groups, scale), bias, stride, padding, dilation, groups)
+    if groups > 1 and S.shape[0] // groups % _VECTOR:  # in NCHW, two to three times slower without
+        S, U = _pad_rows(S, groups), _pad_rows(U, groups)
     rows, out = U.shape
     if scale != 1.0:
         # Half precision: a power of two leaves the signs exact, and near 1/sqrt(rows) both products stay in range.
@@ -155,6 +148,29 @@ def convolve(
     mix, flat = U.mT.expand(z.shape[0], -1, -1), z.flatten(2)
     y = torch.bmm(mix, flat) if bias is None else torch.baddbmm(bias[:, None], mix, flat)
     return y.unflatten(2, z.shape[2:])
+
+
+def _pad_rows(factor: Tensor, groups: int) -> Tensor:
+    """Rows of zeros at the end of each group, so that it has whole vectors of them."""
+    last = is_channels_last(factor)
+    rows = (factor.movedim(1, -1) if last else factor).unflatten(0, (groups, -1))
+    padded = F.pad(rows, [0, 0] * (rows.dim() - 2) + [0, -rows.shape[1] % _VECTOR]).flatten(0, 1)
+    return padded.movedim(-1, 1) if last else padded
+
+
+def _pad(
+    x: Tensor, kernel_size: Sequence[int], padding: str | tuple[int, ...], dilation: tuple[int, ...], padding_mode: str
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The input, padded as far as a convolution cannot, and the zeros that it can add on both sides alike."""
+    if isinstance(padding, str):
+        sides = same_padding(kernel_size, dilation) if padding == "same" else [(0, 0)] * len(kernel_size)
+    else:
+        sides = [(size, size) for size in padding]
+    # For zeros before and after that differ, torch would pad a copy too, and warn of it.
+    if padding_mode == "zeros" and all(before == after for before, after in sides):
+        return x, tuple(before for before, _ in sides)
+    mode = "constant" if padding_mode == "zeros" else padding_mode
+    return F.pad(x, [side for pair in reversed(sides) for side in pair], mode), (0,) * len(sides)
 
 
 def _check_input(x: Tensor, S: Tensor, groups: int) -> None:

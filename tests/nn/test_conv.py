@@ -144,8 +144,8 @@ def test_output_and_gradients_against_the_dense_layer(config):
     assert_close(torch.autograd.grad(ours, layer.S, grad)[0], torch.autograd.grad(layer.weight, layer.S, kernel[1])[0])
 
 
-# One shape that mixes in NCHW, one in groups, one that forms the dense kernel.
-SHAPES = [{"low_rank": 8}, {"low_rank": 16, "groups": 2}, {"low_rank": 2, "groups": 2}]
+# One shape that mixes in NCHW, one in groups, one that fills groups up to vectors, one that forms the dense kernel.
+SHAPES = [{"low_rank": 8}, {"low_rank": 16, "groups": 2}, {"low_rank": 6, "groups": 2}, {"low_rank": 4, "groups": 4}]
 
 
 def layer_of(shape, **kwargs):
@@ -154,7 +154,12 @@ def layer_of(shape, **kwargs):
 
 
 def test_the_shapes_take_all_ways():
-    assert [runs_dense(layer.S, layer.U, layer.groups) for layer in map(layer_of, SHAPES)] == [False, False, True]
+    assert [runs_dense(layer.S, layer.U, layer.groups) for layer in map(layer_of, SHAPES)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("kernel_size", [2, 4, (2, 3), (4, 1)])

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from panther.nn import SKConv1d, SKConv2d, SKConv3d
 
 HAS_COMPILER = shutil.which("g++") is not None and " " not in torch.__file__
-# One layer that mixes in NCHW, one in groups, one that forms the dense kernel.
-KINDS = [{"low_rank": 8}, {"low_rank": 16, "groups": 2}, {"low_rank": 2, "groups": 2}]
+# One layer that mixes in NCHW, one that fills its groups up to vectors, one that forms the dense kernel.
+KINDS = [{"low_rank": 8}, {"low_rank": 6, "groups": 2}, {"low_rank": 4, "groups": 4}]
 
 
 def layer(kind, **kwargs):
