@@ -235,21 +235,15 @@ class SketchingOperator(ABC):
 
     __array_ufunc__ = None  # so that an array times a sketch comes to __rmatmul__
 
+    # There is no __torch_function__: with one, Dynamo turns S @ A into the call that it makes for A @ S.
+
     def __rmatmul__(self, A: Any) -> Tensor:
-        """Python comes here where ``Tensor @ S`` raised a TypeError, which would say less than ours."""
+        """``A @ S``: Python comes here when the tensor does not know what to do."""
         return _multiply_from_left(A, self)
 
     def __matmul__(self, A: Tensor) -> Tensor:
         """``S @ A`` for A of shape (m,) or (*batch, m, n)."""
         return _multiply(self, A)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``A @ S`` and ``torch.matmul`` with a sketch on either side."""
-        if func not in (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul) or kwargs or len(args) != 2:
-            return NotImplemented
-        left, right = args
-        return _multiply_from_left(left, right) if isinstance(left, Tensor) else _multiply(left, right)
 
     def __repr__(self) -> str:
         options = {name: str(getattr(self, name)) for name in self._options}
@@ -289,7 +283,6 @@ class TransposedSketch:
 
     __array_ufunc__ = None
     __rmatmul__ = SketchingOperator.__rmatmul__
-    __torch_function__ = SketchingOperator.__torch_function__
 
     def __repr__(self) -> str:
         return f"{self.T!r}.T"
