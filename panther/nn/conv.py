@@ -371,9 +371,9 @@ class SKConv2d(_SKConv):
         Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
 
     Attributes:
-        S: Trained kernel (2 L K, in / groups, *kernel), drawn so that the whole kernel has nn.Conv2d's variance. With
-            groups, the rows of a group are together, as torch wants them.
-        U: Sketch (2 L K, out / groups): a buffer of exactly +-1 when seeded, a Parameter when fitted.
+        S: Trained kernel ``(2 L K, in / groups, *kernel)``, drawn so that the whole kernel has nn.Conv2d's variance.
+            With groups, the rows of a group are together, as torch wants them.
+        U: Sketch ``(2 L K, out / groups)``: a buffer of exactly +-1 when seeded, a Parameter when fitted.
         bias: (out,) or None.
         scale: The number that multiplies U^T S: 1/(2 L sqrt(K)) when seeded, 1 when fitted.
         seed: Python int, None when fitted.
