@@ -140,8 +140,14 @@ def test_output_and_gradients_against_the_dense_layer(config):
     grad = torch.randn_like(theirs)
     kernel = torch.autograd.grad(theirs, [x, dense.weight], grad)
     assert_close(torch.autograd.grad(ours, x, grad, retain_graph=True)[0], kernel[0])
-    # The chain rule through the effective kernel gives the gradient of the factor.
-    assert_close(torch.autograd.grad(ours, layer.S, grad)[0], torch.autograd.grad(layer.weight, layer.S, kernel[1])[0])
+    # The chain rule through the effective kernel gives the gradients of the factors.
+    factors = [layer.S, layer.U] if fitted else [layer.S]
+    chained = torch.autograd.grad(layer.weight, factors, kernel[1])
+    for result, exact in zip(torch.autograd.grad(ours, factors, grad, retain_graph=True), chained, strict=True):
+        assert_close(result, exact)
+    if layer.bias is not None:
+        (result,) = torch.autograd.grad(ours, layer.bias, grad)
+        assert_close(result, grad.movedim(-dim - 1, 0).flatten(1).sum(1))
 
 
 # One shape that mixes in NCHW, one in groups, one that fills groups up to vectors, one that forms the dense kernel.
