@@ -12,7 +12,7 @@ from .._backend import use_triton
 from ..reference.packing import unpack_signs
 from ._crossover import choose_path
 from ._library import define, needs_torch
-from .signs import sign_block
+from .philox import sign_block
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WORDS, _STREAM = torch.int32, torch.int64

@@ -126,17 +126,7 @@ def word_block(
     *,
     device: torch.device | str,
 ) -> Tensor:  # (len(rows), len(cols)), int64
-    """Draw one block of a matrix of random 32-bit words, held in int64.
-
-    Entry (i, j) is word ``j % 4`` of the Philox call with counter ``(i, j // 4, stream, tag)`` and key ``seed``.
-    Arguments are those of :func:`sign_block`.
-
-    Cost: one Philox call for each row and each 4 columns touched; 8 bytes an entry, and the temporaries of as many.
-
-    Example:
-        >>> word_block(0, 0, 0, range(1), range(2), device="cpu").tolist()
-        [[1713891541, 3781805453]]
-    """
+    """The dispatching :func:`panther.kernels.word_block`, in torch."""
     out = torch.empty(len(rows), len(cols), dtype=torch.int64, device=device)
     for i, j, part in _slabs(out, cols, 4):
         words = _philox_block(seed, stream, tag, rows[i], part, 4, device)
@@ -172,15 +162,7 @@ def uniform_block(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:  # (len(rows), len(cols))
-    """Draw one block of a matrix of entries uniform in ``(-scale, scale)``.
-
-    Word w of :func:`word_block` gives ``scale (2 w + 1 - 2^32) / 2^32``, in float64, then rounded to ``dtype``.
-    Arguments are otherwise those of :func:`sign_block`.
-
-    Example:
-        >>> uniform_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
-        tensor([[-0.2019,  0.7610]])
-    """
+    """The dispatching :func:`panther.kernels.uniform_block`, in torch."""
 
     def convert(words: Tensor) -> Tensor:
         return words.mul_(2).add_(1 - 2.0**32).mul_(2.0**-32).mul_(scale)
@@ -199,17 +181,7 @@ def normal_block(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:  # (len(rows), len(cols))
-    r"""Draw one block of a matrix of normal entries, of mean 0 and standard deviation ``scale``.
-
-    Box and Muller's transform (Ann. Math. Stat. 29, 1958, doi:10.1214/aoms/1177706645) in float64, then rounded to
-    ``dtype``: of the words a, b of a pair of columns, with :math:`\rho = \sqrt{-2 \log((a + 1/2) / 2^{32})}` and
-    :math:`\phi = 2 \pi (b + 1/2) / 2^{32}`, the even column gets :math:`\rho \cos \phi`, the odd one
-    :math:`\rho \sin \phi`. No entry exceeds 6.77 ``scale``. Arguments are otherwise those of :func:`sign_block`.
-
-    Example:
-        >>> normal_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
-        tensor([[ 0.9911, -0.9247]])
-    """
+    """The dispatching :func:`panther.kernels.normal_block`, in torch."""
 
     def convert(words: Tensor) -> Tensor:
         unit = words.add_(0.5).mul_(2.0**-32)

@@ -1,7 +1,18 @@
 """Sketched layers and their functional forms."""
 
 from . import functional
+from .attention import RandMultiHeadAttention, make_performer
 from .conv import SKConv1d, SKConv2d, SKConv3d
 from .linear import SKLinear
+from .positional import sinSRPE
 
-__all__ = ["SKConv1d", "SKConv2d", "SKConv3d", "SKLinear", "functional"]
+__all__ = [
+    "RandMultiHeadAttention",
+    "SKConv1d",
+    "SKConv2d",
+    "SKConv3d",
+    "SKLinear",
+    "functional",
+    "make_performer",
+    "sinSRPE",
+]

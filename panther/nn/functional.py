@@ -1,6 +1,6 @@
 """Functional forms of the sketched layers."""
 
-__all__ = ["sketched_conv", "sketched_linear"]
+__all__ = ["linear_attention", "sketched_conv", "sketched_linear"]
 
 import math
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 from panther.errors import DTypeError, ShapeError
 from panther.kernels import sketched_matmul, unpack_signs
 from panther.nn._conv import check_padding, convolve, per_dim
+from panther.nn._linear_attention import linear_attention
 
 
 def sketched_linear(

@@ -1,0 +1,175 @@
+"""Random blocks by their position in a stream: signs by a Triton kernel on a GPU, the rest, and elsewhere, by torch.
+
+They are the same bit for bit. In a graph that is traced every draw is one operator: Inductor would fuse the ten rounds
+of Philox into one expression, of exponential length.
+"""
+
+__all__ = ["normal_block", "sign_block", "uniform_block", "word_block"]
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._backend import interpreting, use_triton
+from ._library import define
+
+
+def sign_block(
+    seed: int,
+    stream: int,
+    tag: int,
+    rows: range,
+    cols: range,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:  # (len(rows), len(cols)), entries +1 and -1
+    """Draw one block of a random sign matrix, without drawing the rest.
+
+    Entry (i, j) takes bit ``j % 32`` of word ``j % 128 // 32`` of the Philox call with counter
+    ``(i, j // 128, stream, tag)`` and key ``seed``; a set bit is a minus sign, as in IEEE 754.
+
+    Args:
+        seed: The 64-bit key.
+        stream: Third counter word: which matrix of this seed.
+        tag: Fourth counter word: kind and version of the stream.
+        rows: Contiguous range of row indices, step 1.
+        cols: Contiguous range of column indices, step 1.
+        dtype: Floating dtype of the result.
+        device: Device of the result; the drawing happens there.
+
+    Returns:
+        A tensor of shape ``(len(rows), len(cols))``.
+
+    Raises:
+        ValueError: If ``rows`` or ``cols`` has another step, or a counter word or the seed is out of its range.
+
+    Cost: one Philox call for each row and each 128 columns touched.
+
+    Example:
+        >>> sign_block(0, 0, 0, range(2), range(3), dtype=torch.float32, device="cpu").abs().sum().item()
+        6.0
+    """
+    if rows.step != 1 or cols.step != 1 or min(rows.start, cols.start) < 0:
+        raise ValueError(f"rows={rows} and cols={cols} must be ranges of step 1 from 0 or more: range(start, stop)")
+    if not (0 <= seed < 1 << 64 and 0 <= stream < 1 << 32 and 0 <= tag < 1 << 32):
+        raise ValueError(
+            f"seed={seed} must be in [0, 2^64), and stream={stream} and tag={tag} in [0, 2^32): take them modulo that"
+        )
+    device = torch.device(device)
+    # Layers are often built on the CPU and moved, so there the demand for Triton is one for the interpreter.
+    on_kernel_device = device.type != "cpu" or interpreting()
+    if torch.compiler.is_compiling() or (on_kernel_device and use_triton("sign_block", device)):
+        return _by_operator("sign", seed, stream, tag, rows, cols, 1.0, dtype, device)
+    return reference.sign_block(seed, stream, tag, rows, cols, dtype=dtype, device=device)
+
+
+def word_block(
+    seed: int, stream: int, tag: int, rows: range, cols: range, *, device: torch.device | str
+) -> Tensor:  # (len(rows), len(cols)), int64
+    """Draw one block of a matrix of random 32-bit words, held in int64.
+
+    Entry (i, j) is word ``j % 4`` of the Philox call with counter ``(i, j // 4, stream, tag)`` and key ``seed``.
+    Arguments are those of :func:`sign_block`.
+
+    Cost: one Philox call for each row and each 4 columns touched; 8 bytes an entry, and the temporaries of as many.
+
+    Example:
+        >>> word_block(0, 0, 0, range(1), range(2), device="cpu").tolist()
+        [[1713891541, 3781805453]]
+    """
+    if torch.compiler.is_compiling():
+        return _by_operator("word", seed, stream, tag, rows, cols, 1.0, torch.int64, device)
+    return reference.word_block(seed, stream, tag, rows, cols, device=device)
+
+
+def uniform_block(
+    seed: int,
+    stream: int,
+    tag: int,
+    rows: range,
+    cols: range,
+    *,
+    scale: float = 1.0,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:  # (len(rows), len(cols))
+    """Draw one block of a matrix of entries uniform in ``(-scale, scale)``.
+
+    Word w of :func:`word_block` gives ``scale (2 w + 1 - 2^32) / 2^32``, in float64, then rounded to ``dtype``.
+    Arguments are otherwise those of :func:`sign_block`.
+
+    Example:
+        >>> uniform_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
+        tensor([[-0.2019,  0.7610]])
+    """
+    if torch.compiler.is_compiling():
+        return _by_operator("uniform", seed, stream, tag, rows, cols, scale, dtype, device)
+    return reference.uniform_block(seed, stream, tag, rows, cols, scale=scale, dtype=dtype, device=device)
+
+
+def normal_block(
+    seed: int,
+    stream: int,
+    tag: int,
+    rows: range,
+    cols: range,
+    *,
+    scale: float = 1.0,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:  # (len(rows), len(cols))
+    r"""Draw one block of a matrix of normal entries, of mean 0 and standard deviation ``scale``.
+
+    Box and Muller's transform (Ann. Math. Stat. 29, 1958, doi:10.1214/aoms/1177706645) in float64, then rounded to
+    ``dtype``: of the words a, b of a pair of columns, with :math:`\rho = \sqrt{-2 \log((a + 1/2) / 2^{32})}` and
+    :math:`\phi = 2 \pi (b + 1/2) / 2^{32}`, the even column gets :math:`\rho \cos \phi`, the odd one
+    :math:`\rho \sin \phi`. No entry exceeds 6.77 ``scale``. Arguments are otherwise those of :func:`sign_block`.
+
+    Example:
+        >>> normal_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
+        tensor([[ 0.9911, -0.9247]])
+    """
+    if torch.compiler.is_compiling():
+        return _by_operator("normal", seed, stream, tag, rows, cols, scale, dtype, device)
+    return reference.normal_block(seed, stream, tag, rows, cols, scale=scale, dtype=dtype, device=device)
+
+
+def _by_operator(
+    kind: str,
+    seed: int,
+    stream: int,
+    tag: int,
+    rows: range,
+    cols: range,
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
+    signed = seed - (seed >> 63 << 64)  # the key as an operator's integer
+    _fill_block_(out, kind, signed, stream, tag, rows.start, cols.start, scale)
+    return out
+
+
+def _fill(out: Tensor, kind: str, seed: int, stream: int, tag: int, row: int, col: int, scale: float) -> None:
+    rows, cols = range(row, row + out.shape[0]), range(col, col + out.shape[1])
+    key = seed + (1 << 64 if seed < 0 else 0)
+    if kind == "word":
+        out.copy_(reference.word_block(key, stream, tag, rows, cols, device=out.device))
+    elif kind != "sign":
+        block = reference.uniform_block if kind == "uniform" else reference.normal_block
+        out.copy_(block(key, stream, tag, rows, cols, scale=scale, dtype=out.dtype, device=out.device))
+    elif (out.device.type != "cpu" or interpreting()) and use_triton("sign_block", out.device):
+        from .._triton import signs
+
+        signs.fill_signs_(out, seed, stream, tag, row, col)
+    else:
+        out.copy_(reference.sign_block(key, stream, tag, rows, cols, dtype=out.dtype, device=out.device))
+
+
+_fill_block_ = define(
+    "fill_block_(Tensor(a!) out, str kind, int seed, int stream, int tag, int row, int col, float scale) -> ()",
+    _fill,
+    lambda *args: None,
+)

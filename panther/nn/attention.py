@@ -1,0 +1,383 @@
+r"""Multi-head attention by random features, in time and memory linear in the length of the sequence.
+
+The weights of softmax attention, :math:`\exp(q \cdot k / \sqrt d)`, are replaced by inner products of features of q and
+k, so that the sum over keys is taken once for all queries (K. Choromanski et al., "Rethinking attention with
+Performers", ICLR 2021, arXiv:2009.14794).
+"""
+
+__all__ = ["RandMultiHeadAttention", "make_performer"]
+
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther.errors import ShapeError, check_floating, check_size
+from panther.nn._features import (
+    optimal_shift,
+    orthogonal_gaussian,
+    positive_features,
+    relu_features,
+    taylor_features,
+)
+from panther.nn._linear_attention import linear_attention
+from panther.sketch import check_seed
+
+_KERNELS = ("softmax", "oprf", "relu", "taylor")
+
+
+def _keep_own_forward(module: nn.Module, args: Any) -> None:
+    """Does nothing; see RandMultiHeadAttention.__init__."""
+
+
+class RandMultiHeadAttention(nn.Module):
+    r"""In the place of :class:`torch.nn.MultiheadAttention`, with feature maps instead of the softmax.
+
+    ``batch_first=True`` is the default, the one difference from nn.MultiheadAttention besides what a linear attention
+    cannot do: it has no weights to return, and honours no mask but a causal one and one of keys. Queries and keys are
+    projected, split into heads, divided by :math:`d^{1/4}` (d the head's width), and mapped:
+
+    ``"softmax"``
+        FAVOR+: positive orthogonal random features of the exponential kernel.
+    ``"oprf"``
+        The same with the variance-reducing exponent for vectors whose squared norms are ``feature_norm`` in all;
+        better where that is about so, and worse where they are much smaller or many times larger.
+    ``"relu"``
+        ReLU features: no approximation of the softmax, for layers trained with them.
+    ``"taylor"``
+        The second-order Taylor polynomial of the exponential, :math:`1 + d + d(d+1)/2` features without any randomness
+        (``num_random_features`` is not used): by far the most accurate while logits stay below about 1.
+
+    Nothing looks ahead: in causal attention an output depends in no bit on later positions, as long as these are
+    finite. A masked or padded key has no influence at all, whatever it holds.
+
+    Args:
+        embed_dim: Width of queries and of the output.
+        num_heads: Heads; must divide ``embed_dim``.
+        num_random_features: Features of each head.
+        dropout: Probability with which entries of the output projection's input are zeroed in training. There are no
+            attention weights it could be applied to.
+        bias: Whether projections have biases.
+        kernel_fn: ``"softmax"``, ``"oprf"``, ``"relu"`` or ``"taylor"``.
+        iscausal: Whether a position attends to itself and earlier ones only, unless the call says otherwise.
+        SRPE: A module that maps per-head queries and keys to ones that carry their relative positions, such as
+            :class:`sinSRPE`.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+        seed: Of the random directions; None draws one from torch's default CPU generator.
+        batch_first: Whether inputs are (batch, length, width).
+        kdim: Width of keys; None is ``embed_dim``.
+        vdim: Width of values; None is ``embed_dim``.
+        redraw_interval: Draw new directions after so many forwards in training; None keeps them.
+
+    Attributes:
+        Wq, Wk, Wv, W0: Projections in nn.Linear's layout, (out, in).
+        bq, bk, bv, b0: Their biases, or None.
+        directions: Random directions (num_heads, features, head width), in the state_dict; None for ``"taylor"``.
+        feature_norm: For ``"oprf"``, the expected :math:`\|q + k\|^2` of scaled queries and keys.
+
+    Raises:
+        ShapeError: If ``num_heads`` does not divide ``embed_dim``, or a size is not positive.
+        ValueError: If ``kernel_fn`` is unknown, or ``dropout`` is no probability.
+        DTypeError: If ``dtype`` is not floating.
+
+    Cost: for lengths L and S, ``4 m E (L + S)`` flops with m features, besides the projections.
+
+    Example:
+        >>> import torch
+        >>> attention = RandMultiHeadAttention(64, 4, num_random_features=32, seed=0)
+        >>> x = torch.randn(2, 100, 64)
+        >>> output, weights = attention(x, x, x)
+        >>> output.shape, weights
+        (torch.Size([2, 100, 64]), None)
+    """
+
+    in_proj_bias = None  # nn.TransformerEncoder(Layer) asks, and leaves its own fast path off
+    directions: Tensor | None
+    bq: nn.Parameter | None
+    bk: nn.Parameter | None
+    bv: nn.Parameter | None
+    b0: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_random_features: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        kernel_fn: str = "softmax",
+        iscausal: bool = False,
+        SRPE: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        seed: int | None = None,
+        batch_first: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        redraw_interval: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = check_size("embed_dim", embed_dim, least=1)
+        self.num_heads = check_size("num_heads", num_heads, least=1)
+        if embed_dim % num_heads:
+            raise ShapeError(f"num_heads={num_heads} must divide embed_dim={embed_dim}: change one of them")
+        self.head_dim = embed_dim // num_heads
+        self.num_random_features = check_size("num_random_features", num_random_features, least=1)
+        if kernel_fn not in _KERNELS:
+            raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, _KERNELS))}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout={dropout} must be a probability, from 0 to 1")
+        check_floating("dtype", dtype)
+        self.dropout, self.kernel_fn, self.iscausal, self.batch_first = dropout, kernel_fn, iscausal, batch_first
+        self.kdim = embed_dim if kdim is None else check_size("kdim", kdim, least=1)
+        self.vdim = embed_dim if vdim is None else check_size("vdim", vdim, least=1)
+        self._qkv_same_embed_dim = self.kdim == self.vdim == embed_dim
+        if redraw_interval is not None:
+            check_size("redraw_interval", redraw_interval, least=1)
+        self.redraw_interval = redraw_interval
+        self.seed, self._draws, self._forwards = check_seed(seed), 0, 0
+        self.SRPE = SRPE
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+        self.Wq, self.Wk = parameter(embed_dim, embed_dim), parameter(embed_dim, self.kdim)
+        self.Wv, self.W0 = parameter(embed_dim, self.vdim), parameter(embed_dim, embed_dim)
+        for name in ("bq", "bk", "bv", "b0"):
+            self.register_parameter(name, parameter(embed_dim) if bias else None)
+        self.feature_width = getattr(SRPE, "num_realizations", self.head_dim)
+        self.feature_norm = self.feature_width**0.5
+        shape = (num_heads, self.num_random_features, self.feature_width)
+        self.register_buffer(
+            "directions", None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
+        )
+        # nn.TransformerEncoderLayer's fast path does without the forward of what it holds, unless that has a hook.
+        self.register_forward_pre_hook(_keep_own_forward)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections as nn.MultiheadAttention does, and the directions of the present seed again."""
+        if self._qkv_same_embed_dim:  # one matrix of three there, so wider
+            bound = (6 / (4 * self.embed_dim)) ** 0.5
+            for weight in (self.Wq, self.Wk, self.Wv):
+                nn.init.uniform_(weight, -bound, bound)
+        else:
+            for weight in (self.Wq, self.Wk, self.Wv):
+                nn.init.xavier_uniform_(weight)
+        nn.init.uniform_(self.W0, -(self.embed_dim**-0.5), self.embed_dim**-0.5)
+        for bias in (self.bq, self.bk, self.bv, self.b0):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        self._draws = 0
+        self._draw_directions()
+
+    def redraw_features_(self) -> Self:
+        """Draw the next directions of the seed, the same on every device and every rank."""
+        self._draws += 1
+        self._draw_directions()
+        return self
+
+    def _draw_directions(self) -> None:
+        if self.directions is None:
+            return
+        heads, rows, d = self.directions.shape
+        drawn = orthogonal_gaussian(rows, d, heads=heads, seed=self.seed, stream=2 * self._draws)
+        with torch.no_grad():
+            self.directions.copy_(drawn)
+
+    def forward(
+        self,
+        query: Tensor,  # (N, L, embed_dim), or (L, N, embed_dim), or (L, embed_dim)
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,  # (N, S) or (S,)
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend; arguments mean what they do for nn.MultiheadAttention.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            key_padding_mask: True where a key is to be ignored, or numbers to be added to its logits.
+            need_weights: Must be False.
+            attn_mask: None, a mask of nothing, or the causal one; with ``is_causal=True`` it is taken to be that.
+            is_causal: None means the constructor's ``iscausal``.
+
+        Returns:
+            The output, shaped as the query, and None.
+
+        Raises:
+            ValueError: If weights are asked for, or ``attn_mask`` is neither empty nor causal.
+            ShapeError: If shapes do not fit, or lengths differ in causal attention.
+        """
+        if need_weights:
+            raise ValueError(
+                "need_weights=True cannot be had: attention by features never forms its weights, L x S of them: pass "
+                "need_weights=False"
+            )
+        self._check(query, key, value)
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        causal = self.iscausal if is_causal is None else is_causal
+        if attn_mask is not None and not is_causal:
+            causal = _is_causal(attn_mask, query.shape[1], key.shape[1]) or causal
+        if self.training and self.redraw_interval is not None:
+            self._forwards += 1
+            if self._forwards % self.redraw_interval == 0:
+                self.redraw_features_()
+
+        q, k, v = self._heads(query, self.Wq, self.bq), self._heads(key, self.Wk, self.bk), None
+        v = self._heads(value, self.Wv, self.bv)  # (N, H, S, d)
+        exponent = _key_exponent(key_padding_mask, key)
+        if exponent is not None:  # what is left out may hold anything, NaN too
+            k = k.masked_fill((exponent == -torch.inf)[..., None], 0)
+        if self.SRPE is not None:
+            q, k = self.SRPE(q, k)
+        phi_q, phi_k, scale = self._features(q, k)
+        if exponent is not None:
+            scale = (exponent if scale is None else scale + exponent).expand(phi_k.shape[:-1])
+        output = linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+        output = F.dropout(output.transpose(1, 2).flatten(2), self.dropout, self.training)
+        output = F.linear(output, self.W0, self.b0)
+        if not batched:
+            return output[0], None
+        return (output if self.batch_first else output.transpose(0, 1)), None
+
+    def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H, n, d)
+        return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Features of queries and keys in the values' dtype, and the keys' exponents in float32."""
+        root = self.feature_width**-0.25
+        dtype, q, k = q.dtype, q * root, k * root
+        if self.kernel_fn == "taylor":
+            return taylor_features(q), taylor_features(k), None
+        assert self.directions is not None
+        if self.kernel_fn == "relu":
+            return relu_features(q, self.directions), relu_features(k, self.directions), None
+        shift = optimal_shift(self.feature_norm, self.feature_width) if self.kernel_fn == "oprf" else 0.0
+        phi_q, _ = positive_features(q, self.directions, shift)  # a query's exponent divides out
+        phi_k, exponent = positive_features(k, self.directions, shift)
+        return phi_q.to(dtype), phi_k.to(dtype), exponent
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        shapes = tuple(tuple(x.shape) for x in (query, key, value))
+        if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
+            raise ShapeError(f"query, key and value must all have 2 dimensions or all 3, and have shapes {shapes}")
+        if tuple(shape[-1] for shape in shapes) != widths:
+            raise ShapeError(
+                f"query, key and value must end in embed_dim={widths[0]}, kdim={widths[1]} and vdim={widths[2]}, and "
+                f"have shapes {shapes}"
+            )
+        batch = 0 if self.batch_first else 1
+        if shapes[1][:-1] != shapes[2][:-1] or (query.dim() == 3 and shapes[0][batch] != shapes[1][batch]):
+            raise ShapeError(
+                f"key and value must have one length, and all three one batch size, and have shapes {shapes} "
+                f"(batch_first={self.batch_first})"
+            )
+
+    def extra_repr(self) -> str:
+        """Sizes and kernel, as shown by print."""
+        return (
+            f"{self.embed_dim}, num_heads={self.num_heads}, num_random_features={self.num_random_features}, "
+            f"kernel_fn={self.kernel_fn!r}, iscausal={self.iscausal}, batch_first={self.batch_first}"
+        )
+
+    @classmethod
+    def from_mha(cls, mha: nn.MultiheadAttention, num_random_features: int, **kwargs: Any) -> Self:
+        """A layer with the projections of a softmax attention, copied, in its dtype and on its device.
+
+        Args:
+            mha: The layer to copy from; it is left as it is.
+            num_random_features: Features of each head.
+            **kwargs: ``kernel_fn``, ``iscausal``, ``SRPE``, ``seed``, ``redraw_interval`` of the constructor.
+
+        Raises:
+            TypeError: If ``mha`` is no nn.MultiheadAttention.
+            ValueError: If it has ``add_bias_kv`` or ``add_zero_attn``.
+
+        Example:
+            >>> import torch
+            >>> mha = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+            >>> RandMultiHeadAttention.from_mha(mha, 32, kernel_fn="taylor").batch_first
+            True
+        """
+        if not isinstance(mha, nn.MultiheadAttention):
+            raise TypeError(f"from_mha takes an nn.MultiheadAttention, not {type(mha).__name__}")
+        if mha.bias_k is not None or mha.add_zero_attn:
+            raise ValueError(
+                "add_bias_kv and add_zero_attn append keys of their own, which this layer does not have: use a layer "
+                "without them"
+            )
+        weight = mha.out_proj.weight
+        layer = cls(
+            mha.embed_dim, mha.num_heads, num_random_features, mha.dropout, mha.in_proj_bias is not None,
+            device=weight.device, dtype=weight.dtype, batch_first=mha.batch_first, kdim=mha.kdim, vdim=mha.vdim,
+            **kwargs,
+        )  # fmt: skip
+        if mha._qkv_same_embed_dim:
+            weights: tuple[Tensor, ...] = mha.in_proj_weight.chunk(3)
+        else:
+            weights = (mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight)
+        with torch.no_grad():
+            for to, source in zip((layer.Wq, layer.Wk, layer.Wv, layer.W0), (*weights, weight), strict=True):
+                to.copy_(source)
+            if mha.in_proj_bias is not None:
+                biases = (*mha.in_proj_bias.chunk(3), mha.out_proj.bias)
+                for bias, source in zip((layer.bq, layer.bk, layer.bv, layer.b0), biases, strict=True):
+                    bias.copy_(source)  # type: ignore[union-attr]
+        return layer.train(mha.training)
+
+
+def make_performer(mha: nn.MultiheadAttention, num_random_features: int, **kwargs: Any) -> RandMultiHeadAttention:
+    """The same as :meth:`RandMultiHeadAttention.from_mha`.
+
+    Example:
+        >>> import torch
+        >>> make_performer(torch.nn.MultiheadAttention(64, 4), 32).num_random_features
+        32
+    """
+    return RandMultiHeadAttention.from_mha(mha, num_random_features, **kwargs)
+
+
+def _key_exponent(mask: Tensor | None, key: Tensor) -> Tensor | None:  # (N, 1, S)
+    """What a mask of keys adds to their logits."""
+    if mask is None:
+        return None
+    if mask.shape != key.shape[:2]:
+        raise ShapeError(
+            f"key_padding_mask must have shape (batch, keys) = {tuple(key.shape[:2])}, not {tuple(mask.shape)}"
+        )
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)
+    elif not mask.is_floating_point():
+        raise ValueError(f"key_padding_mask must be boolean or floating, not {mask.dtype}")
+    return mask.to(torch.promote_types(mask.dtype, torch.float32))[:, None]
+
+
+def _is_causal(mask: Tensor, L: int, S: int) -> bool:
+    """Whether a mask is the causal one; raises unless it is that or masks nothing."""
+    if mask.shape[-2:] != (L, S):
+        raise ShapeError(f"attn_mask must end in (queries, keys) = ({L}, {S}), and has shape {tuple(mask.shape)}")
+    left_out = mask if mask.dtype is torch.bool else mask == -torch.inf
+    if mask.dtype is torch.bool or not (mask.masked_fill(left_out, 0) != 0).any():
+        if not left_out.any():
+            return False
+        later = torch.ones(L, S, dtype=torch.bool, device=mask.device).triu(1)
+        if L == S and bool((left_out == later).all()):
+            return True
+    raise ValueError(
+        "attn_mask must be causal or mask nothing: linear attention sums keys once for all queries, so it cannot treat "
+        "pairs one by one: use key_padding_mask for keys, is_causal=True for order, or nn.MultiheadAttention"
+    )

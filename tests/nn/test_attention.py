@@ -1,0 +1,463 @@
+"""Random-feature attention against softmax attention and against its own weights, formed; and against known faults."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from tolerances import KERNEL_RMS, assert_close, rms_error
+from torch import nn
+
+from panther.errors import DTypeError, ShapeError
+from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
+from panther.nn._features import (
+    optimal_shift,
+    orthogonal_gaussian,
+    positive_features,
+    relu_features,
+    taylor_features,
+)
+from panther.nn.functional import linear_attention
+
+KERNELS = ["softmax", "oprf", "relu", "taylor"]
+E, H = 32, 4
+
+
+def attention_of(kernel="softmax", features=24, **kwargs):
+    torch.manual_seed(0)
+    return RandMultiHeadAttention(E, H, features, kernel_fn=kernel, **{"seed": 3, **kwargs})
+
+
+def draw(*shape, seed=1, scale=1.0, dtype=torch.float32):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def formed(layer, query, key, value, exponent=None, causal=False):
+    """The layer in float64 with its (L, S) weights formed, the kernels' features written down anew."""
+    layer, (query, key, value) = copy.deepcopy(layer).double(), (x.double() for x in (query, key, value))
+
+    def heads(x, W, b):
+        return nn.functional.linear(x, W, b).unflatten(-1, (H, E // H)).transpose(1, 2)
+
+    q, k = heads(query, layer.Wq, layer.bq) * (E // H) ** -0.25, heads(key, layer.Wk, layer.bk) * (E // H) ** -0.25
+    v = heads(value, layer.Wv, layer.bv)
+    if layer.kernel_fn == "taylor":
+        dots = q @ k.mT
+        weights = 1 + dots + dots**2 / 2
+    elif layer.kernel_fn == "relu":
+        weights = (torch.relu(q @ layer.directions.mT) + 1e-3) @ (torch.relu(k @ layer.directions.mT) + 1e-3).mT
+    else:
+        A = optimal_shift(layer.feature_norm, E // H) if layer.kernel_fn == "oprf" else 0.0
+        W = layer.directions
+
+        def features(x):
+            square = W.square().sum(-1)[:, None]
+            return (A * square + math.sqrt(1 - 4 * A) * x @ W.mT - x.square().sum(-1, keepdim=True) / 2).exp()
+
+        weights = features(q) @ features(k).mT
+    if exponent is not None:
+        weights = weights * exponent.double().exp()[:, None, None]
+    if causal:
+        weights = weights.tril()
+    out = weights @ v / weights.sum(-1, keepdim=True)
+    return nn.functional.linear(out.transpose(1, 2).flatten(2), layer.W0, layer.b0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients(kernel, causal, bias):
+    layer = attention_of(kernel, bias=bias)
+    if bias:
+        for parameter in (layer.bq, layer.bk, layer.bv, layer.b0):
+            nn.init.normal_(parameter)
+    x = draw(2, 70, E).requires_grad_()
+    upstream = draw(2, 70, E, seed=5)
+    leaves = [x, *layer.parameters()]
+    ours = torch.autograd.grad(layer(x, x, x, is_causal=causal)[0], leaves, upstream)
+    reference = copy.deepcopy(layer).double()
+    doubled = x.detach().double().requires_grad_()
+    out = reference(doubled, doubled, doubled, is_causal=causal)[0]
+    assert_close(layer(x, x, x, is_causal=causal)[0], formed(layer, x, x, x, causal=causal))
+    theirs = torch.autograd.grad(out, [doubled, *reference.parameters()], upstream.double())
+    for mine, right in zip(ours, theirs, strict=True):
+        if right.abs().max() > 1e-9:  # the key's bias cancels in a softmax
+            assert rms_error(mine, right) < 1e-4
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_double_backward(kernel, causal):
+    layer = attention_of(kernel, features=5).double()
+    x = draw(1, 4, E, scale=0.5, dtype=torch.float64).requires_grad_()
+
+    def function(x):
+        return layer(x, x, x, is_causal=causal)[0].sin()
+
+    assert torch.autograd.gradcheck(function, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, x, fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_cross_attention_with_other_widths(kernel):
+    layer = attention_of(kernel, kdim=20, vdim=28)
+    query, key, value = draw(2, 7, E), draw(2, 11, 20, seed=2), draw(2, 11, 28, seed=3)
+    assert_close(layer(query, key, value)[0], formed(layer, query, key, value))
+    single = layer(query[1], key[1], value[1])[0]
+    assert_close(single, formed(layer, query, key, value)[1].detach())
+    layer.batch_first = False
+    turned = layer(*(x.transpose(0, 1) for x in (query, key, value)))[0]
+    assert_close(turned.transpose(0, 1), formed(layer, query, key, value))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("fill", [1e4, math.nan, math.inf])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_masked_key_has_no_influence(kernel, causal, fill, side):
+    layer = attention_of(kernel)
+    x = draw(2, 90, E)
+    mask = torch.zeros(2, 90, dtype=torch.bool)
+    masked = slice(0, 20) if side == "left" else slice(65, 90)
+    mask[1, masked] = True
+    filled = x.masked_fill(mask[..., None], fill)
+    before = layer(x, x, x, key_padding_mask=mask, is_causal=causal)[0]
+    after = layer(x, filled, filled, key_padding_mask=mask, is_causal=causal)[0]
+    assert torch.equal(before, after)
+    exponent = torch.zeros(2, 90).masked_fill(mask, -math.inf)
+    expected = formed(layer, x, x, x, exponent, causal)
+    seen = torch.ones(2, 90, dtype=torch.bool)
+    if causal and side == "left":
+        seen[1, masked] = False  # nothing to attend to: zero, and in the formula 0 / 0
+        assert torch.equal(before[~seen], layer.b0.expand_as(before[~seen]))
+    assert_close(before[seen], expected[seen])
+    numbers = layer(x, x, x, key_padding_mask=exponent, is_causal=causal)[0]
+    assert torch.equal(numbers, before)
+
+
+def test_a_mask_of_numbers_is_added_to_logits():
+    layer = attention_of()
+    x, exponent = draw(2, 9, E), draw(2, 9, seed=7)
+    assert_close(layer(x, x, x, key_padding_mask=exponent)[0], formed(layer, x, x, x, exponent))
+
+
+def test_all_keys_masked_gives_the_bias():
+    layer, x = attention_of(), draw(2, 9, E)
+    nn.init.normal_(layer.b0)
+    out = layer(x, x, x, key_padding_mask=torch.ones(2, 9, dtype=torch.bool))[0]
+    assert torch.equal(out, layer.b0.expand_as(out))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("length", [5, 64, 130])
+def test_the_future_moves_no_bit(kernel, length):
+    layer = attention_of(kernel, iscausal=True)
+    x = draw(2, length, E)
+    before = layer(x, x, x)[0]
+    for cut in {1, length // 2, length - 1}:
+        for change in (3.0, -1e3, 1e-3):
+            other = x.clone()
+            other[:, cut:] *= change
+            assert torch.equal(layer(other, other, other)[0][:, :cut], before[:, :cut])
+        assert_close(layer(*(x[:, :cut],) * 3)[0], before[:, :cut].double())  # a shorter run agrees
+
+
+def test_causal_masks_and_the_constructors_value():
+    layer, x = attention_of(), draw(2, 12, E)
+    causal = layer(x, x, x, is_causal=True)[0]
+    square = nn.Transformer.generate_square_subsequent_mask(12)
+    for mask in (square, square == -math.inf, square.expand(2 * H, 12, 12)):
+        assert torch.equal(layer(x, x, x, attn_mask=mask)[0], causal)
+        assert torch.equal(layer(x, x, x, attn_mask=mask, is_causal=True)[0], causal)
+    nothing = torch.zeros(12, 12, dtype=torch.bool)
+    assert torch.equal(layer(x, x, x, attn_mask=nothing)[0], layer(x, x, x)[0])
+    always = attention_of(iscausal=True)
+    assert torch.equal(always(x, x, x)[0], causal)
+    assert torch.equal(always(x, x, x, is_causal=False)[0], layer(x, x, x)[0])
+
+
+def test_what_is_refused():
+    layer, x = attention_of(), draw(2, 12, E)
+    with pytest.raises(ValueError, match=r"need_weights=True cannot be had.*pass need_weights=False"):
+        layer(x, x, x, need_weights=True)
+    band = torch.ones(12, 12, dtype=torch.bool).triu(2)
+    for mask in (band, draw(12, 12), nn.Transformer.generate_square_subsequent_mask(12) * 1.0 + torch.eye(12)):
+        with pytest.raises(ValueError, match="attn_mask must be causal or mask nothing"):
+            layer(x, x, x, attn_mask=mask)
+    with pytest.raises(ShapeError, match=r"attn_mask must end in \(queries, keys\) = \(12, 12\)"):
+        layer(x, x, x, attn_mask=band[:5])
+    with pytest.raises(ShapeError, match="causal attention needs as many keys as queries, and got 12 and 5"):
+        layer(x[:, :5], x, x, is_causal=True)
+    with pytest.raises(ShapeError, match=r"must have shape \(batch, keys\) = \(2, 12\), not \(12, 2\)"):
+        layer(x, x, x, key_padding_mask=torch.zeros(12, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"must be boolean or floating, not torch.int64"):
+        layer(x, x, x, key_padding_mask=torch.zeros(2, 12, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="must end in embed_dim=32, kdim=32 and vdim=32"):
+        layer(x[..., :5], x, x)
+    with pytest.raises(ShapeError, match="must all have 2 dimensions or all 3"):
+        layer(x[0], x, x)
+    with pytest.raises(ShapeError, match="key and value must have one length, and all three one batch size"):
+        layer(x, x[:, :5], x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((30, 4, 8), ShapeError, "num_heads=4 must divide embed_dim=30"),
+        ((32, 0, 8), ShapeError, "num_heads"),
+        ((32, 4, 0), ShapeError, "num_random_features"),
+        ((32, 4, 8, 1.5), ValueError, r"dropout=1.5 must be a probability"),
+        ((32, 4, 8, 0.0, True, "cosine"), ValueError, "'cosine' is unknown: use one of 'softmax', 'oprf'"),
+        ((32, 4, 8, 0.0, True, "relu", False, None, None, torch.int64), DTypeError, "dtype"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RandMultiHeadAttention(*arguments)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_mha_copies(same, bias, batch_first, dtype):
+    sizes = {} if same else {"kdim": 20, "vdim": 28}
+    mha = nn.MultiheadAttention(E, H, 0.1, bias, batch_first=batch_first, dtype=dtype, **sizes).eval()
+    before = copy.deepcopy(mha.state_dict())
+    layer = make_performer(mha, 24, kernel_fn="taylor")
+    assert layer.batch_first == batch_first
+    assert layer.dropout == 0.1
+    assert not layer.training
+    assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
+    theirs = {parameter.data_ptr() for parameter in mha.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in layer.parameters()}
+    shape = (2, 9) if batch_first else (9, 2)
+    query, key, value = (
+        draw(*shape, n, seed=i, scale=0.3, dtype=dtype) for i, n in enumerate((E, layer.kdim, layer.vdim))
+    )
+    expected = mha(query, key, value, need_weights=False)[0]
+    assert rms_error(layer(query, key, value)[0], expected) < (1e-3 if dtype is torch.float32 else 3e-2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    assert all(torch.equal(before[name], value) for name, value in mha.state_dict().items())
+
+
+def test_from_mha_refuses_what_it_cannot_keep():
+    with pytest.raises(TypeError, match=r"takes an nn.MultiheadAttention, not Linear"):
+        make_performer(nn.Linear(3, 3), 8)
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ValueError, match="append keys of their own"):
+            make_performer(nn.MultiheadAttention(E, H, **{option: True}), 8)
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "oprf"])
+def test_it_approximates_softmax_attention_ever_better(kernel):
+    torch.manual_seed(0)
+    mha, x = nn.MultiheadAttention(E, H, batch_first=True), draw(4, 40, E, scale=0.5)
+    exact = mha(x, x, x, need_weights=False)[0]
+    errors = [
+        sum(rms_error(make_performer(mha, m, kernel_fn=kernel, seed=s)(x, x, x)[0], exact) for s in range(5)) / 5
+        for m in (8, 64, 512)
+    ]
+    assert errors[0] > 1.5 * errors[1] > 3 * errors[2]
+    assert errors[2] < 0.05
+
+
+def test_positive_features_are_unbiased():
+    """The mean over 1,000 seeds of directions is the exponential kernel, up to one factor for all pairs."""
+    x, y = draw(3, 6, scale=0.4, dtype=torch.float64), draw(4, 6, seed=2, scale=0.4, dtype=torch.float64)
+    for shift in (0.0, optimal_shift(3.0, 6)):
+        total = torch.zeros(3, 4, dtype=torch.float64)
+        for seed in range(1000):
+            W = orthogonal_gaussian(12, 6, heads=1, seed=seed, stream=0)
+            (fx, cx), (fy, cy) = positive_features(x[None], W, shift), positive_features(y[None], W, shift)
+            total += ((fx * cx.exp()[..., None]) @ (fy * cy.exp()[..., None]).mT)[0]
+        mean = total / 12_000 * (1 - 4 * shift) ** 3
+        # With A = 0 a feature has the relative variance exp(|x + y|^2) - 1, and orthogonal ones no more together.
+        deviation = ((x[:, None] + y).square().sum(-1).exp() / 12_000).sqrt()
+        assert ((mean / (x @ y.mT).exp() - 1).abs() <= 4 * deviation).all()
+
+
+def test_directions_are_orthogonal_and_normal():
+    W = orthogonal_gaussian(40, 16, heads=50, seed=0, stream=0)
+    assert W.shape == (50, 40, 16)
+    block = W[:, :16]
+    gram = block @ block.mT
+    assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-12
+    assert torch.equal(W, orthogonal_gaussian(40, 16, heads=50, seed=0, stream=0))
+    # 32,000 entries of variance 1, those of a block correlated only through their lengths.
+    assert abs(W.mean().item()) < 5 / math.sqrt(W.numel())
+    assert abs(W.square().mean().item() - 1) < 0.05
+
+
+def test_lengths_of_features():
+    x = draw(5, 6, dtype=torch.float64)
+    assert taylor_features(x).shape == (5, 1 + 6 + 21)
+    assert (relu_features(x, draw(7, 6, dtype=torch.float64)) >= 1e-3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_precision(dtype, kernel, causal):
+    layer = attention_of(kernel).to(dtype)
+    x = draw(2, 40, E, dtype=dtype)
+    out = layer(x, x, x, is_causal=causal)[0]
+    assert out.dtype is dtype
+    assert rms_error(out, formed(layer, x, x, x, causal=causal)) < 3 * KERNEL_RMS[dtype]
+    with torch.autocast("cpu", dtype):
+        full = attention_of(kernel)
+        assert full(x.float(), x.float(), x.float(), is_causal=causal)[0].dtype is dtype
+
+
+def test_large_inputs_do_not_overflow():
+    for kernel in ("softmax", "oprf"):
+        layer, x = attention_of(kernel), draw(2, 20, E, scale=100.0)
+        for causal in (False, True):
+            assert layer(x, x, x, is_causal=causal)[0].isfinite().all()
+
+
+def test_dropout_is_applied_to_what_is_projected():
+    layer, x = attention_of(dropout=0.5), draw(2, 12, E)
+    assert torch.equal(layer.eval()(x, x, x)[0], attention_of()(x, x, x)[0])
+    torch.manual_seed(1)
+    first, second = layer.train()(x, x, x)[0], layer(x, x, x)[0]
+    assert not torch.equal(first, second)
+    whole = attention_of(dropout=1.0).train()
+    assert torch.equal(whole(x, x, x)[0], whole.b0.expand(2, 12, E))
+
+
+def test_random_state_is_left_alone_and_layers_differ():
+    torch.manual_seed(5)
+    a, b = RandMultiHeadAttention(E, H, 8), RandMultiHeadAttention(E, H, 8)
+    assert not torch.equal(a.Wq, b.Wq)
+    assert not torch.equal(a.directions, b.directions)
+    assert a.seed != b.seed
+    torch.manual_seed(5)
+    again = RandMultiHeadAttention(E, H, 8)
+    assert torch.equal(again.directions, a.directions)
+    state = torch.get_rng_state()
+    again.redraw_features_()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(again.directions, a.directions)
+
+
+def test_redrawing_at_an_interval():
+    layer, x = attention_of(redraw_interval=2), draw(2, 5, E)
+    first = layer.directions.clone()
+    layer(x, x, x)
+    assert torch.equal(layer.directions, first)
+    layer(x, x, x)
+    assert not torch.equal(layer.directions, first)
+    second = layer.directions.clone()
+    for _ in range(4):
+        layer.eval()(x, x, x)
+    assert torch.equal(layer.directions, second)
+    assert torch.equal(attention_of().redraw_features_().directions, second)
+
+
+def test_life_cycle():
+    layer, x = attention_of(), draw(2, 5, E)
+    expected = layer(x, x, x)[0]
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(again(x, x, x)[0], expected)
+    other = attention_of(seed=4)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x, x, x)[0], expected)
+    names = {"Wq", "Wk", "Wv", "W0", "bq", "bk", "bv", "b0"}
+    assert {name for name, _ in layer.named_parameters()} == names
+    assert set(layer.state_dict()) == names | {"directions"}
+    with torch.device("meta"):
+        empty = attention_of()
+    empty.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(empty.directions, layer.directions)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", ["softmax", "taylor"])
+def test_compile(causal, kernel):
+    layer = attention_of(kernel, iscausal=causal).eval()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (9, 70):
+        x = draw(2, length, E)
+        assert_close(compiled(x, x, x)[0], layer(x, x, x)[0].detach())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_inside_a_transformer_encoder(training, padded, masked):
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(E, H, 64, dropout=0.0, batch_first=True)
+    block.self_attn = make_performer(block.self_attn, 24, kernel_fn="taylor")
+    encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=False).train(training)
+    x = draw(2, 12, E)
+    padding = torch.zeros(2, 12, dtype=torch.bool)
+    padding[1, 8:] = padded
+    mask = nn.Transformer.generate_square_subsequent_mask(12) == -math.inf if masked else None
+    called = []
+    encoder.layers[0].self_attn.register_forward_hook(lambda *_: called.append(1))
+    with torch.set_grad_enabled(training):
+        out = encoder(x, mask=mask, src_key_padding_mask=padding if padded else None)
+        changed = x.masked_fill(padding[..., None], 7.0)
+        again = encoder(changed, mask=mask, src_key_padding_mask=padding if padded else None)
+    assert called
+    assert_close(again[~padding], out[~padding].detach())
+    if masked:
+        later = x.clone()
+        later[:, 6:] += 1
+        assert_close(encoder(later, mask=mask)[:, :6], encoder(x, mask=mask)[:, :6].detach())
+
+
+def test_empty_sequences_and_batches():
+    layer = attention_of()
+    for shape in ((0, 5, E), (2, 0, E)):
+        for causal in (False, True):
+            x = torch.zeros(shape, requires_grad=True)
+            out = layer(x, x, x, is_causal=causal)[0]
+            assert out.shape == shape
+            out.sum().backward()
+    out = layer(draw(2, 3, E), torch.zeros(2, 0, E), torch.zeros(2, 0, E))[0]
+    assert torch.equal(out, layer.b0.expand(2, 3, E))
+
+
+def test_srpe_gives_relative_positions():
+    """Inner products of what comes out are, over many realisations, the sum over features of q k P(m - n)."""
+    encode = sinSRPE(2, 3, sines=2, num_realizations=40_000, dtype=torch.float64, seed=0)
+    q, k = draw(1, 2, 6, 3, dtype=torch.float64), draw(1, 2, 5, 3, seed=2, dtype=torch.float64)
+    coded_q, coded_k = encode(q, k)
+    lag = torch.arange(6)[:, None] - torch.arange(5)[None, :]
+    angle = 2 * math.pi * encode.frequencies[..., None, None] * lag + encode.phases[..., None, None]
+    P = (encode.gains[..., None, None] ** 2 * angle.cos()).sum(2)  # (heads, features, 6, 5)
+    exact = torch.einsum("bhmd,bhnd,hdmn->bhmn", q, k, P)
+    size = (q.square().sum(-1)[..., None] * k.square().sum(-1)[..., None, :]).sqrt()
+    # A realisation has a standard deviation of at most twice the product of norms: 5 deviations of the mean.
+    assert ((coded_q @ coded_k.mT - exact).abs() <= 10 / math.sqrt(40_000) * size).all()
+
+
+def test_srpe_is_an_ordinary_module(capsys):
+    layer = attention_of(SRPE=sinSRPE(H, E // H, sines=3, num_realizations=16, seed=0))
+    assert {"SRPE.frequencies", "SRPE.phases", "SRPE.gains"} <= {name for name, _ in layer.named_parameters()}
+    assert "SRPE.noise" in layer.state_dict()
+    assert layer.directions.shape == (H, 24, 16)
+    x = draw(2, 7, E)
+    out = layer(x, x, x)[0]
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(again(x, x, x)[0], out)
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.SRPE.parameters())
+    shifted = layer(x.roll(1, 1), x.roll(1, 1), x.roll(1, 1))[0]
+    assert not torch.allclose(shifted.roll(-1, 1), out)  # positions matter
+    with pytest.raises(ShapeError, match=r"queries must have shape \(batch, num_heads, n, perHead_in\)"):
+        layer.SRPE(x, x)
+    assert capsys.readouterr().out == ""
+
+
+def test_functional_form_against_formed_weights():
+    q, k, v, c = draw(3, 7, 4).abs(), draw(3, 9, 4, seed=2).abs(), draw(3, 9, 5, seed=3), draw(3, 9, seed=4)
+    weights = (q @ k.mT).double() * c.double().exp()[:, None]
+    assert_close(linear_attention(q, k, v, c), weights @ v.double() / weights.sum(-1, keepdim=True))
+    with pytest.raises(ShapeError, match="as many keys as queries, and got 9 and 7"):
+        linear_attention(q, k, v, is_causal=True)
