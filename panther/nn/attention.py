@@ -236,8 +236,8 @@ class RandMultiHeadAttention(nn.Module):
             if self._forwards % self.redraw_interval == 0:
                 self.redraw_features_()
 
-        q, k, v = self._heads(query, self.Wq, self.bq), self._heads(key, self.Wk, self.bk), None
-        v = self._heads(value, self.Wv, self.bv)  # (N, H, S, d)
+        q = self._heads(query, self.Wq, self.bq)  # (N, H, L, d)
+        k, v = self._heads(key, self.Wk, self.bk), self._heads(value, self.Wv, self.bv)  # (N, H, S, d)
         exponent = _key_exponent(key_padding_mask, key)
         if exponent is not None:  # what is left out may hold anything, NaN too
             k = k.masked_fill((exponent == -torch.inf)[..., None], 0)
