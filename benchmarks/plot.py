@@ -1,15 +1,17 @@
-"""Draw error against time from the results: ``python benchmarks/plot.py`` writes docs/_static/benchmarks/*.svg.
+"""Draw errors from the results: ``python benchmarks/plot.py`` writes docs/_static/benchmarks/*.svg.
 
-Methods of one family, the same code with another parameter, share a colour and are joined by a line.
+Error against time: methods of one family, the same code with another parameter, share a colour and are joined by a
+line. Error of attention against the number of features and the norms of queries and keys.
 """
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_attention"]
 
 import csv
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness import RESULTS
 
@@ -112,14 +114,10 @@ PLOTS = [
 
 def draw(plot: Plot, threads: int) -> Path:
     """Draw one figure from the results for so many threads; returns the file."""
-    pyplot = require_extra("matplotlib.pyplot", "bench")
     NullFormatter = require_extra("matplotlib.ticker", "bench").NullFormatter
-    with open(RESULTS / f"{plot.subject}-cpu-threads-{threads}.csv", newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in plot.only)]
+    rows = [row for row in _rows(plot.subject, threads) if all(row[key] == value for key, value in plot.only)]
     panels = list(dict.fromkeys(tuple(row[key] for key in plot.panels) for row in rows))[: plot.cases]
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(3.4 * len(panels) + 0.6, 3.6), squeeze=False, layout="constrained"
-    )
+    figure, axes = _panels(len(panels))
     for panel, axis in zip(panels, axes[0], strict=True):
         points = defaultdict(list)
         for row in rows:
@@ -146,12 +144,56 @@ def draw(plot: Plot, threads: int) -> Path:
         axis.grid(alpha=0.3, which="both")
         axis.xaxis.set_minor_formatter(NullFormatter())
     axes[0, 0].set_ylabel(plot.label)
+    return _save(figure, axes, plot.subject)
+
+
+def draw_attention(threads: int = 1, features: int = 256, d: int = 32) -> Path:
+    """Draw the error of kernels for attention: by features at two variances, and by norms at ``features``."""
+    labels = {"softmax": "softmax (FAVOR+)", "oprf": "oprf, norm known", "taylor": "taylor", "uniform": "uniform"}
+    rows = _rows("attention-error", threads)
+    figure, axes = _panels(3)
+    for axis, variance in zip(axes[0], ("0.05", "0.5"), strict=False):
+        here = [row for row in rows if row["variance"] == variance]
+        for kernel, label in labels.items():
+            found = [(row["features"], float(row["rel_error"])) for row in here if row["kernel"] == kernel]
+            if kernel == "uniform":
+                axis.axhline(found[0][1], color="black", linestyle="--", label=label)
+            else:
+                axis.plot([int(m) for m, _ in found], [error for _, error in found], "o-", label=label, markersize=5)
+        norm = (float(variance) * d) ** 0.5
+        axis.set(xscale="log", yscale="log", xlabel="features", title=f"norms of q and k about {norm:.1f}")
+    for kernel, label in labels.items():
+        kept = ("", str(features)) if kernel != "taylor" else (str(1 + d + d * (d + 1) // 2),)
+        found = [row for row in rows if row["kernel"] == kernel and row["features"] in kept]
+        norms = [(float(row["variance"]) * d) ** 0.5 for row in found]
+        style = {"color": "black", "linestyle": "--"} if kernel == "uniform" else {"marker": "o", "markersize": 5}
+        axes[0, 2].plot(norms, [float(row["rel_error"]) for row in found], label=label, **style)
+    axes[0, 2].set(yscale="log", xlabel="norm of q and of k", title=f"{features} features")
+    for axis in axes[0]:
+        axis.grid(alpha=0.3, which="both")
+        axis.title.set_fontsize(10)
+    axes[0, 0].set_ylabel("relative error of the attention")
+    return _save(figure, axes, "attention-error")
+
+
+def _rows(subject: str, threads: int) -> list[dict[str, str]]:
+    with open(RESULTS / f"{subject}-cpu-threads-{threads}.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _panels(count: int) -> tuple[Any, Any]:
+    pyplot = require_extra("matplotlib.pyplot", "bench")
+    return pyplot.subplots(1, count, figsize=(3.4 * count + 0.6, 3.6), squeeze=False, layout="constrained")
+
+
+def _save(figure: Any, axes: Any, name: str) -> Path:
+    """Write the figure with one legend for all panels, that of the first."""
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    path = OUTPUT / f"{plot.subject}.svg"
+    path = OUTPUT / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    require_extra("matplotlib.pyplot", "bench").close(figure)
     return path
 
 
@@ -161,3 +203,4 @@ if __name__ == "__main__":
     matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
     for wanted in PLOTS:
         print(draw(wanted, int(sys.argv[1]) if len(sys.argv) > 1 else 2))
+    print(draw_attention())

@@ -248,11 +248,18 @@ def _attend_kernel(
             den += tl.sum(scores, 1)
         value_y = value + (first + y0) * OUT + step[:, None] * OUT + o[None, :]
         w = dot_operand(tl.load(value_y, mask=take_y[:, None] & (o < OUT)[None, :], other=0.0))
+        if not SUFFIX and not TRANSPOSED:
+            if y0 == x0:  # a score of 0 times a value that is not finite would be NaN
+                w = tl.where(w * 0.0 == 0.0, w, 0.0)
         total = tl.dot(scores.to(INNER), w.to(INNER), total, input_precision=PRECISION)
 
     mask = (x < n)[:, None] & (o < OUT)[None, :]
     here = (first + x0) * OUT + step[:, None] * OUT + o[None, :]
     if not TRANSPOSED and not SUFFIX:
+        if SCALED:
+            take_x = take_x & (tl.load(c + first + x, mask=take_x, other=0.0) > float("-inf"))
+        w = tl.load(value + here, mask=take_x[:, None] & (o < OUT)[None, :], other=0.0).to(tl.float32)
+        total += tl.cumsum(w * 0.0, 0)  # values that are not finite reach the later rows so
         empty = (den == 0)[:, None]
         total = tl.where(empty, 0.0, total / tl.where(empty, 1.0, den[:, None]))
         if tl.program_id(1) == 0:

@@ -34,7 +34,7 @@ def causal_linear_attention(
 
     ``log_scale`` holds each key's own exponent c, where features are :math:`e^{c_j} k_j` and would overflow or vanish
     in one number. Only differences to the largest exponent so far are ever taken, so no output depends in any bit on
-    what comes after it, provided that all of it is finite.
+    what comes after it, be that NaN.
 
     Args:
         q: Features of the queries, floating; as a rule not negative, so that no denominator is near 0 by cancellation.

@@ -58,7 +58,10 @@ def attention_forward(
             K, V1 = _keys(K, V, scales)
             before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
             across = Q @ before
-            sums = _masked(Q @ K.mT, scales) @ V1 + (across if scales is None else across * scales.row)
+            # A score of 0 times a value that is not finite would be NaN: those reach the later rows by a sum of their own.
+            spoil = V1 * 0
+            sums = _masked(Q @ K.mT, scales) @ V1.masked_fill(spoil != 0, 0) + spoil.cumsum(-2)
+            sums = sums + (across if scales is None else across * scales.row)
             numerator, denominator = sums[..., :-1], sums[..., -1:]
             empty = denominator == 0
             output = (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)

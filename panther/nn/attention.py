@@ -49,8 +49,8 @@ class RandMultiHeadAttention(nn.Module):
         The second-order Taylor polynomial of the exponential, :math:`1 + d + d(d+1)/2` features without any randomness
         (``num_random_features`` is not used): by far the most accurate while logits stay below about 1.
 
-    Nothing looks ahead: in causal attention an output depends in no bit on later positions, as long as these are
-    finite. A masked or padded key has no influence at all, whatever it holds.
+    Nothing looks ahead: in causal attention an output depends in no bit on later positions, whatever they hold. A masked
+    or padded key has no influence at all.
 
     Args:
         embed_dim: Width of queries and of the output.

@@ -409,3 +409,30 @@ def test_memory_is_linear_in_length():
         y = reference.causal_linear_attention(q, q, v)
     assert_close(y[:, 0], torch.arange(n) / 2.0)
     assert max(event.cpu_memory_usage for event in profile.key_averages()) < 64 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # by numpy, which interprets
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, INF])
+def test_what_is_not_finite_moves_nothing_before_it(device, kernel, scaled, bad):
+    """Nor anything at all where it is left out; and what comes after it is not finite."""
+    function = causal_linear_attention if kernel else reference.causal_linear_attention
+    q, k, v, *c = operands(2, n=150, D=5, E=20, scaled=scaled, device=device, grad=False)
+    c = [x.nan_to_num(neginf=0.0) for x in c]
+    before = function(q, k, v, *c)
+    for cut in (1, 70, 128):
+        values = v.clone()
+        values[:, cut:, 3] = bad
+        after = function(q, k, values, *c)
+        assert torch.equal(after[:, :cut], before[:, :cut])
+        assert not after[:, cut:, 3].isfinite().any()
+        assert torch.equal(after[:, cut:, 4:], before[:, cut:, 4:])
+        for changed in ((q.clone(), k, v), (q, k.clone(), v)):
+            changed[0 if changed[0] is not q else 1][:, cut:] = bad
+            assert torch.equal(function(*changed, *c)[:, :cut], before[:, :cut])
+        if scaled:
+            values[:, cut:] = bad
+            left_out = c[0].clone()
+            left_out[:, cut:] = -INF
+            assert torch.equal(function(q, k, values, left_out), function(q, k, v, left_out))

@@ -160,6 +160,10 @@ def test_the_future_moves_no_bit(kernel, length):
             other = x.clone()
             other[:, cut:] *= change
             assert torch.equal(layer(other, other, other)[0][:, :cut], before[:, :cut])
+        for fill in (math.nan, math.inf, -1e38):
+            other = x.clone()
+            other[:, cut:] = fill
+            assert torch.equal(layer(other, other, other)[0][:, :cut], before[:, :cut])
         assert_close(layer(*(x[:, :cut],) * 3)[0], before[:, :cut].double())  # a shorter run agrees
 
 
