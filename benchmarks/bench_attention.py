@@ -132,7 +132,7 @@ def _errors(variance: float, d: int = 32, n: int = 512, seeds: int = 5) -> list[
         return ((out - exact).norm() / exact.norm()).item()
 
     def row(kernel: str, features: int | str, value: float) -> dict[str, Any]:
-        return {"variance": variance, "kernel": kernel, "features": features, "rel_error": round(value, 4)}
+        return {"variance": variance, "kernel": kernel, "features": features, "rel_error": float(f"{value:.3g}")}
 
     rows = [row("uniform", "", error(torch.ones(HEADS, n, n, dtype=torch.float64)))]
     rows.append(row("taylor", 1 + d + d * (d + 1) // 2, error(taylor_features(q) @ taylor_features(k).mT)))
