@@ -252,13 +252,11 @@ class _SKConv(SketchedModule):
             layer.S.copy_(S.reshape(layer.S.shape))
             if conv.bias is not None:
                 layer.bias.copy_(conv.bias)  # type: ignore[union-attr]
-        if is_channels_last(weight):
-            last = torch.channels_last if cls.dim == 2 else torch.channels_last_3d
-            layer = layer.to(memory_format=last)  # type: ignore[call-overload]
+        _take_format_(layer, weight)
         return layer.train(conv.training)
 
     def to_conv(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
-        """The torch.nn convolution with this layer's effective kernel and bias, copied.
+        """The torch.nn convolution with this layer's effective kernel and bias, copied, in its memory format.
 
         Example:
             >>> import torch
@@ -283,6 +281,7 @@ class _SKConv(SketchedModule):
             conv.weight.copy_(self.weight)
             if self.bias is not None:
                 conv.bias.copy_(self.bias)  # type: ignore[union-attr]
+        _take_format_(conv, self.S)
         return conv.train(self.training)
 
     def extra_repr(self) -> str:
@@ -427,6 +426,13 @@ class SKConv3d(_SKConv):
 
     dense_class = nn.Conv3d
     dim = 3
+
+
+def _take_format_(module: nn.Module, kernel: Tensor) -> None:
+    """Put the module in channels_last if the kernel is."""
+    if is_channels_last(kernel):
+        last = torch.channels_last if kernel.dim() == 4 else torch.channels_last_3d
+        module.to(memory_format=last)  # type: ignore[call-overload]
 
 
 def _channels(name: str, value: int, groups: int) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther.errors import DTypeError, ShapeError
+from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import sketched_matmul, unpack_signs
 from panther.nn._conv import check_padding, convolve, per_dim
 from panther.nn._linear_attention import linear_attention
@@ -116,6 +116,7 @@ def sketched_conv(
         >>> sketched_conv(x, S, U, padding="same").shape
         torch.Size([5, 6, 8, 8])
     """
+    check_size("groups", groups, least=1)
     dim = S.dim() - 2
     if not 1 <= dim <= 3 or U.dim() != 2 or U.shape[0] != S.shape[0] or U.shape[0] % groups:
         raise ShapeError(

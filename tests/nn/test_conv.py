@@ -202,6 +202,22 @@ def test_channels_last_is_kept(shape, mode):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_channels_last_is_kept_in_three_dimensions(shape):
+    layer = SKConv3d(32, 48, 3, padding=1, **shape)
+    x = torch.randn(2, 32, 4, 5, 6)
+    last = x.to(memory_format=torch.channels_last_3d)
+    out, dense = layer(last), layer.to_conv()
+    assert out.stride() == dense(last).stride()
+    assert layer(x).is_contiguous()
+    assert_close(out, dense.double()(x.double()), torch.float32)
+
+
+def test_to_conv_keeps_the_kernels_format():
+    layer = layer_of(SHAPES[0]).to(memory_format=torch.channels_last)
+    assert layer.to_conv().weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_empty_unbatched_and_non_contiguous_input(shape, bias):
     layer = layer_of(shape, bias=bias)
@@ -381,6 +397,8 @@ def test_bad_input_says_the_rule_the_values_and_the_fix():
     with pytest.raises(TypeError, match=r"the input must be a tensor, not list: use torch\.as_tensor"):
         layer([1.0])
     S, U, x = torch.ones(4, 3, 3), torch.ones(4, 6), torch.ones(2, 3, 8)
+    with pytest.raises(ShapeError, match="groups=0 must be at least 1"):
+        sketched_conv(x, S, U, groups=0)
     with pytest.raises(ShapeError, match=r"rows divisible by groups=1: got S \(4, 3, 3\), U \(3, 6\)"):
         sketched_conv(x, S, U[:3])
     with pytest.raises(ShapeError, match=r"bias must have shape \(6,\), not \(5,\)"):
