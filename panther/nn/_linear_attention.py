@@ -2,6 +2,8 @@
 
 __all__ = ["linear_attention"]
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,8 @@ def linear_attention(
             )
         return causal_linear_attention(q, k, v, log_scale)
     wide = torch.promote_types(v.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    device = q.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         q, k, values = q.to(wide), k.to(wide), v.to(wide)
         if log_scale is not None:
             left_out = (log_scale == -torch.inf)[..., None]

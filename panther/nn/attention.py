@@ -7,13 +7,14 @@ Performers", ICLR 2021, arXiv:2009.14794).
 
 __all__ = ["RandMultiHeadAttention", "make_performer"]
 
+import struct
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.errors import ShapeError, check_floating, check_size
+from panther.errors import DTypeError, ShapeError, check_floating, check_size
 from panther.nn._features import (
     optimal_shift,
     orthogonal_gaussian,
@@ -22,6 +23,7 @@ from panther.nn._features import (
     taylor_features,
 )
 from panther.nn._linear_attention import linear_attention
+from panther.nn._sketched import _has_values
 from panther.sketch import check_seed
 
 _KERNELS = ("softmax", "oprf", "relu", "taylor")
@@ -29,6 +31,19 @@ _KERNELS = ("softmax", "oprf", "relu", "taylor")
 
 def _keep_own_forward(module: nn.Module, args: Any) -> None:
     """Does nothing; see RandMultiHeadAttention.__init__."""
+
+
+class _NotATensor:
+    """In the place of the projections that nn.TransformerEncoder reads if it was built with another layer.
+
+    What has a __torch_function__ keeps it off its fast path.
+    """
+
+    weight = bias = None
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented
 
 
 class RandMultiHeadAttention(nn.Module):
@@ -49,8 +64,8 @@ class RandMultiHeadAttention(nn.Module):
         The second-order Taylor polynomial of the exponential, :math:`1 + d + d(d+1)/2` features without any randomness
         (``num_random_features`` is not used): by far the most accurate while logits stay below about 1.
 
-    Nothing looks ahead: in causal attention an output depends in no bit on later positions, whatever they hold. A masked
-    or padded key has no influence at all.
+    Nothing looks ahead: in causal attention an output depends in no bit on later positions, whatever they hold. A
+    masked or padded key has no influence at all.
 
     Args:
         embed_dim: Width of queries and of the output.
@@ -60,22 +75,27 @@ class RandMultiHeadAttention(nn.Module):
             attention weights it could be applied to.
         bias: Whether projections have biases.
         kernel_fn: ``"softmax"``, ``"oprf"``, ``"relu"`` or ``"taylor"``.
-        iscausal: Whether a position attends to itself and earlier ones only, unless the call says otherwise.
+        iscausal: Whether a position attends to itself and earlier ones only, unless the call says otherwise, as
+            nn.TransformerEncoderLayer and nn.TransformerDecoderLayer always do: give the mask to those.
         SRPE: A module that maps per-head queries and keys to ones that carry their relative positions, such as
             :class:`sinSRPE`.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
-        seed: Of the random directions; None draws one from torch's default CPU generator.
+        seed: Of the random directions; None draws one from torch's default CPU generator. To redraw on several
+            processes give all of them the same.
         batch_first: Whether inputs are (batch, length, width).
         kdim: Width of keys; None is ``embed_dim``.
         vdim: Width of values; None is ``embed_dim``.
-        redraw_interval: Draw new directions after so many forwards in training; None keeps them.
+        redraw_interval: Draw new directions after so many forwards in training, not counting those that activation
+            checkpointing repeats; None keeps them. Compiled code is compiled anew for every count: there keep None, and
+            call :meth:`redraw_features_` between steps.
 
     Attributes:
         Wq, Wk, Wv, W0: Projections in nn.Linear's layout, (out, in).
         bq, bk, bv, b0: Their biases, or None.
-        directions: Random directions (num_heads, features, head width), in the state_dict; None for ``"taylor"``.
-        feature_norm: For ``"oprf"``, the expected :math:`\|q + k\|^2` of scaled queries and keys.
+        directions: Random directions (num_heads, features, head width, or that of what ``SRPE`` gives), in the
+            state_dict; None for ``"taylor"``.
+        feature_norm: For ``"oprf"``, the expected :math:`\|q + k\|^2` of scaled queries and keys; saved with the rest.
 
     Raises:
         ShapeError: If ``num_heads`` does not divide ``embed_dim``, or a size is not positive.
@@ -94,6 +114,7 @@ class RandMultiHeadAttention(nn.Module):
     """
 
     in_proj_bias = None  # nn.TransformerEncoder(Layer) asks, and leaves its own fast path off
+    in_proj_weight = out_proj = _NotATensor()
     directions: Tensor | None
     bq: nn.Parameter | None
     bk: nn.Parameter | None
@@ -149,7 +170,7 @@ class RandMultiHeadAttention(nn.Module):
         for name in ("bq", "bk", "bv", "b0"):
             self.register_parameter(name, parameter(embed_dim) if bias else None)
         self.feature_width = getattr(SRPE, "num_realizations", self.head_dim)
-        self.feature_norm = self.feature_width**0.5
+        self.feature_norm = self.head_dim**0.5
         shape = (num_heads, self.num_random_features, self.feature_width)
         self.register_buffer(
             "directions", None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
@@ -171,7 +192,7 @@ class RandMultiHeadAttention(nn.Module):
         for bias in (self.bq, self.bk, self.bv, self.b0):
             if bias is not None:
                 nn.init.zeros_(bias)
-        self._draws = 0
+        self._draws = self._forwards = 0
         self._draw_directions()
 
     def redraw_features_(self) -> Self:
@@ -187,6 +208,17 @@ class RandMultiHeadAttention(nn.Module):
         drawn = orthogonal_gaussian(rows, d, heads=heads, seed=self.seed, stream=2 * self._draws)
         with torch.no_grad():
             self.directions.copy_(drawn)
+
+    def get_extra_state(self) -> Tensor:
+        """The seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.feature_norm))
+        return torch.tensor([self.seed, self._draws, self._forwards, bits], dtype=torch.int64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take up what :meth:`get_extra_state` returned."""
+        if _has_values(state):
+            self.seed, self._draws, self._forwards, bits = state.tolist()
+            (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
 
     def forward(
         self,
@@ -215,13 +247,14 @@ class RandMultiHeadAttention(nn.Module):
         Raises:
             ValueError: If weights are asked for, or ``attn_mask`` is neither empty nor causal.
             ShapeError: If shapes do not fit, or lengths differ in causal attention.
+            DTypeError: If an input has another dtype than the layer, outside autocast.
         """
         if need_weights:
             raise ValueError(
                 "need_weights=True cannot be had: attention by features never forms its weights, L x S of them: pass "
                 "need_weights=False"
             )
-        self._check(query, key, value)
+        self._check(query, key, value, key_padding_mask)
         batched = query.dim() == 3
         if not batched:
             query, key, value = query[None], key[None], value[None]
@@ -231,16 +264,17 @@ class RandMultiHeadAttention(nn.Module):
         causal = self.iscausal if is_causal is None else is_causal
         if attn_mask is not None and not is_causal:
             causal = _is_causal(attn_mask, query.shape[1], key.shape[1]) or causal
-        if self.training and self.redraw_interval is not None:
+        if self.training and self.redraw_interval is not None and not _is_recomputing():
             self._forwards += 1
             if self._forwards % self.redraw_interval == 0:
                 self.redraw_features_()
 
+        exponent = _key_exponent(key_padding_mask, key)
+        if exponent is not None:  # what is left out may hold anything, NaN too, and gradients of weights would see it
+            left_out = (exponent == -torch.inf).mT  # (N, S, 1)
+            key, value = key.masked_fill(left_out, 0), value.masked_fill(left_out, 0)
         q = self._heads(query, self.Wq, self.bq)  # (N, H, L, d)
         k, v = self._heads(key, self.Wk, self.bk), self._heads(value, self.Wv, self.bv)  # (N, H, S, d)
-        exponent = _key_exponent(key_padding_mask, key)
-        if exponent is not None:  # what is left out may hold anything, NaN too
-            k = k.masked_fill((exponent == -torch.inf)[..., None], 0)
         if self.SRPE is not None:
             q, k = self.SRPE(q, k)
         phi_q, phi_k, scale = self._features(q, k)
@@ -258,7 +292,7 @@ class RandMultiHeadAttention(nn.Module):
 
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features of queries and keys in the values' dtype, and the keys' exponents in float32."""
-        root = self.feature_width**-0.25
+        root = self.head_dim**-0.25
         dtype, q, k = q.dtype, q * root, k * root
         if self.kernel_fn == "taylor":
             return taylor_features(q), taylor_features(k), None
@@ -270,7 +304,7 @@ class RandMultiHeadAttention(nn.Module):
         phi_k, exponent = positive_features(k, self.directions, shift)
         return phi_q.to(dtype), phi_k.to(dtype), exponent
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         widths = (self.embed_dim, self.kdim, self.vdim)
         shapes = tuple(tuple(x.shape) for x in (query, key, value))
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
@@ -285,6 +319,17 @@ class RandMultiHeadAttention(nn.Module):
             raise ShapeError(
                 f"key and value must have one length, and all three one batch size, and have shapes {shapes} "
                 f"(batch_first={self.batch_first})"
+            )
+        if mask is not None and mask.dim() != query.dim() - 1:
+            shape = "(keys,), as there is no batch" if query.dim() == 2 else "(batch, keys)"
+            raise ShapeError(f"key_padding_mask must have shape {shape}, not {tuple(mask.shape)}")
+        device, dtypes = query.device.type, tuple(x.dtype for x in (query, key, value))
+        if any(dtype != self.Wq.dtype for dtype in dtypes):
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                return
+            raise DTypeError(
+                f"query, key and value must be {self.Wq.dtype}, as the layer, and are {dtypes}: cast them, or the "
+                "layer, or run under torch.autocast"
             )
 
     def extra_repr(self) -> str:
@@ -349,6 +394,11 @@ def make_performer(mha: nn.MultiheadAttention, num_random_features: int, **kwarg
         32
     """
     return RandMultiHeadAttention.from_mha(mha, num_random_features, **kwargs)
+
+
+def _is_recomputing() -> bool:
+    """Whether a backward pass is under way, as when activation checkpointing repeats a forward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _key_exponent(mask: Tensor | None, key: Tensor) -> Tensor | None:  # (N, 1, S)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_floating, check_size
+from panther.nn._sketched import _has_values
 from panther.sketch import GaussianSketch, check_seed
 
 
@@ -108,6 +109,15 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         )
         with torch.no_grad():
             self.noise.copy_(sketch.dense().view(heads, rows, columns))
+
+    def get_extra_state(self) -> Tensor:
+        """The seed, and how often noise was drawn."""
+        return torch.tensor([self.seed, self._draws], dtype=torch.int64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take up what :meth:`get_extra_state` returned."""
+        if _has_values(state):
+            self.seed, self._draws = state.tolist()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Encode queries and keys; positions count from 0 in both."""

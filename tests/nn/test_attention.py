@@ -8,6 +8,7 @@ import pytest
 import torch
 from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from panther.errors import DTypeError, ShapeError
 from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
@@ -136,6 +137,21 @@ def test_a_masked_key_has_no_influence(kernel, causal, fill, side):
     assert torch.equal(numbers, before)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_what_a_masked_key_holds_reaches_no_gradient(kernel, batch_first):
+    layer = attention_of(kernel, batch_first=batch_first)
+    query, key, mask = draw(2, 9, E), draw(2, 7, E, seed=2), torch.zeros(2, 7, dtype=torch.bool)
+    mask[1, 4:] = True
+    gradients = []
+    for fill in (0.0, math.nan):
+        inputs = [query, *[key.masked_fill(mask[..., None], fill)] * 2]
+        out = layer(*(x if batch_first else x.transpose(0, 1) for x in inputs), key_padding_mask=mask)[0]
+        gradients.append(torch.autograd.grad(out.square().sum(), list(layer.parameters())))
+    for clean, filled in zip(*gradients, strict=True):
+        assert torch.equal(clean, filled)
+
+
 def test_a_mask_of_numbers_is_added_to_logits():
     layer = attention_of()
     x, exponent = draw(2, 9, E), draw(2, 9, seed=7)
@@ -195,10 +211,16 @@ def test_what_is_refused():
         layer(x[:, :5], x, x, is_causal=True)
     with pytest.raises(ShapeError, match=r"must have shape \(batch, keys\) = \(2, 12\), not \(12, 2\)"):
         layer(x, x, x, key_padding_mask=torch.zeros(12, 2, dtype=torch.bool))
+    with pytest.raises(ShapeError, match=r"must have shape \(keys,\), as there is no batch, not \(1, 12\)"):
+        layer(x[0], x[0], x[0], key_padding_mask=torch.zeros(1, 12, dtype=torch.bool))
+    with pytest.raises(ShapeError, match=r"must have shape \(batch, keys\), not \(12,\)"):
+        layer(x, x, x, key_padding_mask=torch.zeros(12, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"must be boolean or floating, not torch.int64"):
         layer(x, x, x, key_padding_mask=torch.zeros(2, 12, dtype=torch.int64))
     with pytest.raises(ShapeError, match="must end in embed_dim=32, kdim=32 and vdim=32"):
         layer(x[..., :5], x, x)
+    with pytest.raises(DTypeError, match=r"must be torch.float32, as the layer.*torch.float64.*: cast them"):
+        layer(x.double(), x, x)
     with pytest.raises(ShapeError, match="must all have 2 dimensions or all 3"):
         layer(x[0], x, x)
     with pytest.raises(ShapeError, match="key and value must have one length, and all three one batch size"):
@@ -362,6 +384,35 @@ def test_redrawing_at_an_interval():
     assert torch.equal(attention_of().redraw_features_().directions, second)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_repeated_by_checkpointing_draws_nothing(reentrant):
+    layer, x = attention_of(redraw_interval=2), draw(2, 5, E).requires_grad_()
+    expected = torch.autograd.grad(attention_of()(x, x, x)[0].square().sum(), x)[0]
+    first = layer.directions.clone()
+    out = checkpoint(lambda x: layer(x, x, x)[0], x, use_reentrant=reentrant)
+    out.square().sum().backward()
+    assert torch.equal(x.grad, expected)
+    assert torch.equal(layer.directions, first)
+    layer(x, x, x)
+    assert not torch.equal(layer.directions, first)
+
+
+def test_drawing_goes_on_after_loading():
+    layer, x = attention_of("oprf", redraw_interval=2, SRPE=sinSRPE(H, E // H, 2, 16, seed=1)), draw(2, 5, E)
+    layer.feature_norm = 0.7
+    layer(x, x, x)
+    layer.redraw_features_().SRPE.redraw_features_()
+    other = attention_of("oprf", redraw_interval=2, SRPE=sinSRPE(H, E // H, 2, 16, seed=5), seed=6)
+    other.load_state_dict(layer.state_dict())
+    assert (other.seed, other.feature_norm) == (3, 0.7)
+    assert torch.equal(layer.eval()(x, x, x)[0], other.eval()(x, x, x)[0])
+    for module in (layer, other):
+        module.train().SRPE.redraw_features_()
+    assert torch.equal(layer(x, x, x)[0], other(x, x, x)[0])  # the second forward, which draws
+    with torch.device("meta"):
+        assert layer.get_extra_state().device.type == "cpu"
+
+
 def test_life_cycle():
     layer, x = attention_of(), draw(2, 5, E)
     expected = layer(x, x, x)[0]
@@ -372,7 +423,7 @@ def test_life_cycle():
     assert torch.equal(other(x, x, x)[0], expected)
     names = {"Wq", "Wk", "Wv", "W0", "bq", "bk", "bv", "b0"}
     assert {name for name, _ in layer.named_parameters()} == names
-    assert set(layer.state_dict()) == names | {"directions"}
+    assert set(layer.state_dict()) == names | {"directions", "_extra_state"}
     with torch.device("meta"):
         empty = attention_of()
     empty.to_empty(device="cpu").reset_parameters()
@@ -415,6 +466,33 @@ def test_inside_a_transformer_encoder(training, padded, masked):
         assert_close(encoder(later, mask=mask)[:, :6], encoder(x, mask=mask)[:, :6].detach())
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_taking_the_place_in_an_encoder_that_is_built_already(padded):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 64, batch_first=True), 2).eval()
+    x, padding = draw(2, 12, E, scale=0.3), torch.zeros(2, 12, dtype=torch.bool)
+    padding[1, 8:] = padded
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        for block in encoder.layers:
+            block.self_attn = make_performer(block.self_attn, 24, kernel_fn="taylor")
+        ours = encoder(x, src_key_padding_mask=padding)
+    assert rms_error(ours[~padding], expected[~padding]) < 0.03  # the second layer's logits are up to 1
+
+
+def test_inside_a_transformer_decoder():
+    torch.manual_seed(0)
+    block = nn.TransformerDecoderLayer(E, H, 64, dropout=0.0, batch_first=True)
+    x, memory = draw(2, 12, E, scale=0.3), draw(2, 7, E, seed=2, scale=0.3)
+    mask, padding = nn.Transformer.generate_square_subsequent_mask(12), torch.zeros(2, 7, dtype=torch.bool)
+    padding[0, 5:] = True
+    expected = block(x, memory, tgt_mask=mask, tgt_is_causal=True, memory_key_padding_mask=padding)
+    for name in ("self_attn", "multihead_attn"):
+        setattr(block, name, make_performer(getattr(block, name), 24, kernel_fn="taylor", iscausal=True))
+    ours = block(x, memory, tgt_mask=mask, tgt_is_causal=True, memory_key_padding_mask=padding)
+    assert rms_error(ours, expected) < 1e-3
+
+
 def test_empty_sequences_and_batches():
     layer = attention_of()
     for shape in ((0, 5, E), (2, 0, E)):
@@ -439,6 +517,18 @@ def test_srpe_gives_relative_positions():
     size = (q.square().sum(-1)[..., None] * k.square().sum(-1)[..., None, :]).sqrt()
     # A realisation has a standard deviation of at most twice the product of norms: 5 deviations of the mean.
     assert ((coded_q @ coded_k.mT - exact).abs() <= 10 / math.sqrt(40_000) * size).all()
+
+
+def test_srpe_leaves_the_scale_of_logits():
+    """Codes of the constant 1 are, over many realisations, no codes: the same attention as without them."""
+    encode = sinSRPE(H, E // H, sines=1, num_realizations=400, seed=0)
+    for parameter in (encode.frequencies, encode.phases):
+        nn.init.zeros_(parameter)
+    layer, x = attention_of("taylor", SRPE=encode), draw(2, 6, E)
+    expected = formed(layer, x, x, x)
+    uniform = nn.functional.linear(x.mean(1, keepdim=True), layer.W0 @ layer.Wv)
+    # Inner products are off by a twentieth, so weights are by a twentieth of what they differ from equal ones.
+    assert (layer(x, x, x)[0] - expected).norm() < 0.15 * (uniform - expected).norm()
 
 
 def test_srpe_is_an_ordinary_module(capsys):
