@@ -7,8 +7,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import errors, linalg, nn, sketch
+from . import compression, errors, linalg, nn, sketch
 from ._version import __version__
+from .compression import CompressionReport, HealConfig, SketchConfig, compress, sketch_layers_
 from .nn.io import load_compressed, save_compressed
 
 if TYPE_CHECKING:
@@ -16,7 +17,22 @@ if TYPE_CHECKING:
 
 _LAZY = ("distributed",)  # PEP 562: imported when first asked for
 
-__all__ = ["__version__", "distributed", "errors", "linalg", "load_compressed", "nn", "save_compressed", "sketch"]
+__all__ = [
+    "CompressionReport",
+    "HealConfig",
+    "SketchConfig",
+    "__version__",
+    "compress",
+    "compression",
+    "distributed",
+    "errors",
+    "linalg",
+    "load_compressed",
+    "nn",
+    "save_compressed",
+    "sketch",
+    "sketch_layers_",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ exception a torch user would expect, so ``except ValueError`` and the like keep 
 """
 
 __all__ = [
+    "CompressionError",
     "DTypeError",
     "DistributedError",
     "FormatError",
@@ -44,6 +45,10 @@ class SketchMismatchError(PantherError, RuntimeError):
 
 class FormatError(PantherError, ValueError):
     """A file is not what Panther's inference format says it should be."""
+
+
+class CompressionError(PantherError, ValueError):
+    """A model, its calibration batches or the budget do not allow the compression that was asked for."""
 
 
 class DistributedError(PantherError, RuntimeError):

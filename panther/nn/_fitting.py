@@ -5,7 +5,7 @@ squares for given sketches; and the unbiased estimator, which costs one product 
 small. All compute in float32 at least.
 """
 
-__all__ = ["lstsq_factors", "svd_factors", "unbiased_factors"]
+__all__ = ["lstsq_factors", "split_factors", "svd_factors", "unbiased_factors"]
 
 import math
 
@@ -26,21 +26,32 @@ _ITERATIONS = 10
 def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """S1, U1, S2, U2 with ``S1 U1 + U2 S2`` the truncated SVD of A of rank min(2 R, in, out).
 
-    Singular directions go alternately to (S1, U1) and (U2, S2), their singular value split evenly. Columns that are
-    left over, or whose singular value is zero to rounding, get zero S, so they add nothing, and random signs for U, so
-    they can still learn.
+    Singular values are split evenly; directions whose singular value is zero to rounding are left out.
     """
     P, sigma, Qt = _leading_svd(A, 2 * R, seed)
-    r = len(sigma)
     root = sigma.sqrt()
-    left, right = P * root, root[:, None] * Qt  # (in, r), (r, out)
+    return split_factors(P * root, root[:, None] * Qt, R, seed)
+
+
+def split_factors(
+    left: Tensor,  # (in, r)
+    right: Tensor,  # (r, out)
+    R: int,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """S1, U1, S2, U2 with ``S1 U1 + U2 S2 = left right``, for r at most 2 R.
+
+    Columns go alternately to (S1, U1) and (U2, S2). Columns that are left over get zero S, so they add nothing, and
+    random signs for U, so they can still learn.
+    """
+    r = left.shape[1]
     level = right.square().mean().sqrt().item() if r else 1.0
 
     def on_device(stream: int, rows: int, cols: int) -> Tensor:
-        return level * signs(seed, stream, range(rows), range(cols), dtype=A.dtype, device=A.device)
+        return level * signs(seed, stream, range(rows), range(cols), dtype=left.dtype, device=left.device)
 
-    S1, S2 = A.new_zeros(A.shape[0], R), A.new_zeros(R, A.shape[1])
-    U1, U2 = on_device(0, R, A.shape[1]), on_device(1, A.shape[0], R)
+    S1, S2 = left.new_zeros(left.shape[0], R), left.new_zeros(R, right.shape[1])
+    U1, U2 = on_device(0, R, right.shape[1]), on_device(1, left.shape[0], R)
     first, second = (r + 1) // 2, r // 2
     S1[:, :first], U1[:first] = left[:, 0::2], right[0::2]
     U2[:, :second], S2[:second] = left[:, 1::2], right[1::2]

@@ -1,0 +1,263 @@
+"""Which layers of a model can be compressed, and why the others are left."""
+
+__all__ = ["LEAST_RANK", "Left", "Plan", "Selector", "Target", "make_plan", "replace_modules"]
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from panther.nn._sketched import SketchedModule
+
+Selector = type | str | Callable[[nn.Module, str], bool]
+"""A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
+
+LEAST_RANK = 2  # ranks are even: a sketched layer has two halves
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Left(NamedTuple):
+    """A module that stays as it is."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight to compress: one layer, or several nn.Linear that share it.
+
+    Attributes:
+        names: Every place in the model, the first found first.
+        modules: The layers, each once.
+        groups: Of a convolution, else 1.
+        inner: Columns of a group's matrix, in / groups * kernel.
+        outer: Its rows, out / groups.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    groups: int
+    inner: int
+    outer: int
+
+    @property
+    def name(self) -> str:
+        """The first place."""
+        return self.names[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """The shared weight, in the layer's own layout."""
+        return self.modules[0].weight  # type: ignore[return-value]
+
+    @property
+    def dense_numbers(self) -> int:
+        """Entries of the weight."""
+        return self.groups * self.inner * self.outer
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the weight on disk."""
+        return self.dense_numbers * self.weight.itemsize
+
+    def numbers(self, rank: int, *, seeded: bool = False) -> int:
+        """Entries on disk at an even rank: of both factors, or without the sketches of a seeded layer."""
+        if not seeded:
+            return rank * self.groups * (self.inner + self.outer)
+        if isinstance(self.modules[0], nn.Conv2d):
+            return rank * self.groups * self.inner
+        return rank // 2 * (self.inner + self.outer)
+
+    def bytes(self, rank: int | None, *, seeded: bool = False) -> int:
+        """Bytes on disk at a rank; None is the dense weight."""
+        return self.dense_bytes if rank is None else self.numbers(rank, seeded=seeded) * self.weight.itemsize
+
+    def matrices(self) -> Tensor:  # (groups, outer, inner), float64
+        """The weight by groups, unfolded."""
+        weight = self.weight.detach().to(torch.float64)
+        if is_conv1d(self.modules[0]):
+            weight = weight.mT
+        return weight.flatten(1).unflatten(0, (self.groups, self.outer))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compressed, in the order of the model, and what is left."""
+
+    targets: tuple[Target, ...]
+    left: tuple[Left, ...]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer whose weight is (in, out); without importing that."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
+
+
+def make_plan(
+    model: nn.Module,
+    include: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] | None = None,
+    *,
+    rank: int = LEAST_RANK,
+    seeded: bool = False,
+) -> Plan:
+    """Find the layers to compress and give a reason for every other one that holds a matrix.
+
+    Args:
+        model: Any module.
+        include: Only these; a type named here also admits its subclasses, which are otherwise left.
+        exclude: Not these.
+        rank: The smallest even rank a layer can get.
+        seeded: Whether layers will be seeded, so that sketches cost nothing.
+
+    Raises:
+        TypeError: If a selector is neither a type, nor a string, nor callable.
+    """
+    wanted, unwanted = _selectors("include", include), _selectors("exclude", exclude)
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    left: list[Left] = []
+    sound: dict[nn.Module, None] = {}
+    for module, places in names.items():
+        if isinstance(module, SketchedModule):
+            left.append(Left(places[0], type(module).__name__, "is sketched already"))
+        elif _holds_matrix(module) or _is_quantised(module):
+            reason = _refusal(module, places, wanted, unwanted)
+            if reason is None:
+                sound[module] = None
+            else:
+                left.append(Left(places[0] or "(the model)", type(module).__name__, reason))
+
+    owners: dict[int, list[nn.Module]] = {}
+    for module in names:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(module)
+    targets, seen = [], set()
+    for module in sound:
+        if module in seen:
+            continue
+        sharing = list(dict.fromkeys(owners[id(module.weight)]))
+        seen.update(sharing)
+        others = [other for other in sharing if other not in sound or type(other) is not type(module)]
+        if others or (len(sharing) > 1 and not isinstance(module, nn.Linear)):
+            others = others or sharing[1:]
+            for one in sharing:
+                if one in sound:
+                    of = next(other for other in (*others, *sharing) if other is not one)
+                    reason = f"shares its weight with {names[of][0]!r} ({type(of).__name__})"
+                    left.append(Left(names[one][0], type(one).__name__, reason))
+            continue
+        target = _target(tuple(name for one in sharing for name in names[one]), tuple(sharing))
+        least = target.numbers(rank, seeded=seeded)
+        if least >= target.dense_numbers:
+            reason = f"would not shrink: rank {rank} takes {least:,} numbers, the layer {target.dense_numbers:,}"
+            left.append(Left(target.name, type(module).__name__, reason))
+        else:
+            targets.append(target)
+    order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    left.sort(key=lambda entry: order.get(entry.name, -1))
+    return Plan(tuple(targets), tuple(left))
+
+
+def _selectors(role: str, given: Any) -> tuple[Selector, ...] | None:
+    if given is None:
+        return None
+    several = given if isinstance(given, (list, tuple, set, frozenset)) else (given,)
+    for one in several:
+        if not (isinstance(one, (type, str)) or callable(one)):
+            raise TypeError(f"{role} takes types, globs of names and functions, not {type(one).__name__}")
+    return tuple(several)
+
+
+def _matches(selector: Selector, names: Sequence[str], module: nn.Module) -> bool:
+    if isinstance(selector, type):
+        return isinstance(module, selector)
+    if isinstance(selector, str):
+        return any(fnmatch.fnmatchcase(name, selector) for name in names)
+    return any(selector(module, name) for name in names)
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    return any(parameter is not None and (is_lazy(parameter) or parameter.dim() > 1) for parameter in
+               module._parameters.values())  # fmt: skip
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return "quantized" in type(module).__module__ and hasattr(module, "_packed_params")
+
+
+def _refusal(
+    module: nn.Module,
+    names: Sequence[str],
+    wanted: tuple[Selector, ...] | None,
+    unwanted: tuple[Selector, ...] | None,
+) -> str | None:
+    """Why a module that holds a matrix is left; None if it is to be compressed."""
+    kind = type(module)
+    if _is_quantised(module):
+        return "is quantised: compress first, then quantise"
+    if not (isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)):
+        return "is no nn.Linear, nn.Conv2d or Conv1D of transformers"
+    if names == [""]:
+        return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
+    named = any(isinstance(one, type) and isinstance(module, one) for one in wanted or ())
+    if hasattr(module, "parametrizations"):
+        return "is parametrized: remove the parametrizations first"
+    if "weight" not in module._parameters:
+        return "has a weight that something computes (pruning, weight_norm): make it permanent first"
+    if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
+        return "is a subclass, whose forward may be another: name its type in include= if it is not"
+    if wanted is not None and not any(_matches(one, names, module) for one in wanted):
+        return "is not included"
+    if unwanted is not None and any(_matches(one, names, module) for one in unwanted):
+        return "is excluded"
+    weight = module.weight
+    if is_lazy(weight):
+        return "has no weight yet: run the model once first"
+    assert isinstance(weight, Tensor)
+    if weight.is_meta:
+        return "is on the meta device: load its weights first"
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
+        return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
+    if any(len(getattr(module, hooks)) for hooks in _HOOKS):
+        return "has hooks, which would be lost: remove them first"
+    if not weight.detach().isfinite().all():
+        return "has a weight with NaN or infinite entries"
+    return None
+
+
+def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...]) -> Target:
+    module = modules[0]
+    if isinstance(module, nn.Conv2d):
+        weight = module.weight
+        return Target(names, modules, module.groups, weight[0].numel(), module.out_channels // module.groups)
+    out, inner = module.weight.shape  # type: ignore[union-attr,misc]
+    return Target(names, modules, 1, *((out, inner) if is_conv1d(module) else (inner, out)))
+
+
+@contextmanager
+def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
+    """Put others in the place of modules, wherever these stand, and put them back at the end."""
+    swap_modules(model, replacement)
+    try:
+        yield
+    finally:
+        swap_modules(model, {new: old for old, new in replacement.items()})
+
+
+def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> None:
+    """Put others in the place of modules, wherever these stand."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replacement:
+                parent._modules[name] = replacement[child]

@@ -1,0 +1,219 @@
+"""Running a model on calibration batches: how it is called, which output counts, and which positions do."""
+
+__all__ = ["Runner", "main_output"]
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from panther.errors import CompressionError
+
+_OUTPUTS = ("logits", "last_hidden_state")
+_HELD_OUT = 5  # every fifth batch
+
+
+def main_output(output: Any) -> Tensor:
+    """The tensor that stands for what a model returns.
+
+    The output itself; of a mapping ``logits`` or ``last_hidden_state``, else the first floating tensor, as of a tuple.
+
+    Raises:
+        CompressionError: If there is none.
+    """
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return output
+    if isinstance(output, Mapping):
+        for name in _OUTPUTS:
+            if isinstance(output.get(name), Tensor):
+                return output[name]
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        for part in output:
+            if isinstance(part, Tensor) and part.is_floating_point():
+                return part
+    raise CompressionError(
+        f"the model returned a {type(output).__name__} without a floating tensor: pass forward_fn=, a function of the "
+        "model and a batch that returns the tensor to keep"
+    )
+
+
+class Runner:
+    """Calls one model on batches, in eval mode.
+
+    Attributes:
+        batches: What statistics are taken of, on the model's device.
+        held_out: What errors are measured on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calibration: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None,
+        mask_fn: Callable[[Any], Tensor | None] | None,
+        group: dist.ProcessGroup | None,
+        progress: bool | None,
+    ) -> None:
+        self.model, self.forward_fn, self.mask_fn, self.group = model, forward_fn, mask_fn, group
+        self.show = sys.stderr.isatty() if progress is None else progress
+        first = next(itertools.chain(model.parameters(), model.buffers()), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        every = [_to(batch, self.device) for batch in _listed(calibration)]
+        if len(every) < 2:
+            raise CompressionError(
+                f"calibration has {len(every)} batch{'' if len(every) == 1 else 'es'} and needs at least 2, one of "
+                "which is held out: give more, or cut it into smaller ones"
+            )
+        count = max(1, len(every) // _HELD_OUT)
+        held = {(index + 1) * len(every) // count - 1 for index in range(count)}
+        self.batches = [batch for index, batch in enumerate(every) if index not in held]
+        self.held_out = [batch for index, batch in enumerate(every) if index in held]
+
+    def output(self, batch: Any) -> Tensor:
+        """What the model makes of a batch."""
+        model = self.model
+        try:
+            if self.forward_fn is not None:
+                return main_output(self.forward_fn(model, batch))
+            if isinstance(batch, Mapping):
+                return main_output(model(**batch))
+            if isinstance(batch, (tuple, list)):
+                return main_output(model(*batch))
+            return main_output(model(batch))
+        except CompressionError:
+            raise
+        except Exception as error:
+            raise CompressionError(
+                f"the model does not run on a calibration batch ({_shape(batch)}): {type(error).__name__}: {error}: "
+                "pass forward_fn=lambda model, batch: ... if batches need taking apart"
+            ) from error
+
+    def mask(self, batch: Any) -> Tensor | None:
+        """Which positions count: (N, T) of booleans, or None for all."""
+        if self.mask_fn is not None:
+            mask = self.mask_fn(batch)
+        else:
+            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            if mask is not None and mask.dim() != 2:
+                mask = None
+        return None if mask is None else mask.to(self.device, torch.bool)
+
+    def over(self, batches: Sequence[Any], what: str) -> Iterable[Any]:
+        """The batches, under a progress bar if one is shown."""
+        return self.progress(batches, what, len(batches))
+
+    def progress(self, steps: Iterable[Any], what: str, total: int) -> Iterable[Any]:
+        """Any steps under a progress bar, where tqdm is installed and somebody looks."""
+        if not self.show:
+            return steps
+        try:
+            from tqdm import tqdm
+        except ModuleNotFoundError:
+            return steps
+        return tqdm(steps, desc=what, total=total, leave=False)
+
+    def say(self, text: str) -> None:
+        """Tell whoever looks."""
+        if self.show:
+            print(text, file=sys.stderr)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Add float64 tensors over the ranks of the group, in place."""
+        if self.group is not None:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=self.group)
+
+    @torch.no_grad()
+    def errors(
+        self,
+        variants: Sequence[Callable[[], AbstractContextManager[Any]]],
+        what: str,
+        reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[float]:
+        """Relative error of the output on the held-out batches under each variant, a context that changes the model."""
+        sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
+        for batch in self.over(self.held_out, what):
+            mask = self.mask(batch)
+            with reference():
+                exact = counted(self.output(batch), mask).to(torch.float64)
+            sums[-1] += exact.square().sum().cpu()
+            for index, variant in enumerate(variants):
+                with variant():
+                    sums[index] += (counted(self.output(batch), mask) - exact).square().sum().cpu()
+        self.sum_([sums])
+        return (sums[:-1] / sums[-1]).sqrt().tolist()
+
+
+def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
+    """Rows of x that count. A mask (N, T) applies where x begins with (N, T) or (T, N), or has N T rows in all."""
+    if x.dim() < 2:
+        return x.reshape(1, -1)
+    if mask is not None:
+        if x.dim() > 2 and x.shape[:2] == mask.shape:
+            x = x[mask]
+        elif x.dim() > 2 and x.shape[:2] == mask.shape[::-1]:
+            x = x[mask.mT]
+        elif x.dim() == 2 and len(x) == mask.numel() != len(mask):
+            x = x[mask.flatten()]
+    return x.flatten(0, -2)
+
+
+@contextmanager
+def calibrating(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
+    """Eval mode, no parameter that requires a gradient, and the generators' state put back at the end."""
+    training = {module: module.training for module in model.modules()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            torch.manual_seed(seed)
+            model.eval()
+            for parameter in trained:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for module, flag in training.items():
+                module.training = flag
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+
+def _listed(calibration: Any) -> list[Any]:
+    if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
+        raise CompressionError(
+            f"calibration must be a list or a DataLoader of batches, not a {type(calibration).__name__}: for one "
+            "tensor use calibration=list(tensor.split(32))"
+        )
+    if iter(calibration) is calibration:
+        raise CompressionError(
+            f"calibration is a {type(calibration).__name__}, which can be read once: pass a list of its batches, "
+            "list(itertools.islice(batches, 32)) say, or a DataLoader"
+        )
+    return list(calibration)
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_to(part, device) for part in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_to(part, device) for part in batch)
+    return batch
+
+
+def _shape(batch: Any) -> str:
+    if isinstance(batch, Tensor):
+        return f"a tensor of shape {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"a dict of {', '.join(map(str, batch))}"
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
