@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError
+from panther.errors import DTypeError, ShapeError
 from panther.kernels import causal_linear_attention
 
 
@@ -39,7 +39,8 @@ def linear_attention(
         The output, in the dtype of ``v``; half precision is summed in float32.
 
     Raises:
-        ShapeError: If ``is_causal`` and there are not as many keys as queries.
+        ShapeError: If shapes do not fit together, or ``is_causal`` and there are not as many keys as queries.
+        DTypeError: If q, k or v is not floating.
 
     Cost: ``2 m E (L + S)`` flops for each batch entry, and no memory that grows with L S.
 
@@ -49,6 +50,7 @@ def linear_attention(
         >>> linear_attention(q, k, torch.tensor([[0.0], [1.0], [2.0]])).squeeze(-1)
         tensor([1., 1., 1.])
     """
+    _check(q, k, v, log_scale)
     if is_causal:
         if q.shape[-2] != k.shape[-2]:
             raise ShapeError(
@@ -71,3 +73,15 @@ def linear_attention(
         denominator = q @ k.sum(-2)[..., None]
         empty = denominator == 0
         return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0).to(v.dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
+    scales = None if log_scale is None else tuple(log_scale.shape)
+    fit = min(q.dim(), k.dim(), v.dim()) >= 2 and q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2]
+    if not fit or (scales is not None and scales[-1:] != k.shape[-2:-1]):
+        raise ShapeError(
+            "attention takes q (*batch, L, m), k (*batch, S, m), v (*batch, S, E) and log_scale (*batch, S), not "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} and {scales}: transpose or cut what does not fit"
+        )
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise DTypeError(f"q, k and v must be floating, and are {q.dtype}, {k.dtype} and {v.dtype}: cast them")

@@ -273,6 +273,18 @@ class SketchedModule(nn.Module):
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
 
 
+def _integers(state: Tensor) -> list[int] | None:
+    """The numbers of an ``_extra_state``, None where it has no values."""
+    if not _has_values(state):
+        return None
+    if state.dtype is not torch.int64:
+        raise SketchMismatchError(
+            f"_extra_state is {state.dtype} and must be torch.int64: cast and average only the floating tensors of a "
+            "state_dict"
+        )
+    return state.tolist()
+
+
 def _has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 

@@ -23,7 +23,7 @@ from panther.nn._features import (
     taylor_features,
 )
 from panther.nn._linear_attention import linear_attention
-from panther.nn._sketched import _has_values
+from panther.nn._sketched import _integers
 from panther.sketch import check_seed
 
 _KERNELS = ("softmax", "oprf", "relu", "taylor")
@@ -216,8 +216,8 @@ class RandMultiHeadAttention(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take up what :meth:`get_extra_state` returned."""
-        if _has_values(state):
-            self.seed, self._draws, self._forwards, bits = state.tolist()
+        if (integers := _integers(state)) is not None:
+            self.seed, self._draws, self._forwards, bits = integers
             (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
 
     def forward(

@@ -10,7 +10,7 @@ from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from panther.errors import DTypeError, ShapeError
+from panther.errors import DTypeError, ShapeError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
 from panther.nn._features import (
     optimal_shift,
@@ -411,6 +411,9 @@ def test_drawing_goes_on_after_loading():
     assert torch.equal(layer(x, x, x)[0], other(x, x, x)[0])  # the second forward, which draws
     with torch.device("meta"):
         assert layer.get_extra_state().device.type == "cpu"
+    for module in (layer, layer.SRPE):
+        with pytest.raises(SketchMismatchError, match=r"is torch.float16 and must be torch.int64: cast and average"):
+            module.load_state_dict({name: value.half() for name, value in module.state_dict().items()})
 
 
 def test_life_cycle():
@@ -555,3 +558,8 @@ def test_functional_form_against_formed_weights():
     assert_close(linear_attention(q, k, v, c), weights @ v.double() / weights.sum(-1, keepdim=True))
     with pytest.raises(ShapeError, match="as many keys as queries, and got 9 and 7"):
         linear_attention(q, k, v, is_causal=True)
+    for wrong in ((q[..., :3], k, v), (q, k, v[:, :5]), (q, k, v, c[:, :5]), (q[0, 0], k, v)):
+        with pytest.raises(ShapeError, match=r"takes q \(\*batch, L, m\), k \(\*batch, S, m\).*, not \("):
+            linear_attention(*wrong)
+    with pytest.raises(DTypeError, match=r"must be floating, and are torch.float32, torch.float32 and torch.int64"):
+        linear_attention(q, k, v.long())
