@@ -164,10 +164,10 @@ def draw_attention(threads: int = 1, features: int = 256, d: int = 32) -> Path:
         axis.set(xscale="log", yscale="log", xlabel="features", title=f"norms of q and k about {norm:.1f}")
     for kernel, label in labels.items():
         kept = ("", str(features)) if kernel != "taylor" else (str(1 + d + d * (d + 1) // 2),)
-        found = [row for row in rows if row["kernel"] == kernel and row["features"] in kept]
-        norms = [(float(row["variance"]) * d) ** 0.5 for row in found]
+        by_norm = [row for row in rows if row["kernel"] == kernel and row["features"] in kept]
+        norms = [(float(row["variance"]) * d) ** 0.5 for row in by_norm]
         style = {"color": "black", "linestyle": "--"} if kernel == "uniform" else {"marker": "o", "markersize": 5}
-        axes[0, 2].plot(norms, [float(row["rel_error"]) for row in found], label=label, **style)
+        axes[0, 2].plot(norms, [float(row["rel_error"]) for row in by_norm], label=label, **style)
     axes[0, 2].set(yscale="log", xlabel="norm of q and of k", title=f"{features} features")
     for axis in axes[0]:
         axis.grid(alpha=0.3, which="both")

@@ -122,9 +122,7 @@ class Job:
         seeds = {target: self.seed_of(index) for index, target in enumerate(self.targets)}
         for number, inputs in enumerate(cut):
             what = f"statistics {number + 1}/{len(cut)}"
-            moments, energy = gather(
-                runner, inputs, loss_fn, gradients=self.gradients, seed=self.seed, what=what
-            )
+            moments, energy = gather(runner, inputs, loss_fn, gradients=self.gradients, seed=self.seed, what=what)
             for target in list(moments):
                 own = moments.pop(target)
                 self.fits[target] = fit(target, own, most=rank_limit(target), seed=seeds[target])
@@ -137,10 +135,7 @@ class Job:
 
     def _factor_bytes(self, keep: bool) -> int:
         """Factors of all targets, and the largest target's workspace."""
-        factors = sum(
-            _SINGLE * target.groups * min(rank_limit(target), target.inner, target.outer) * (target.inner + target.outer)
-            for target in self.targets
-        )
+        factors = sum(_SINGLE * target.numbers(rank_limit(target)) for target in self.targets)
         work = max(
             _DOUBLE * target.groups * (3 * (target.inner**2 + target.outer**2) + 6 * target.inner * target.outer)
             for target in self.targets

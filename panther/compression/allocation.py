@@ -9,6 +9,7 @@ dense layer, which loses nothing.
 __all__ = ["Ranks", "allocate_global", "allocate_uniform", "least_bytes", "rank_limit"]
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def _hull(points: Sequence[tuple[int, float, int | None]]) -> list[tuple]:
                 break
             hull.pop()
         hull.append(point)
-    return list(zip(hull, hull[1:], strict=False))
+    return list(pairwise(hull))
 
 
 def _filled(ranks: Ranks, tails: Mapping[Target, Tensor], left: int) -> Ranks:
@@ -116,11 +117,11 @@ def _filled(ranks: Ranks, tails: Mapping[Target, Tensor], left: int) -> Ranks:
             if cost <= left:
                 gain = ((tails[target][rank] - tails[target][rank + 2]) / cost).item()
                 best = max(best, (gain, target), key=lambda found: found[0])
-        target = best[1]
-        if target is None:
+        chosen = best[1]
+        if chosen is None:
             return ranks
-        ranks[target] += 2  # type: ignore[operator]
-        left -= target.bytes(2)
+        ranks[chosen] += 2  # type: ignore[operator]
+        left -= chosen.bytes(2)
 
 
 def predicted(tails: Mapping[Target, Tensor], ranks: Ranks) -> float:

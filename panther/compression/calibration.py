@@ -109,11 +109,13 @@ def survey(runner: Runner, targets: Sequence[Target], loss_fn: Loss | None) -> S
 
 def statistics_bytes(targets: Sequence[Target], gradients: bool) -> int:
     """What the moments of targets that read one input take."""
-    A = targets[0].groups * targets[0].inner**2
+    A = targets[0].groups * targets[0].inner ** 2
     return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
 
 
-def passes(inputs: Sequence[Sequence[Target]], gradients: bool, limit: int | None) -> tuple[list[list[list[Target]]], int]:
+def passes(
+    inputs: Sequence[Sequence[Target]], gradients: bool, limit: int | None
+) -> tuple[list[list[list[Target]]], int]:
     """Cut the sets of targets into passes whose moments fit into ``limit`` bytes; and the bytes of the largest pass.
 
     A set that is larger by itself has a pass of its own. None is what the three largest layers take.
@@ -167,7 +169,8 @@ def gather(
         leaders |= dict.fromkeys(several, several[0])
     seen: dict[Target, list[Tensor]] = {}
     energy = _zeros(1, device=torch.device("cpu"))
-    number, mask = 0, None
+    number = 0
+    mask: Tensor | None = None
 
     def note(target: Target, module: nn.Module, x: Tensor) -> None:
         seen.setdefault(target, []).append(x)
@@ -208,7 +211,7 @@ def gather(
     for leader, own in moments.items():
         rows = _zeros(1, device=device) + own.rows
         runner.sum_([*own.tensors(), rows])
-        n = max(rows.item(), 1.0)
+        n: float = max(rows.item(), 1.0)
         for target in leaders:
             if leaders[target] is leader:
                 G = own.G[target] / n if gradients else None
@@ -217,14 +220,12 @@ def gather(
     return result, energy.item()
 
 
-class _Stop(BaseException):  # noqa: N818  not an error, so that nobody handles it
+class _Stop(BaseException):
     """Ends a forward whose rest is of no interest."""
 
 
-def drift(
-    runner: Runner, several: Sequence[Target], calls: int, compressed: Callable[[], Any], what: str
-) -> Drifted:
-    """Moments of what targets of one input read, in the original and under ``compressed``, a context that changes it."""
+def drift(runner: Runner, several: Sequence[Target], calls: int, compressed: Callable[[], Any], what: str) -> Drifted:
+    """Moments of what targets of one input read, in the original and under ``compressed``, which replaces layers."""
     leader, device = several[0], runner.device
     groups, n = leader.groups, leader.inner
     A, cross = (_zeros(groups, n, n, device=device) for _ in range(2))
@@ -241,9 +242,8 @@ def drift(
             if left == 0:
                 raise _Stop
 
-        with _watched([leader], note, gradients=False):
-            with suppress(_Stop):
-                runner.output(batch)
+        with _watched([leader], note, gradients=False), suppress(_Stop):
+            runner.output(batch)
         return found
 
     with torch.no_grad():

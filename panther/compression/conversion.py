@@ -71,9 +71,7 @@ def _tails(energy: Tensor, total: float) -> Tensor:
     return (total - kept).clamp_min(0)
 
 
-def fit(
-    target: Target, statistics: Statistics | None, *, most: int, seed: int, drifted: Drifted | None = None
-) -> Fit:
+def fit(target: Target, statistics: Statistics | None, *, most: int, seed: int, drifted: Drifted | None = None) -> Fit:
     """Components of a target's weight in the metric of its statistics, or in the plain one without.
 
     Args:
@@ -204,16 +202,17 @@ def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:
     for old, new in replacement.items():
         new.train(old.training)
         for name, parameter in new.named_parameters():
-            like = old.bias if name == "bias" else old.weight
-            parameter.requires_grad_(like.requires_grad)  # type: ignore[union-attr]
+            like = old._parameters["bias" if name == "bias" else "weight"]
+            parameter.requires_grad_(like is not None and like.requires_grad)
 
 
 def _as_linear(module: nn.Module) -> nn.Linear:
     """An nn.Linear with the weight of a module, which may be transformers' Conv1D."""
-    weight, bias = module.weight, getattr(module, "bias", None)
-    weight = weight.mT if is_conv1d(module) else weight  # type: ignore[union-attr]
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")  # type: ignore[misc,index]
-    linear.weight = nn.Parameter(weight.detach())  # type: ignore[union-attr]
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    weight = nn.Parameter(weight.detach().mT if is_conv1d(module) else weight.detach())
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear.weight = weight
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach())
     return linear.train(module.training)
@@ -235,7 +234,8 @@ def _nonzero(left: Tensor) -> Tensor:  # (groups, outer, r) -> (groups, r)
 
 
 def _linear(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> SKLinear:
-    weight = module.weight
+    weight = module._parameters["weight"]
+    assert weight is not None
     (out, inner), R = (left.shape[1], right.shape[2]), -(-left.shape[2] // 2)
     bias = getattr(module, "bias", None) is not None
     layer = SKLinear(inner, out, 1, R, bias=bias, dtype=weight.dtype, device=weight.device, seed=seed)

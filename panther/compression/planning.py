@@ -221,10 +221,10 @@ def _refusal(
         return "is not included"
     if unwanted is not None and any(_matches(one, names, module) for one in unwanted):
         return "is excluded"
-    weight = module.weight
+    weight = module._parameters["weight"]
+    assert weight is not None
     if is_lazy(weight):
         return "has no weight yet: run the model once first"
-    assert isinstance(weight, Tensor)
     if weight.is_meta:
         return "is on the meta device: load its weights first"
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
@@ -241,7 +241,7 @@ def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...]) -> Target:
     if isinstance(module, nn.Conv2d):
         weight = module.weight
         return Target(names, modules, module.groups, weight[0].numel(), module.out_channels // module.groups)
-    out, inner = module.weight.shape  # type: ignore[union-attr,misc]
+    out, inner = module.weight.shape  # type: ignore[misc]
     return Target(names, modules, 1, *((out, inner) if is_conv1d(module) else (inner, out)))
 
 
@@ -259,5 +259,5 @@ def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -
     """Put others in the place of modules, wherever these stand."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in replacement:
+            if child is not None and child in replacement:
                 parent._modules[name] = replacement[child]

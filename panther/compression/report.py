@@ -114,7 +114,9 @@ class CompressionReport:
                 )
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         lines += [f"left: {name} ({kind}) {reason}" for name, kind, reason in self.left]
         return "\n".join(lines)
 

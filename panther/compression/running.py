@@ -127,7 +127,9 @@ class Runner:
         """Add float64 tensors over the ranks of the group, in place."""
         if self.group is not None:
             for tensor in tensors:
-                dist.all_reduce(tensor, group=self.group)
+                moved = tensor.to(self.device)  # where the backend can reach it
+                dist.all_reduce(moved, group=self.group)
+                tensor.copy_(moved)
 
     @torch.no_grad()
     def errors(
