@@ -211,11 +211,12 @@ def gather(
     for leader, own in moments.items():
         rows = _zeros(1, device=device) + own.rows
         runner.sum_([*own.tensors(), rows])
-        n: float = max(rows.item(), 1.0)
+        positions = max(rows.item(), 1.0)
+        for moment in own.tensors():
+            moment /= positions
         for target in leaders:
             if leaders[target] is leader:
-                G = own.G[target] / n if gradients else None
-                result[target] = Statistics(own.A / n, own.total / n, G, n)
+                result[target] = Statistics(own.A, own.total, own.G.get(target), positions)
     runner.sum_([energy])
     return result, energy.item()
 

@@ -1,0 +1,172 @@
+"""Moments of inputs and gradients against the same taken by hand, with masks, convolutions and shared inputs."""
+
+import pytest
+import torch
+from torch import nn
+
+from panther.compression.calibration import gather, passes, statistics_bytes, survey
+from panther.compression.planning import make_plan
+from panther.compression.running import Runner, calibrating, main_output
+from panther.errors import CompressionError
+
+
+def run(model, batches, **kwargs):
+    runner = Runner(model, batches, kwargs.pop("forward_fn", None), kwargs.pop("mask_fn", None), None, False)
+    targets = make_plan(model).targets
+    with calibrating(model, 0, runner.device):
+        found = survey(runner, targets, None)
+        moments, energy = gather(runner, found.inputs, None, gradients=True, seed=5, what="")
+    return runner, targets, found, {target.name: moments[target] for target in moments}, energy
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_moments_of_a_chain_in_closed_form():
+    """For y = B A x the gradient at A's output is B^T v, and at B's it is v."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 8)).double()
+    batches = list(torch.randn(60, 5, 12, dtype=torch.float64).split(10))
+    runner, _, found, moments, energy = run(model, batches)
+    assert len(runner.batches) == 5
+    assert len(runner.held_out) == 1
+    x = torch.cat(runner.batches).flatten(0, 1)
+    h = model[0](x).detach()
+    v = torch.cat([torch.randn(b.shape[0], 5, 8, generator=torch.Generator().manual_seed(5 + i)) for i, b in
+                   enumerate(runner.batches)]).double().flatten(0, 1)  # fmt: skip
+    g = v @ model[1].weight.detach()
+    close(moments["0"].A[0], x.T @ x / len(x))
+    close(moments["0"].mean[0], x.mean(0))
+    close(moments["1"].A[0], h.T @ h / len(x))
+    close(moments["0"].G[0], g.T @ g / len(x))
+    close(moments["1"].G[0], v.T @ v / len(x))
+    assert moments["0"].positions == len(x)
+    assert energy == pytest.approx(model(x).square().sum().item())
+    assert [[target.name for target in several] for several in found.inputs] == [["0"], ["1"]]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.o = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x, attention_mask):
+        weights = (self.q(x) @ self.k(x).mT).masked_fill(~attention_mask[:, None].bool(), -torch.inf).softmax(-1)
+        return {"hidden": x, "logits": self.o(weights @ x)}
+
+
+def test_padding_has_no_influence():
+    torch.manual_seed(0)
+    model = Attention()
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[1, 4:] = mask[2, :2] = 0
+
+    def batches(fill):
+        generator = torch.Generator().manual_seed(1)
+        parts = [torch.randn(3, 7, 16, generator=generator) for _ in range(6)]
+        return [{"x": x.masked_fill(mask[..., None] == 0, fill), "attention_mask": mask} for x in parts]
+
+    _, _, found, ours, energy = run(model, batches(0.0))
+    _, _, _, other, energy2 = run(model, batches(100.0))
+    assert [[target.name for target in several] for several in found.inputs] == [["q", "k"], ["o"]]
+    assert energy == pytest.approx(energy2, rel=1e-5)
+    assert ours["q"].positions == 5 * mask.sum().item()
+    assert ours["q"].A is ours["k"].A  # one statistic for one input
+    for name in ours:
+        torch.testing.assert_close(ours[name].A, other[name].A, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours[name].G, other[name].G, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 3, "padding": 1},
+        {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0), "groups": 2},
+        {"kernel_size": (2, 4), "padding": "same", "dilation": 2},
+        {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+    ],
+)
+def test_what_a_convolution_multiplies(options):
+    """W rows^T is the convolution's output, and G that of its output's gradient."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 24, bias=False, **options).double()
+    model = nn.Sequential(conv)
+    batches = list(torch.randn(12, 16, 9, 8, dtype=torch.float64).split(2))
+    runner, (target,), _, moments, energy = run(model, batches)
+    own = moments["0"]
+    W = target.matrices()
+    out = torch.cat([model(batch).detach() for batch in runner.batches])
+    rows = out.unflatten(1, (target.groups, -1)).transpose(0, 1).movedim(2, -1).flatten(1, -2)  # (g, places, out)
+    places = rows.shape[1]
+    assert own.positions == places
+    close(W @ own.A @ W.mT, rows.mT @ rows / places)
+    close((W @ own.mean[..., None])[..., 0], rows.mean(1))
+    assert energy == pytest.approx(out.square().sum().item())
+    v = torch.cat([torch.randn(model(b).shape, generator=torch.Generator().manual_seed(5 + i)) for i, b in
+                   enumerate(runner.batches)]).double()  # fmt: skip
+    rows = v.unflatten(1, (target.groups, -1)).transpose(0, 1).movedim(2, -1).flatten(1, -2)
+    close(own.G, rows.mT @ rows / places)
+
+
+def test_a_layer_used_twice_and_layers_never_used():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twice, self.idle, self.blind = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x):
+            self.blind(x)
+            return self.twice(torch.relu_(self.twice(x)))
+
+    model, x = Model(), torch.randn(8, 16)
+    runner = Runner(model, [x, x, x], None, None, None, False)
+    targets = {target.name: target for target in make_plan(model).targets}
+    with calibrating(model, 0, runner.device):
+        found = survey(runner, list(targets.values()), None)
+        moments, _ = gather(runner, found.inputs, None, gradients=True, seed=0, what="")
+    assert found.idle == {targets["idle"]}
+    assert found.blind == {targets["blind"]}
+    h = torch.relu(model.twice(x)).detach().double()
+    both = torch.cat((x.double(), h))
+    torch.testing.assert_close(moments[targets["twice"]].A[0], both.T @ both / 16, rtol=1e-5, atol=1e-6)
+    assert moments[targets["twice"]].positions == 32
+
+
+def test_passes_fit_into_the_memory():
+    model = nn.Sequential(*(nn.Linear(n, n) for n in (32, 64, 32, 48, 16)))
+    inputs = [[target] for target in make_plan(model).targets]
+    sizes = [statistics_bytes(several, True) for several in inputs]
+    assert sizes[0] == 8 * 2 * 32**2
+    cut, largest = passes(inputs, True, None)
+    assert largest <= sum(sorted(sizes)[-3:])
+    assert [target for one in cut for several in one for target in several] == [several[0] for several in inputs]
+    assert len(passes(inputs, True, 1)[0]) == 5
+    assert len(passes(inputs, True, 10**9)[0]) == 1
+
+
+def test_flags_and_random_state_are_put_back():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.BatchNorm1d(8))
+    model[0].weight.requires_grad_(False)
+    model[1].eval()
+    before, state = model[2].running_mean.clone(), torch.get_rng_state()
+    with pytest.raises(KeyError), calibrating(model, 3, torch.device("cpu")):
+        assert not model.training
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        model(torch.randn(5, 8))
+        raise KeyError
+    assert [module.training for module in model] == [True, False, True]
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, True, True, True]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model[2].running_mean, before)
+
+
+def test_which_output_counts():
+    x, y = torch.zeros(2), torch.ones(3)
+    assert main_output({"loss": x, "logits": y}) is y
+    assert main_output({"last_hidden_state": y, "other": x}) is y
+    assert main_output((torch.tensor(1), [x], y)) is y
+    with pytest.raises(CompressionError, match="pass forward_fn="):
+        main_output(torch.tensor([1]))
+    with pytest.raises(CompressionError, match="returned a NoneType without a floating tensor"):
+        main_output(None)

@@ -1,0 +1,145 @@
+"""Weighted low-rank fits against closed forms in float64, and the layers that come of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from panther.compression.calibration import Drifted, Statistics
+from panther.compression.conversion import convert, fit, inherit_flags
+from panther.compression.planning import make_plan
+from panther.nn import SKConv2d, SKLinear
+
+
+def moment(n, rows, seed, groups=1, shift=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(groups, rows, n, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 2, n) + shift
+    return x.mT @ x / rows, x.mean(1), x
+
+
+def root(A):
+    values, vectors = torch.linalg.eigh(A)
+    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+
+
+def best(W, A, G, rank):
+    """G^-1/2 [G^1/2 W A^1/2]_r A^-1/2, by symmetric roots."""
+    a, g = root(A), root(G)
+    U, sigma, Vt = torch.linalg.svd(g @ W @ a, full_matrices=False)
+    core = (U[..., :rank] * sigma[..., None, :rank]) @ Vt[..., :rank, :]
+    return torch.linalg.solve(g, core) @ torch.linalg.inv(a)
+
+
+def loss(D, A, G):
+    return torch.einsum("goi,gij,gpj,gop->", D, A, D, G).item()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rank", [2, 6])
+def test_linear_is_the_best_in_the_metric(bias, rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 20, bias=bias)).double()
+    (target,) = make_plan(model).targets
+    A, mean, _ = moment(24, 400, 1, shift=0.5)
+    G, _, _ = moment(20, 400, 2)
+    found = fit(target, Statistics(A, mean, G, 400), most=12, seed=0)
+    W = model[0].weight.detach()[None]
+    metric = A - mean[:, :, None] * mean[:, None, :] if bias else A
+    layer = next(iter(convert(target, found, rank, 0).values()))
+    D = layer.weight.detach() - W
+    exact = loss(best(W, metric, G, rank) - W, metric, G)
+    assert loss(D, metric, G) == pytest.approx(exact, rel=2e-3)  # the ridge
+    assert found.tails()[rank].item() == pytest.approx(exact, rel=2e-2)
+    local = torch.einsum("goi,gij,goj->", D, metric, D) / torch.einsum("goi,gij,goj->", W, metric, W)
+    assert found.local_error(rank) == pytest.approx(local.sqrt().item(), rel=2e-2)
+    if bias:  # no error in the mean is left
+        torch.testing.assert_close(layer(mean[0]), model[0](mean[0]).detach(), rtol=1e-5, atol=1e-5)
+    assert isinstance(layer, SKLinear)
+    assert layer.is_fitted
+    halves = [(layer.S1, layer.U1.mT), (layer.U2, layer.S2.mT)]
+    for left, right in halves:  # balanced
+        torch.testing.assert_close(left.square().sum(0), right.square().sum(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolution_is_the_best_in_the_metric_group_by_group(groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1, groups=groups, bias=False)).double()
+    (target,) = make_plan(model).targets
+    A, mean, _ = moment(target.inner, 500, 1, groups)
+    G, _, _ = moment(target.outer, 500, 2, groups)
+    found = fit(target, Statistics(A, mean, G, 500), most=4, seed=0)
+    layer = next(iter(convert(target, found, 4, 0).values()))
+    W = target.matrices()
+    D = layer.weight.detach().flatten(1).unflatten(0, (groups, -1)) - W
+    assert isinstance(layer, SKConv2d)
+    assert loss(D, A, G) == pytest.approx(loss(best(W, A, G, 4) - W, A, G), rel=2e-3)
+
+
+def test_without_statistics_it_is_the_truncated_svd():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40))
+    (target,) = make_plan(model).targets
+    layer = next(iter(convert(target, fit(target, None, most=10, seed=0), 10, 0).values()))
+    expected = SKLinear.from_linear(model[0], 1, 5)
+    torch.testing.assert_close(layer.weight, expected.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_fitted_to_drifted_inputs():
+    """The best low-rank map of the new inputs onto the old outputs beats the fit to the old inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16)).double()
+    (target,) = make_plan(model).targets
+    A, mean, x = moment(16, 600, 1, shift=0.3)
+    noise = 0.5 * torch.randn(16, 16, dtype=torch.float64)
+    z = x + x @ noise * 0.5 + 0.2
+    own = Statistics(A, mean, None, 600)
+    drifted = Drifted(z.mT @ z / 600, z.mean(1), x.mT @ z / 600)
+    exact = model[0](x[0]).detach()
+    errors = {}
+    for name, found in (
+        ("old", fit(target, own, most=6, seed=0)),
+        ("new", fit(target, own, most=6, seed=0, drifted=drifted)),
+    ):
+        layer = next(iter(convert(target, found, 6, 0).values()))
+        errors[name] = (layer(z[0]) - exact).square().mean().item()
+    # reduced-rank regression in closed form: the truncated SVD of the fitted values
+    X, Y = z[0] - z[0].mean(0), exact - exact.mean(0)
+    fitted = X @ torch.linalg.lstsq(X, Y).solution
+    V = torch.linalg.svd(fitted, full_matrices=False).Vh[:6]
+    best_error = (fitted @ V.T @ V - Y).square().mean().item()
+    assert errors["new"] == pytest.approx(best_error, rel=5e-3)
+    assert errors["new"] < 0.7 * errors["old"]
+
+
+def test_dead_inputs_and_a_zero_weight():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    nn.init.zeros_(model[1].weight)
+    first, second = make_plan(model).targets
+    x = torch.randn(300, 3, dtype=torch.float64) @ torch.randn(3, 20, dtype=torch.float64)
+    x[:, 10:] = 0
+    own = Statistics((x.T @ x / 300)[None], x.mean(0)[None], torch.zeros(1, 20, 20, dtype=torch.float64), 300)
+    layer = next(iter(convert(first, fit(first, own, most=6, seed=0), 6, 0).values()))
+    assert (layer(x.float()) - model[0](x.float())).abs().max() < 1e-4  # rank 3 is all there is
+    zero = next(iter(convert(second, fit(second, own, most=6, seed=0), 6, 0).values()))
+    torch.testing.assert_close(zero(x.float()), model[1](x.float()))
+    zero(x.float()).square().sum().backward()
+    assert zero.S2.grad.any()  # unused columns can learn
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flags_dtype_and_memory_format(dtype):
+    model = nn.Sequential(nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last), nn.Linear(32, 32)).to(dtype)
+    model[1].weight.requires_grad_(False)
+    model[0].eval()
+    new = {}
+    for target in make_plan(model).targets:
+        new |= convert(target, fit(target, None, most=4, seed=0), 4, 0)
+    inherit_flags(new)
+    conv, linear = (new[module] for module in model)
+    assert {parameter.dtype for layer in new.values() for parameter in layer.parameters()} == {dtype}
+    assert conv.S.is_contiguous(memory_format=torch.channels_last)
+    assert not conv.training
+    assert linear.training
+    assert [linear.S1.requires_grad, linear.U2.requires_grad, linear.bias.requires_grad] == [False, False, True]
+    assert conv.S.requires_grad
