@@ -352,6 +352,7 @@ def test_dropout_is_applied_to_what_is_projected():
     first, second = layer.train()(x, x, x)[0], layer(x, x, x)[0]
     assert not torch.equal(first, second)
     whole = attention_of(dropout=1.0).train()
+    nn.init.normal_(whole.b0)
     assert torch.equal(whole(x, x, x)[0], whole.b0.expand(2, 12, E))
 
 
@@ -382,6 +383,19 @@ def test_redrawing_at_an_interval():
         layer.eval()(x, x, x)
     assert torch.equal(layer.directions, second)
     assert torch.equal(attention_of().redraw_features_().directions, second)
+    drawn = orthogonal_gaussian(24, E // H, heads=H, seed=3, stream=2)  # the first took streams 0 and 1
+    assert torch.equal(drawn.float(), second)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 96, "vdim": 160}])
+def test_projections_are_drawn_as_those_of_torch(sizes):
+    torch.manual_seed(0)
+    theirs, ours = nn.MultiheadAttention(128, 4, **sizes), RandMultiHeadAttention(128, 4, 8, **sizes)
+    copied = make_performer(theirs, 8)
+    for name in ("Wq", "Wk", "Wv", "W0"):
+        largest = getattr(copied, name).abs().max()
+        assert abs(getattr(ours, name).abs().max() / largest - 1) < 0.01  # both uniform, of 12,288 numbers and more
+    assert not any(getattr(ours, name).any() for name in ("bq", "bk", "bv", "b0"))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -511,6 +525,8 @@ def test_empty_sequences_and_batches():
 def test_srpe_gives_relative_positions():
     """Inner products of what comes out are, over many realisations, the sum over features of q k P(m - n)."""
     encode = sinSRPE(2, 3, sines=2, num_realizations=40_000, dtype=torch.float64, seed=0)
+    assert torch.allclose(encode.gains.square().sum(-1), torch.ones(2, 3, dtype=torch.float64))
+    nn.init.uniform_(encode.phases, 0, 2)
     q, k = draw(1, 2, 6, 3, dtype=torch.float64), draw(1, 2, 5, 3, seed=2, dtype=torch.float64)
     coded_q, coded_k = encode(q, k)
     lag = torch.arange(6)[:, None] - torch.arange(5)[None, :]
@@ -539,6 +555,11 @@ def test_srpe_is_an_ordinary_module(capsys):
     assert {"SRPE.frequencies", "SRPE.phases", "SRPE.gains"} <= {name for name, _ in layer.named_parameters()}
     assert "SRPE.noise" in layer.state_dict()
     assert layer.directions.shape == (H, 24, 16)
+    assert layer.feature_norm == (E // H) ** 0.5  # codes leave inner products what they are
+    noise = layer.SRPE.noise.clone()
+    assert not torch.equal(layer.SRPE.redraw_features_().noise, noise)
+    layer.SRPE.reset_parameters()
+    assert torch.equal(layer.SRPE.noise, noise)
     x = draw(2, 7, E)
     out = layer(x, x, x)[0]
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
