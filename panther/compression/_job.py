@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from panther.compression.allocation import (
     Ranks,
@@ -308,7 +309,7 @@ def _bytes(model: nn.Module) -> int:
     """Of all tensors, as saved: each storage once."""
     seen: dict[Any, int] = {}
     for tensor in model.state_dict().values():
-        if hasattr(tensor, "untyped_storage"):
+        if isinstance(tensor, Tensor) and not is_lazy(tensor):
             key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
             seen[key] = max(seen.get(key, 0), tensor.numel() * tensor.element_size())
     return sum(seen.values())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from panther.nn._sketched import SketchedModule
 
@@ -130,7 +131,7 @@ def make_plan(
     for module, places in names.items():
         if isinstance(module, SketchedModule):
             left.append(Left(places[0], type(module).__name__, "is sketched already"))
-        elif _holds_matrix(module) or _is_quantised(module):
+        elif (_holds_matrix(module) or _is_quantised(module)) and not isinstance(module, ParametrizationList):
             reason = _refusal(module, places, wanted, unwanted)
             if reason is None:
                 sound[module] = None
@@ -188,8 +189,10 @@ def _matches(selector: Selector, names: Sequence[str], module: nn.Module) -> boo
 
 
 def _holds_matrix(module: nn.Module) -> bool:
-    return any(parameter is not None and (is_lazy(parameter) or parameter.dim() > 1) for parameter in
-               module._parameters.values())  # fmt: skip
+    own = module._parameters.values()
+    return isinstance(module, (nn.Linear, nn.Conv2d)) or any(  # these also where something computes the weight
+        parameter is not None and (is_lazy(parameter) or parameter.dim() > 1) for parameter in own
+    )
 
 
 def _is_quantised(module: nn.Module) -> bool:
@@ -215,16 +218,15 @@ def _refusal(
         return "is parametrized: remove the parametrizations first"
     if "weight" not in module._parameters:
         return "has a weight that something computes (pruning, weight_norm): make it permanent first"
+    weight = module._parameters["weight"]
+    if weight is None or is_lazy(weight):
+        return "has no weight yet: run the model once first"
     if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
         return "is a subclass, whose forward may be another: name its type in include= if it is not"
     if wanted is not None and not any(_matches(one, names, module) for one in wanted):
         return "is not included"
     if unwanted is not None and any(_matches(one, names, module) for one in unwanted):
         return "is excluded"
-    weight = module._parameters["weight"]
-    assert weight is not None
-    if is_lazy(weight):
-        return "has no weight yet: run the model once first"
     if weight.is_meta:
         return "is on the meta device: load its weights first"
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():

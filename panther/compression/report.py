@@ -4,7 +4,7 @@ __all__ = ["CompressionReport", "LayerReport"]
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class LayerReport:
     """How many times faster the layer is than the dense one, measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CompressionReport:
     """What :func:`panther.compress` did. ``print(report)`` shows the table."""
 
@@ -69,7 +69,6 @@ class CompressionReport:
     extra_bytes: int = 0
     """Most memory held at once for statistics and factors, as stated beforehand."""
     seed: int = 0
-    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -80,6 +79,11 @@ class CompressionReport:
     def eligible_ratio(self) -> float:
         """The same of the layers that could be compressed."""
         return self.eligible_bytes_after / self.eligible_bytes_before if self.eligible_bytes_before else 1.0
+
+    def __repr__(self) -> str:
+        """The totals in one line; ``str`` has the table."""
+        eligible = f"{len(self.layers)} eligible layers {self.eligible_ratio:.1%}"
+        return f"<CompressionReport: whole model {self.ratio:.1%}, {eligible}>"
 
     def __str__(self) -> str:
         """The totals, then the table."""

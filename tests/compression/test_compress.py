@@ -1,0 +1,411 @@
+"""pr.compress and pr.sketch_layers_ from end to end: what is kept, what is left, and that nothing is half changed."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import panther as pr
+from panther.errors import CompressionError, NumericalWarning, PerformanceWarning
+from panther.nn import SKConv2d, SKLinear
+
+quick = {"measure_speed": False, "seed": 0}
+
+
+def network(**kwargs):
+    """A network whose inputs lie near a subspace, so that a metric pays."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(48, 96, **kwargs), nn.GELU(), nn.Linear(96, 96, **kwargs), nn.ReLU(inplace=True),
+        nn.Linear(96, 48, bias=False, **kwargs), nn.LayerNorm(48, **kwargs), nn.Linear(48, 24, **kwargs),
+    )  # fmt: skip
+
+
+def batches_of(n=640, width=48, size=64, seed=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 12, generator=generator) @ torch.randn(12, width, generator=generator)
+    return list((x + 0.1 * torch.randn(n, width, generator=generator)).to(dtype).split(size))
+
+
+def state_of(model):
+    return (
+        {key: value.clone() for key, value in model.state_dict().items()},
+        [(name, id(module), module.training) for name, module in model.named_modules()],
+        [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()],
+    )
+
+
+def assert_untouched(model, before):
+    after = state_of(model)
+    assert before[1:] == after[1:]
+    assert all(torch.equal(before[0][key], value) for key, value in after[0].items())
+
+
+def error(model, exact, x):
+    with torch.no_grad():
+        return ((model(x) - exact).norm() / exact.norm()).item()
+
+
+def test_methods_keep_more_the_more_they_look_at():
+    model, batches = network(), batches_of()
+    x = torch.cat(batches[-2:])
+    exact = model(x).detach()
+    errors = {}
+    for method in ("two_sided", "activation", "svd", "random"):
+        other = copy.deepcopy(model)
+        report = pr.compress(other, 0.4, batches, method=method, **quick)
+        assert report.eligible_bytes_after <= 0.4 * report.eligible_bytes_before
+        assert report.bytes_after < report.bytes_before
+        errors[method] = error(other, exact, x)
+    assert errors["two_sided"] < errors["activation"] < errors["svd"] < errors["random"]
+    assert errors["two_sided"] < 0.6 * errors["svd"]
+
+
+def test_report():
+    model, batches = network(), batches_of()
+    exact = copy.deepcopy(model)
+    report = pr.compress(model, 0.5, batches, **quick)
+    numbers = sum(layer.bytes_after for layer in report.layers) / 4
+    sketched = [module for module in model.modules() if isinstance(module, SKLinear)]
+    dense = [module for module in model.modules() if type(module) is nn.Linear]
+    stored = sum(p.numel() for m in sketched for name, p in m.named_parameters() if name != "bias")
+    assert numbers == stored + sum(layer.weight.numel() for layer in dense)
+    assert report.bytes_before == sum(4 * p.numel() for p in exact.parameters())
+    assert report.bytes_after == sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    held_out = torch.cat([batches[4], batches[9]])  # every fifth
+    assert report.measured_error == pytest.approx(error(model, exact(held_out).detach(), held_out), rel=1e-4)
+    assert 0.5 * report.measured_error < report.predicted_error < 2 * report.measured_error
+    assert sum(layer.share for layer in report.layers) == pytest.approx(1)
+    for layer in report.layers:
+        assert layer.rank is None or layer.measured_error < 2 * layer.predicted_error + 0.05
+    text = str(report)
+    assert text.startswith("whole model  ")
+    assert "(50.0%)" not in text.splitlines()[1] or report.eligible_ratio == pytest.approx(0.5, abs=1e-3)
+    assert all(layer.names[0] in text for layer in report.layers)
+
+
+def test_report_is_written(tmp_path):
+    report = pr.compress(network(), 0.5, batches_of(), **quick)
+    data = json.loads(report.to_json(tmp_path / "report.json").read_text())
+    assert data["ratio"] == report.ratio
+    assert data["layers"][0]["rank"] == report.layers[0].rank
+    assert report.plot(tmp_path / "report.svg").read_text().startswith("<?xml")
+
+
+def test_it_is_a_function_of_the_seed_and_leaves_the_generator_alone():
+    batches = batches_of()
+    states = []
+    for _ in range(2):
+        model = network()
+        state = torch.get_rng_state()
+        pr.compress(model, 0.5, batches, **quick)
+        assert torch.equal(torch.get_rng_state(), state)
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_global_ranks_are_used_unless_uniform_ones_are_better():
+    model, batches = network(), batches_of()
+    report = pr.compress(copy.deepcopy(model), 0.5, batches, **quick)
+    uniform = pr.compress(copy.deepcopy(model), 0.5, batches, allocate="uniform", **quick)
+    assert report.uniform_error == pytest.approx(uniform.measured_error)
+    assert report.allocate == "global"
+    assert report.measured_error < uniform.measured_error
+
+
+def test_sequential_fits_to_what_layers_read():
+    errors = {}
+    for sequential in (False, True):
+        model, batches = network(), batches_of(1280)
+        errors[sequential] = pr.compress(model, 0.35, batches, sequential=sequential, **quick).measured_error
+    assert errors[True] < errors[False]
+
+
+def test_passes_do_not_change_the_result():
+    results = []
+    for memory in (1, 10**9):
+        model = network()
+        report = pr.compress(model, 0.5, batches_of(), statistics_memory_bytes=memory, **quick)
+        results.append((report.passes, model.state_dict()))
+    assert [passes for passes, _ in results] == [4, 1]
+    for key, value in results[0][1].items():
+        torch.testing.assert_close(value, results[1][1][key], rtol=1e-5, atol=1e-6)
+
+
+def test_max_bytes_and_max_error():
+    model, batches = network(), batches_of()
+    whole = sum(4 * parameter.numel() for parameter in model.parameters())
+    small = copy.deepcopy(model)
+    report = pr.compress(small, calibration=batches, max_bytes=int(0.6 * whole), **quick)
+    assert 0.55 * whole < report.bytes_after <= 0.6 * whole
+    close = pr.compress(copy.deepcopy(model), calibration=batches, max_error=0.05, **quick)
+    loose = pr.compress(copy.deepcopy(model), calibration=batches, max_error=0.2, **quick)
+    assert close.measured_error <= 0.05
+    assert 0.1 < loose.measured_error <= 0.2
+    assert loose.bytes_after < close.bytes_after
+
+
+def test_a_loss_decides_what_matters():
+    """Where the loss looks at the first outputs only, the others' error grows and theirs falls."""
+    batches = batches_of()
+    x = torch.cat(batches[-2:])
+    model = network()
+    exact = model(x).detach()
+    first = {}
+    for name, loss_fn in (("output", None), ("loss", lambda out, batch: out[:, :4].square().sum())):
+        other = copy.deepcopy(model)
+        pr.compress(other, 0.3, batches, loss_fn=loss_fn, **quick)
+        with torch.no_grad():
+            first[name] = (other(x) - exact)[:, :4].norm().item()
+    assert first["loss"] < 0.8 * first["output"]
+
+
+def test_convolutions():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, groups=2),
+        nn.ReLU(), nn.Conv2d(64, 64, 3, padding="same", bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(64, 10),
+    )  # fmt: skip
+    batches = list(torch.randn(40, 3, 12, 12).split(8))
+    exact = model.eval()(batches[0]).detach()
+    report = pr.compress(model, 0.5, batches, **quick)
+    assert {layer.kind for layer in report.layers} == {"Conv2d", "Linear"}
+    assert any(isinstance(module, SKConv2d) for module in model)
+    assert report.eligible_ratio <= 0.5
+    assert error(model, exact, batches[0]) < 0.5
+
+
+def test_shared_weights():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(40, 32)
+            self.a, self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 64)
+            self.b.weight = self.a.weight
+            self.again = self.c
+            self.head = nn.Linear(64, 32)
+            self.out = nn.Linear(32, 40, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.out(self.head(self.again(self.b(torch.relu(self.a(self.embed(tokens)))))))
+
+    torch.manual_seed(0)
+    model = Model()
+    batches = list(torch.randint(0, 40, (60, 7)).split(10))
+    report = pr.compress(model, 0.5, batches, allocate="uniform", **quick)
+    assert model.a.S1 is model.b.S1
+    assert model.a.U2 is model.b.U2
+    assert model.a.bias is not model.b.bias
+    assert model.again is model.c
+    assert {layer.names for layer in report.layers} >= {("a", "b"), ("c", "again")}
+    assert {entry.name: entry.reason for entry in report.left}["out"] == "shares its weight with 'embed' (Embedding)"
+    assert model.out.weight is model.embed.weight
+
+
+def test_a_frozen_model_and_half_precision():
+    model = network(dtype=torch.bfloat16).requires_grad_(False)
+    report = pr.compress(model, 0.5, batches_of(dtype=torch.bfloat16), **quick)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert report.measured_error < 0.3
+    assert model.training
+
+
+def test_save_and_load(tmp_path):
+    model = network()
+    pr.compress(model, 0.5, batches_of(), **quick)
+    pr.save_compressed(model, tmp_path)
+    again = pr.load_compressed(tmp_path, network())
+    x = batches_of()[0]
+    assert torch.equal(again.eval()(x), model.eval()(x))
+
+
+def test_batches_of_every_kind():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = network()
+
+        def forward(self, x, scale=1.0):
+            return {"aux": [], "out": self.layer(x) * scale}
+
+    x = batches_of()
+    sets = {
+        "dicts": [{"x": b, "scale": 2.0} for b in x],
+        "tuples": [(b, 2.0) for b in x],
+        "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.cat(x)), batch_size=64),
+    }
+    for batches in sets.values():
+        assert pr.compress(Two(), 0.5, batches, **quick).measured_error < 0.3
+    labelled = [(b, torch.zeros(len(b), dtype=torch.long)) for b in x]
+    report = pr.compress(Two(), 0.5, labelled, forward_fn=lambda model, batch: model(batch[0]), **quick)
+    assert report.measured_error < 0.3
+
+
+def test_where_there_is_no_gradient_inputs_alone_decide():
+    class Rounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = network()
+
+        @torch.no_grad()
+        def forward(self, x):
+            return self.layer(x)
+
+    with pytest.warns(NumericalWarning, match="method='two_sided' is not possible: the output has no gradient"):
+        report = pr.compress(Rounded(), 0.5, batches_of(), **quick)
+    assert report.allocate == "uniform"
+    assert "no gradient" in report.notes[0]
+    other = pr.compress(Rounded(), 0.5, batches_of(), method="activation", **quick)
+    assert report.measured_error == pytest.approx(other.measured_error)
+
+
+def test_healing_through_compress():
+    model, batches = network(), batches_of(1280)
+    exact, x = copy.deepcopy(model), torch.cat(batches[4::5])
+    report = pr.compress(model, 0.25, batches, heal=pr.HealConfig(steps=150, learning_rate=2e-3), **quick)
+    assert report.healed_error < 0.9 * report.measured_error
+    assert report.healed_error == pytest.approx(error(model, exact(x).detach(), x), rel=1e-4)
+    assert report.healed.steps == 150
+
+
+def test_no_data():
+    model = network()
+    report = pr.compress(model, 0.5, method="svd", **quick)
+    assert report.eligible_ratio <= 0.5
+    assert report.measured_error is None
+    for index, rank in ((0, report.layers[0].rank), (2, report.layers[1].rank)):
+        expected = SKLinear.from_linear(network()[index], 1, rank // 2).weight
+        torch.testing.assert_close(model[index].weight, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_sketch_layers():
+    model = network()
+    report = pr.sketch_layers_(model, pr.SketchConfig(low_rank=4, init="random"), seed=0)
+    sketched = [name for name, module in model.named_modules() if isinstance(module, SKLinear)]
+    assert sketched == ["0", "2", "4", "6"]
+    assert model[0].low_rank == 4
+    assert len({model[int(name)].seed for name in sketched}) == 4
+    assert report.eligible_bytes_after == 4 * 4 * (144 + 192 + 144 + 72)
+    model = network()
+    pr.sketch_layers_(model, pr.SketchConfig(low_rank=4), lambda module, name: name != "2")
+    assert type(model[2]) is nn.Linear
+    report = pr.sketch_layers_(network(), pr.SketchConfig(low_rank=10))
+    assert [entry.reason.partition(":")[0] for entry in report.left] == ["would not shrink"]
+    with pytest.raises(CompressionError, match="no layer to compress: '0' would not shrink"):
+        pr.sketch_layers_(network(), pr.SketchConfig(low_rank=64))
+
+
+class Raises(nn.Module):
+    def __init__(self, after):
+        super().__init__()
+        self.layer, self.after = network(), after
+
+    def forward(self, x):
+        self.after -= 1
+        if self.after < 0:
+            raise RuntimeError("no more")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "calibration", "options", "error", "message"),
+    [
+        (network, lambda: iter(batches_of()), {}, CompressionError, "is a .*iterator, which can be read once"),
+        (network, lambda: [], {}, CompressionError, "has 0 batches and needs at least 2"),
+        (network, lambda: batches_of()[:1], {}, CompressionError, "has 1 batch and needs at least 2"),
+        (network, lambda: batches_of()[0], {}, CompressionError, "not a Tensor: for one tensor use"),
+        (network, lambda: None, {}, ValueError, r"method='two_sided' needs calibration="),
+        (network, batches_of, {"budget": 0.0}, ValueError, r"budget=0.0 must be a fraction in \(0, 1\]"),
+        (network, batches_of, {"budget": 1.5}, ValueError, r"budget=1.5 must be a fraction in \(0, 1\]"),
+        (network, batches_of, {"budget": None}, ValueError, "exactly one of budget, max_bytes and max_error"),
+        (network, batches_of, {"max_bytes": 10}, ValueError, "exactly one of .* not budget and max_bytes"),
+        (network, batches_of, {"budget": 0.01}, CompressionError, "smallest feasible budget is 0.0"),
+        (network, batches_of, {"method": "qr"}, ValueError, "method='qr' is unknown: use one of 'two_sided'"),
+        (network, batches_of, {"method": "svd", "allocate": "global"}, ValueError, "allocate='global' needs method"),
+        (network, batches_of, {"include": 3}, TypeError, "include takes types, globs of names and functions, not int"),
+        (network, batches_of, {"exclude": nn.Linear}, CompressionError, "no layer to compress: '0' is excluded"),
+        (lambda: nn.Sequential(nn.ReLU()), batches_of, {}, CompressionError, "it has no weights"),
+        (lambda: nn.Linear(48, 48), batches_of, {}, CompressionError, "is the model itself"),
+        (lambda: Raises(0), batches_of, {}, CompressionError, "does not run on .*RuntimeError: no more"),
+        (lambda: Raises(13), batches_of, {}, CompressionError, "no more"),
+        (lambda: Raises(30), batches_of, {"heal": pr.HealConfig(steps=20)}, CompressionError, "no more"),
+        (network, lambda: [*batches_of()[:3], torch.full((4, 48), math.nan), *batches_of()], {}, CompressionError,
+         "layer '0' reads NaN or infinite values in calibration batch 3"),
+    ],
+)  # fmt: skip
+def test_bad_input_leaves_the_model_as_it_was(build, calibration, options, error, message):
+    model = build()
+    before = state_of(model)
+    with pytest.raises(error, match=message):
+        pr.compress(model, **{"budget": 0.5, "calibration": calibration(), **quick, **options})
+    assert_untouched(model, before)
+
+
+def test_what_is_left_and_why():
+    class Own(nn.Linear):
+        pass
+
+    with torch.device("meta"):
+        empty = nn.Linear(64, 64)
+    weird = nn.Linear(64, 64)
+    with torch.no_grad():
+        weird.weight[0, 0] = math.nan
+    hooked = nn.Linear(64, 64)
+    hooked.register_forward_hook(lambda *_: None)
+    pruned = nn.Linear(64, 64)
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    layers = {
+        "sub": Own(64, 64), "empty": empty, "weird": weird, "hooked": hooked, "pruned": pruned,
+        "norm": nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), "lazy": nn.LazyLinear(8),
+        "thin": nn.Linear(64, 2), "gru": nn.GRU(64, 64), "one_d": nn.Conv1d(8, 8, 3), "ok": nn.Linear(64, 64),
+        "sketched": SKLinear(256, 256, 4),
+    }  # fmt: skip
+    report = pr.compress(nn.ModuleDict(layers), 0.5, method="svd", **quick)
+    assert [layer.names for layer in report.layers] == [("ok",)]
+    reasons = {entry.name.partition(".")[0]: entry.reason for entry in report.left}
+    for name, part in {
+        "sub": "is a subclass", "empty": "is on the meta device", "weird": "has a weight with NaN",
+        "hooked": "has hooks", "pruned": "has a weight that something computes", "norm": "is parametrized",
+        "lazy": "has no weight yet", "thin": "would not shrink", "gru": "is no nn.Linear", "one_d": "is no nn.Linear",
+        "sketched": "is sketched already",
+    }.items():  # fmt: skip
+        assert reasons[name].startswith(part), (name, reasons[name])
+    again = nn.ModuleDict({"sub": Own(64, 64), "ok": nn.Linear(64, 64)})
+    report = pr.compress(again, 0.5, method="svd", include=[Own], **quick)
+    assert [layer.names for layer in report.layers] == [("sub",)]
+    assert report.left[0].reason == "is not included"
+    globs = pr.compress(network(), 0.5, method="svd", include=["[02]", "6"], exclude="6", **quick)
+    assert [layer.names[0] for layer in globs.layers] == ["0", "2"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantised_layers_are_left():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model[2] = torch.ao.nn.quantized.dynamic.Linear(64, 64)
+    report = pr.compress(model, 0.5, method="svd", **quick)
+    assert report.left[0].name == "2"
+    assert report.left[0].reason.startswith("is quantised")
+
+
+def test_a_layer_that_got_slower_is_warned_of():
+    with pytest.warns(PerformanceWarning, match=r"layers are slower than their dense originals \("):
+        report = pr.compress(network(), 0.5, batches_of(), seed=0)
+    assert report.measured_speedup > 0
+    assert all(layer.speedup > 0 for layer in report.layers if layer.rank is not None)
+
+
+def test_budget_one_keeps_everything():
+    model, batches = network(), batches_of()
+    before = state_of(model)
+    report = pr.compress(model, 1.0, batches, **quick)
+    assert all(layer.rank is None for layer in report.layers)
+    assert report.measured_error == 0
+    assert_untouched(model, before)
