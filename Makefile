@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or newer with venv and pip, and nothing else.
 #   PYTHON=python3.12   the interpreter that makes .venv
 #   TORCH_INDEX=URL     where torch comes from, https://download.pytorch.org/whl/cpu say; pip's own index if empty
-#   ARGS="..."          passed on to `panther demo`, pytest or the benchmarks
+#   ARGS="..."          passed on to `panther demo`, pytest, the benchmarks or the trials
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test torture lint docs bench clean
+.PHONY: demo test torture lint docs bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -35,6 +35,11 @@ docs: .venv/.all-stamp
 
 bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)
+
+# pr.compress on models trained here, on one core: the first run trains four of them and takes an hour and a half.
+trials: .venv/.all-stamp
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)
 
 # Leaves .venv, which is only slow to make again; `rm -r .venv` removes it.
 clean:
