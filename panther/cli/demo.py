@@ -8,12 +8,12 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from panther.cli._arguments import positive, seed, writable
 from panther.errors import DistributedError, FormatError, PantherError, require_extra
 
 _RELOAD = (
@@ -30,13 +30,13 @@ def add_parser(commands: Any) -> None:
         help="train dense, sketched and low-rank networks on handwritten digits, over several processes",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--nproc", type=_positive, default=2, help="processes, one GPU each with --device cuda")
-    parser.add_argument("--epochs", type=_positive, default=20, help="epochs a network")
-    parser.add_argument("--hidden", type=_positive, default=512, help="width of the hidden layers")
-    parser.add_argument("--sketch-size", type=_positive, default=8, help="rank R of sketched and low-rank layers")
+    parser.add_argument("--nproc", type=positive, default=2, help="processes, one GPU each with --device cuda")
+    parser.add_argument("--epochs", type=positive, default=20, help="epochs a network")
+    parser.add_argument("--hidden", type=positive, default=512, help="width of the hidden layers")
+    parser.add_argument("--sketch-size", type=positive, default=8, help="rank R of sketched and low-rank layers")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
-    parser.add_argument("--seed", type=_seed, default=0, help="seed of the first run")
-    parser.add_argument("--runs", type=_positive, default=4, help="seeds to average over")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the first run")
+    parser.add_argument("--runs", type=positive, default=4, help="seeds to average over")
     parser.add_argument("--out", default="panther-demo", help="folder for the models and the plot")
     parser.set_defaults(run=run)
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         require_extra(module, "demo")
     device = _device(args.device, args.nproc)
     _check_processes(args.nproc, device)
-    out = _writable(args.out)
+    out = writable(args.out)
     if 4 * args.sketch_size >= args.hidden:
         print(
             f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by no fewer "
@@ -215,40 +215,5 @@ def _check_processes(nproc: int, device: str) -> None:
         raise PantherError(f"--nproc {nproc} is more than four processes a core, or 8: use --nproc {limit} or fewer")
 
 
-def _writable(out: str) -> Path:
-    """The folder, made and tried before the training, not after it."""
-    if not out:
-        raise PantherError("--out is empty: name a folder")
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise PantherError(f"--out {out} cannot be written to ({error.strerror}): give another folder") from None
-    return folder
-
-
 def _count(number: int, one: str, several: str = "") -> str:
     return f"{number} {one if number == 1 else several or one + 's'}"
-
-
-def _positive(text: str) -> int:
-    return _at_least(text, 1)
-
-
-def _seed(text: str) -> int:
-    value = _at_least(text, 0)
-    if value >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{value} must be below 2^32")
-    return value
-
-
-def _at_least(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
-    return value

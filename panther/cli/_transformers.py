@@ -1,0 +1,209 @@
+"""Folders of transformers for ``panther compress``: load one without a network, cut text into batches, copy the rest.
+
+Weights are read from safetensors alone, and code that a folder brings is not run.
+"""
+
+__all__ = ["copy_beside", "expression", "load_model", "load_tokenizer", "text_batches"]
+
+import inspect
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther.errors import PantherError, require_extra
+
+_EXTRA = "transformers"
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_LEAST_SAMPLES = 5  # a fifth is held out
+_VOCABULARIES = (
+    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json",
+)  # fmt: skip
+_COPIED = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+def load_model(folder: Path) -> nn.Module:
+    """The model of a folder, in the class that its config.json names, in eval mode."""
+    transformers = require_extra("transformers", _EXTRA)
+    if not (folder / "config.json").is_file():
+        raise PantherError(f"{folder} holds no config.json: give a folder that save_pretrained of transformers wrote")
+    with _quiet(transformers), _explained(f"{folder / 'config.json'} cannot be used"):
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    name = next(iter(config.architectures or ()), None)
+    make = transformers.AutoModel if name is None else getattr(transformers, name, None)
+    if make is None:
+        raise PantherError(
+            f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
+            "does not have: build the model in a function of your own, and give module:function"
+        )
+    _check_weights(folder, name or "AutoModel")
+    with _quiet(transformers), _explained(f"the weights in {folder} cannot be loaded"):
+        model, info = make.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+        )
+    bad = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if bad:
+        raise PantherError(
+            f"the weights in {folder} do not fill a {type(model).__name__}, which config.json names: "
+            f"{', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''} missing or of another size: "
+            "load the folder with the class that wrote it, and save_pretrained it again"
+        )
+    return model.eval()
+
+
+def _check_weights(folder: Path, name: str) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    if pickles:
+        raise PantherError(
+            f"{folder} holds {pickles[0]}, a pickle, which can run code and is not opened: if you trust it, convert it "
+            f"once with transformers.{name}.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    raise PantherError(f"{folder} holds no model.safetensors: give a folder that save_pretrained of transformers wrote")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder."""
+    transformers = require_extra("transformers", _EXTRA)
+    # Without its files transformers makes an empty tokenizer, to which every word is unknown.
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise PantherError(
+            f"{folder} holds no tokenizer, which text needs: save it there with tokenizer.save_pretrained, or give "
+            "--calibration module:function"
+        )
+    with _quiet(transformers), _explained(f"the tokenizer in {folder} cannot be loaded"):
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def text_batches(
+    path: Path, model: nn.Module, tokenizer: Any, max_length: int, batch_size: int
+) -> list[dict[str, Tensor]]:
+    """Batches of a text: a line a sample, padded; for causal models windows of the running text, without padding.
+
+    Batches are smaller where there would be fewer than five of them, as a fifth is held out.
+
+    Args:
+        path: Text in UTF-8.
+        model: What will read the batches: only what its forward takes is in them.
+        tokenizer: The model's.
+        max_length: Tokens of a sample at most, fewer where the model or its tokenizer takes fewer.
+        batch_size: Samples of a batch at most.
+
+    Raises:
+        PantherError: If the text cannot be read, is empty or too short, or the model has a decoder to be fed as well.
+    """
+    config: Any = model.config
+    if config.is_encoder_decoder:
+        raise PantherError(
+            f"{type(model).__name__} has an encoder and a decoder, and a text says nothing of what the decoder reads: "
+            "give --calibration module:function, which returns batches with both"
+        )
+    lines = _lines(path)
+    positions = getattr(config, "max_position_embeddings", None) or max_length
+    length = min(max_length, tokenizer.model_max_length, positions)
+    with _explained(f"the tokenizer does not run on {path}"):
+        if type(model).__name__.endswith(_CAUSAL) or tokenizer.pad_token is None:
+            return _windows(path, lines, tokenizer, length, batch_size)
+        return _padded(path, lines, model, tokenizer, length, batch_size)
+
+
+def _padded(
+    path: Path, lines: list[str], model: nn.Module, tokenizer: Any, length: int, batch_size: int
+) -> list[dict[str, Tensor]]:
+    if len(lines) < _LEAST_SAMPLES:
+        raise PantherError(
+            f"{path} has {len(lines)} line{'' if len(lines) == 1 else 's'} with text and needs at least "
+            f"{_LEAST_SAMPLES}, a fifth of which is held out: give a thousand, say, like those that the model will read"
+        )
+    accepted = inspect.signature(model.forward).parameters
+    size = min(batch_size, len(lines) // _LEAST_SAMPLES)
+    batches = []
+    for start in range(0, len(lines), size):
+        encoded = tokenizer(
+            lines[start : start + size], truncation=True, max_length=length, padding=True, return_tensors="pt"
+        )
+        batches.append({key: value for key, value in encoded.items() if key in accepted})
+    return batches
+
+
+def _windows(path: Path, lines: list[str], tokenizer: Any, length: int, batch_size: int) -> list[dict[str, Tensor]]:
+    encoded = tokenizer([line + "\n" for line in lines], add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = [token for line in encoded for token in line]
+    # What the tokenizer puts before every text, models have learned to lean on; what it puts after it, ends it.
+    first = tokenizer("a")["input_ids"][:1]
+    before = first if first == [tokenizer.bos_token_id] else []
+    step = length - len(before)
+    windows = [before + tokens[start : start + step] for start in range(0, len(tokens) - step + 1, step)]
+    if len(windows) < _LEAST_SAMPLES:
+        raise PantherError(
+            f"{path} has {len(tokens)} tokens, {len(windows)} windows of {length}, and needs at least "
+            f"{_LEAST_SAMPLES}, a fifth of which is held out: give more text, or a smaller --max-length"
+        )
+    size = min(batch_size, len(windows) // _LEAST_SAMPLES)
+    return [{"input_ids": part} for part in torch.tensor(windows).split(size)]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PantherError(f"{path} is no text in UTF-8 (byte {error.start}): convert it first") from None
+    except OSError as error:
+        raise PantherError(f"{path} cannot be read: {error.strerror}") from None
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    if not lines:
+        raise PantherError(f"{path} has no text in it: give one sample a line")
+    return lines
+
+
+def copy_beside(folder: Path, out: Path, tokenizer: Any) -> None:
+    """Copy what a user of transformers loads besides the weights: config.json, the tokenizer's files and the like."""
+    own = () if tokenizer is None else tokenizer.vocab_files_names.values()
+    for name in dict.fromkeys((*_COPIED, *_VOCABULARIES, *own)):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+
+
+def expression(model: nn.Module, out: Path) -> str:
+    """Python that builds the architecture anew, from the config.json in ``out``."""
+    return f"transformers.{type(model).__name__}(transformers.AutoConfig.from_pretrained({str(out)!r}))"
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Neither bars nor tables: what matters of them becomes an error."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Make one sentence of whatever transformers raises on a folder, which can be of many types."""
+    try:
+        yield
+    except PantherError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise PantherError(f"{what}: {type(error).__name__}: {reason}") from error

@@ -1,0 +1,297 @@
+"""``panther compress``: :func:`panther.compress` for a folder of transformers, or what a function returns."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import importlib
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import panther as pr
+from panther.cli import _transformers
+from panther.cli._arguments import positive, positive_float, seed, writable
+from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
+
+_METHODS = ("two_sided", "activation", "svd", "random")
+_CALIBRATED = ("two_sided", "activation")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass
+class _Source:
+    """A model, what to calibrate it on, and how to get its architecture again."""
+
+    model: nn.Module
+    calibration: Any
+    imports: str
+    rebuild: Callable[[Path], str]
+    copy: Callable[[Path], None]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "compress",
+        help="compress a trained model to a budget, with a text to calibrate on",
+        description="Replace a trained model's layers by low-rank ones that keep what it does, and save the result.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder of transformers with safetensors, or module:function, which returns a model, or a model and "
+        "batches to calibrate it on",
+    )
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--budget", type=_fraction, help="share of the eligible layers' bytes to keep, 0.5 say")
+    size.add_argument("--max-bytes", type=positive, metavar="N", help="bytes that the whole model may take")
+    size.add_argument(
+        "--max-error", type=positive_float, metavar="X", help="relative error that the output may have, 0.1 say"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="TEXT",
+        help="a text file, one sample a line, or module:function, which returns batches",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
+    parser.add_argument("--method", choices=_METHODS, default=_METHODS[0], help="how to fit (default: %(default)s)")
+    parser.add_argument(
+        "--allocate", choices=("global", "uniform"), help="how to share the budget (default: by method)"
+    )
+    parser.add_argument("--sequential", action="store_true", help="fit each layer to what compressed ones give it")
+    parser.add_argument("--heal", type=positive, metavar="STEPS", help="steps of distillation afterwards")
+    for flag, rule in (("--include", "only"), ("--exclude", "not")):
+        parser.add_argument(
+            flag,
+            nargs="+",
+            action="extend",
+            metavar="GLOB",
+            help=f"{rule} layers with such a name, '*.attention.*' say",
+        )
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=_length, default=128, metavar="N", help="tokens of a sample (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=16, metavar="N", help="samples of a batch (default: %(default)s)"
+    )
+    parser.add_argument("--report", metavar="FILE", help="write the report as JSON as well")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, to a .svg, .png or .pdf")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, compress, save, and say how to load the result."""
+    _check_out(args.out)
+    _check_plot(args.plot)
+    with _current_folder_importable():
+        source = _source(args)
+        if source.calibration is None and (args.method in _CALIBRATED or args.max_error or args.heal):
+            asker = "--max-error" if args.max_error else "--heal" if args.heal else f"--method {args.method}"
+            raise PantherError(
+                f"{asker} needs --calibration, a text file or module:function: without it there is --method svd with "
+                "--budget"
+            )
+        out = writable(args.out)
+        for flag, path in (("--report", args.report), ("--plot", args.plot)):
+            _check_file(flag, path)
+        report = _compress(args, source)
+    try:
+        pr.save_compressed(source.model, out)
+        source.copy(out)
+        if args.report:
+            report.to_json(args.report)
+        if args.plot:
+            report.plot(args.plot)
+    except OSError as error:
+        raise PantherError(f"{error.filename or out} cannot be written: {error.strerror or error}") from None
+    print(report)
+    print(f"\n{out} holds the result. To load it:")
+    print(f"import panther as pr{source.imports}")
+    print(f"model = pr.load_compressed({str(out)!r}, {source.rebuild(out)}).eval()")
+    return 0
+
+
+def _compress(args: argparse.Namespace, source: _Source) -> pr.CompressionReport:
+    """Compress in place; warnings become notes, a line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerformanceWarning)
+        warnings.simplefilter("ignore", NumericalWarning)  # the report has it
+        try:
+            report = pr.compress(
+                source.model,
+                args.budget,
+                source.calibration,
+                max_bytes=args.max_bytes,
+                max_error=args.max_error,
+                include=args.include,
+                exclude=args.exclude,
+                method=args.method,
+                allocate=args.allocate,
+                sequential=args.sequential,
+                heal=None if args.heal is None else pr.HealConfig(steps=args.heal),
+                seed=args.seed,
+            )
+        except PantherError:
+            raise
+        except ValueError as error:  # options that exclude each other
+            raise PantherError(str(error)) from error
+    for warning in caught:
+        if issubclass(warning.category, PerformanceWarning):
+            print(f"panther: note: {warning.message}", file=sys.stderr)
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return report
+
+
+def _source(args: argparse.Namespace) -> _Source:
+    folder = Path(args.model)
+    if folder.is_dir():
+        model = _transformers.load_model(folder)
+        tokenizer = None
+        if args.calibration is None or _names_function(args.calibration):
+            calibration = _batches(args.calibration)
+        else:
+            path = _text(args.calibration)
+            tokenizer = _transformers.load_tokenizer(folder)
+            calibration = _transformers.text_batches(path, model, tokenizer, args.max_length, args.batch_size)
+        return _Source(
+            model,
+            calibration,
+            ", transformers",
+            lambda out: _transformers.expression(model, out),
+            lambda out: _transformers.copy_beside(folder, out, tokenizer),
+        )
+    if not _names_function(args.model):
+        raise PantherError(
+            f"{args.model} is no folder, and not of the form module:function: give one of the two "
+            "(nothing is downloaded)"
+        )
+    if args.calibration is not None and not _names_function(args.calibration):
+        _text(args.calibration)
+        raise PantherError(
+            f"--calibration {args.calibration} is a text, and only a folder of transformers comes with a tokenizer: "
+            "give module:function, which returns batches"
+        )
+    made = _call(args.model)
+    model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise PantherError(
+            f"{args.model} returns a {type(made).__name__}: it must return an nn.Module, or a pair of one and a list "
+            "of batches"
+        )
+    module, _, function = args.model.partition(":")
+    return _Source(
+        model,
+        calibration if args.calibration is None else _batches(args.calibration),
+        f"; from {module} import {function}",
+        lambda out: f"{function}(){'' if made is model else '[0]'}",
+        lambda out: None,
+    )
+
+
+def _names_function(text: str) -> bool:
+    return _FUNCTION.fullmatch(text) is not None and not Path(text).exists()
+
+
+def _text(name: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        raise PantherError(f"--calibration {name} is no file, and not of the form module:function: give one of the two")
+    return path
+
+
+def _batches(spec: str | None) -> Any:
+    return None if spec is None else _call(spec)
+
+
+def _call(spec: str) -> Any:
+    """What ``module:function`` returns."""
+    name, _, attribute = spec.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise PantherError(f"{name} cannot be imported: it needs {error.name}, which is not installed") from error
+        raise PantherError(
+            f"{spec}: there is no module {name}, neither in the current folder nor installed: run this in the folder "
+            f"that holds {name.partition('.')[0]}.py"
+        ) from None
+    except Exception as error:
+        raise PantherError(f"{name} cannot be imported: {_told(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
+        raise PantherError(
+            f"{spec}: the module {name} has no function {attribute}: it has {', '.join(known) or 'no functions'}"
+        )
+    try:
+        return function()
+    except PantherError:
+        raise
+    except Exception as error:
+        raise PantherError(f"{spec} failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """An exception in one line, with the place of its last frame."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """As for ``python -m``, also where the command is a script elsewhere."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _check_out(out: str) -> None:
+    """Refuse to put a model among the files of another."""
+    folder = Path(out)
+    if out and folder.is_dir() and any(folder.iterdir()):
+        raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
+
+
+def _check_plot(path: str | None) -> None:
+    if path is None:
+        return
+    known = require_extra("matplotlib.figure", "demo").Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in known:
+        raise PantherError(f"--plot {path} must end in one of {', '.join('.' + suffix for suffix in sorted(known))}")
+
+
+def _check_file(flag: str, path: str | None) -> None:
+    if path is None:
+        return
+    parent = Path(path).parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
+        raise PantherError(f"{flag} {path} cannot be written: name a file in a folder that is there and open to you")
+
+
+def _fraction(text: str) -> float:
+    value = positive_float(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at most 1, which keeps everything")
+    return value
+
+
+def _length(text: str) -> int:
+    value = positive(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 2")
+    return value

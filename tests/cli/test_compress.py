@@ -1,0 +1,404 @@
+"""panther compress as a user meets it: a folder of transformers, a function that returns a model, and every error."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from panther.cli import main
+from panther.nn import SKConv2d, SKLinear
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly box five grey mice near old river banks"
+NUMBERS = torch.Generator().manual_seed(0)
+LINES = [
+    " ".join(WORDS.split()[i] for i in torch.randint(21, (int(n),), generator=NUMBERS))
+    for n in torch.randint(3, 20, (60,), generator=NUMBERS)
+]
+
+MODELS = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 10)
+    )
+
+def batches():
+    return list(torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0)).split(8))
+
+def both():
+    return net(), batches()
+
+def number():
+    return 3
+
+def raises():
+    raise RuntimeError("no weights here")
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder with a text, in which the command runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("\n\n".join(LINES), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def models(here, monkeypatch):
+    """The same, with a module of functions."""
+    (here / "my_models.py").write_text(MODELS)
+    yield here
+    sys.modules.pop("my_models", None)
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def bert(transformers, tmp_path_factory):
+    """A folder with a small BERT and a tokenizer that knows the words above."""
+    tokenizer = save_tokenizer(transformers, folder := tmp_path_factory.mktemp("models") / "bert")
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+    )
+    torch.manual_seed(0)
+    save(transformers, transformers.BertModel(config), folder)
+    return folder
+
+
+def save(transformers, model, folder):
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+
+
+def save_tokenizer(transformers, folder, **more):
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.train_from_iterator(
+        [WORDS], tokenizers.trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
+    )
+    words.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    kinds = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"} | more
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **kinds)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def copied(folder, to, *names):
+    to.mkdir()
+    for name in names:
+        (to / name).write_bytes((folder / name).read_bytes())
+    return to
+
+
+def refusal(capsys, *args):
+    """The sentence on standard error of a command that fails; there is nothing else on it."""
+    assert main(["compress", *map(str, args)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"panther: error: .+\n", captured.err), captured.err
+    return captured.err.removeprefix("panther: error: ").rstrip()
+
+
+def test_a_folder_of_transformers(bert, here, transformers, capsys):
+    command = ["compress", str(bert), "--budget", "0.5", "--calibration", "text.txt", "--out", "small", "--max-length"]
+    assert main([*command, "64", "--heal", "3", "--report", "report.json", "--plot", "report.svg"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("whole model")
+    assert "left: embeddings.word_embeddings (Embedding)" in out
+    *_, first, second = out.splitlines()
+    names: dict = {}
+    exec(f"{first}\n{second}", names)
+    model = names["model"]
+    assert type(model) is transformers.BertModel
+    assert not model.training
+    assert type(model.encoder.layer[0].output.dense) is SKLinear
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained("small", local_files_only=True)
+    original = transformers.BertModel.from_pretrained(bert)
+    batch = tokenizer(LINES[:8], padding=True, truncation=True, max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        wanted, found = original(**batch).last_hidden_state, model(**batch).last_hidden_state
+    assert (found - wanted).norm() < 0.3 * wanted.norm()
+
+    report = json.loads((here / "report.json").read_text())
+    assert report["eligible_ratio"] <= 0.5
+    assert report["healed"]["steps"] == 3
+    assert "<svg" in (here / "report.svg").read_text()
+    assert {path.name for path in (here / "small").iterdir()} == {
+        "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "panther.json",
+    }  # fmt: skip
+
+    assert main([*command[:-1], "--seed", "1"]) == 1  # what is there stays
+    assert "--out small is not empty" in capsys.readouterr().err
+
+
+def test_a_causal_model_is_calibrated_on_windows(here, transformers, capsys):
+    tokenizer = save_tokenizer(transformers, folder := here / "gpt", pad_token=None)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=2, eos_token_id=3
+    )
+    torch.manual_seed(0)
+    save(transformers, transformers.GPT2LMHeadModel(config), folder)
+    args = ["--calibration", "text.txt", "--out", "small", "--max-error", "0.2", "--sequential"]
+    assert main(["compress", "gpt", *args, "--exclude", "*.c_attn", "*.attn.c_proj"]) == 0
+    out = capsys.readouterr().out
+    assert "left: lm_head (Linear) shares its weight with 'transformer.wte' (Embedding)" in out
+    assert "left: transformer.h.0.attn.c_attn (Conv1D) is excluded" in out
+    names: dict = {}
+    exec("\n".join(out.splitlines()[-2:]), names)
+    model = names["model"]
+    assert type(model.transformer.h[0].mlp.c_fc) is SKLinear
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert (here / "small" / "generation_config.json").is_file()
+
+
+def test_windows_have_no_padding_and_begin_as_texts_do(here, transformers):
+    from panther.cli._transformers import text_batches
+
+    tokenizer = save_tokenizer(transformers, here / "gpt", pad_token=None, bos_token="[CLS]")
+    config = transformers.GPT2Config(vocab_size=30, n_positions=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=2)
+    batches = text_batches(here / "text.txt", transformers.GPT2LMHeadModel(config), tokenizer, 64, 16)
+    assert all(batch.keys() == {"input_ids"} and batch["input_ids"].shape[1] == 16 for batch in batches)
+    assert all((batch["input_ids"][:, 0] == 2).all() for batch in batches)
+    words = torch.cat([batch["input_ids"][:, 1:].flatten() for batch in batches])
+    exact = torch.tensor(tokenizer(" ".join(LINES), add_special_tokens=False)["input_ids"])
+    assert torch.equal(words, exact[: len(words)])
+    assert len(exact) - len(words) < 15
+
+
+def test_a_function_that_returns_a_model(models, capsys):
+    args = ["my_models:net", "--calibration", "my_models:batches", "--max-bytes", "20000"]
+    assert main(["compress", *args, "--out", "small"]) == 0
+    assert {path.name for path in (models / "small").iterdir()} == {"model.safetensors", "panther.json"}
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines[0] == "import panther as pr; from my_models import net"
+    # Loaded by a fresh process, as a user would.
+    code = "\n".join(["import torch", *lines, "torch.save((model, model(torch.ones(1, 3, 8, 8))), 'there.pt')"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    sys.path.insert(0, str(models))
+    try:
+        model, there = torch.load("there.pt", weights_only=False)
+    finally:
+        sys.path.remove(str(models))
+    assert type(model[2]) is SKConv2d
+    assert not model.training
+    assert torch.equal(model(torch.ones(1, 3, 8, 8)), there)
+    assert sum(value.numel() * value.element_size() for value in model.state_dict().values()) <= 20000
+
+
+def test_a_function_that_returns_a_model_and_batches(models, capsys, monkeypatch):
+    assert main(["compress", "my_models:both", "--budget", "0.5", "--out", "small"]) == 0
+    assert str(models) not in sys.path
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    monkeypatch.syspath_prepend(models)
+    names: dict = {}
+    exec("\n".join(lines), names)
+    assert any(type(module) is SKLinear for module in names["model"])
+    # What --calibration names goes before what the model's function returns.
+    with_other = ["--calibration", "my_models:number"]
+    assert main(["compress", "my_models:both", "--budget", "0.5", "--out", "other", *with_other]) == 1
+    assert "calibration must be a list" in capsys.readouterr().err
+
+
+def test_no_calibration_where_none_is_needed(models, capsys):
+    assert main(["compress", "my_models:net", "--budget", "0.3", "--method", "svd", "--out", "small"]) == 0
+    assert "method svd, ranks uniform" in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_file(models, capsys):
+    for out in ("one", "two"):
+        assert main(["compress", "my_models:both", "--budget", "0.5", "--seed", "7", "--out", out]) == 0
+    assert (models / "one/model.safetensors").read_bytes() == (models / "two/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["m", "--out", "o"], "one of the arguments --budget --max-bytes --max-error is required"),
+        (["m", "--budget", "0.5"], "the following arguments are required: --out"),
+        (["m", "--out", "o", "--budget", "1.5"], "argument --budget: 1.5 must be at most 1, which keeps everything"),
+        (["m", "--out", "o", "--budget", "0"], "argument --budget: 0 must be above 0 and finite"),
+        (["m", "--out", "o", "--budget", "half"], "argument --budget: 'half' is not a number"),
+        (["m", "--out", "o", "--max-error", "inf"], "argument --max-error: inf must be above 0 and finite"),
+        (["m", "--out", "o", "--budget", "1", "--max-bytes", "9"], "not allowed with argument --budget"),
+        (["m", "--out", "o", "--budget", "1", "--max-length", "1"], "argument --max-length: 1 must be at least 2"),
+        (["m", "--out", "o", "--budget", "1", "--method", "magic"], "invalid choice: 'magic'"),
+    ],
+)
+def test_bad_flags_exit_with_2(args, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["compress", *args])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+HALF = ("--budget", "0.5", "--out", "small")
+TEXT = (*HALF, "--calibration", "text.txt")
+
+
+def test_errors_of_folders(bert, here, capsys):
+    assert refusal(capsys, "nothing", *TEXT) == (
+        "nothing is no folder, and not of the form module:function: give one of the two (nothing is downloaded)"
+    )
+    (here / "empty").mkdir()
+    assert refusal(capsys, "empty", *TEXT).startswith("empty holds no config.json: give a folder that save_pretrained")
+    copied(bert, here / "weightless", "config.json")
+    assert "weightless holds no model.safetensors" in refusal(capsys, "weightless", *TEXT)
+    copied(bert, here / "pickled", "config.json")
+    (here / "pickled" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    said = refusal(capsys, "pickled", *TEXT)
+    assert "pytorch_model.bin, a pickle, which can run code and is not opened" in said
+    assert said.endswith("transformers.BertModel.from_pretrained('pickled').save_pretrained('pickled')")
+    assert not (here / "opened").exists()
+    copied(bert, here / "mute", "config.json", "model.safetensors")
+    assert refusal(capsys, "mute", *TEXT).startswith("mute holds no tokenizer, which text needs: save it there with")
+    assert not (here / "small").exists()
+
+
+def test_errors_of_what_a_folder_holds(bert, here, capsys):
+    folder = copied(bert, here / "model", "config.json", "tokenizer.json", "tokenizer_config.json")
+    weights = (bert / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-100])
+    assert refusal(capsys, "model", *TEXT).startswith("the weights in model cannot be loaded: SafetensorError: ")
+    (folder / "model.safetensors").write_bytes(weights)
+    config = json.loads((bert / "config.json").read_text())
+
+    def said(**changes):
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return refusal(capsys, "model", *TEXT)
+
+    assert "do not fill a BertModel" in said(num_hidden_layers=3)
+    assert "embeddings.word_embeddings.weight" in said(vocab_size=99)
+    assert "names the architecture BirtModel, which transformers" in said(architectures=["BirtModel"])
+    assert "config.json cannot be used: ValueError: The repository model contains custom code" in said(
+        model_type="birt", auto_map={"AutoConfig": "code.Birt", "AutoModel": "code.BirtModel"}
+    )
+    (folder / "config.json").write_text("{")
+    assert "config.json cannot be used: OSError: " in refusal(capsys, "model", *TEXT)
+
+
+def test_errors_of_the_text(bert, here, capsys):
+    assert refusal(capsys, bert, *HALF, "--calibration", "nothing.txt") == (
+        "--calibration nothing.txt is no file, and not of the form module:function: give one of the two"
+    )
+    assert "--method two_sided needs --calibration" in refusal(capsys, bert, *HALF)
+    assert "--heal needs --calibration" in refusal(capsys, bert, *HALF, "--method", "svd", "--heal", "3")
+    text = here / "other.txt"
+    for content, message in (
+        (b" \n\n", "other.txt has no text in it: give one sample a line"),
+        (b"the fox\n\nthe dog\n", "other.txt has 2 lines with text and needs at least 5, a fifth of which is held out"),
+        (b"the fox \xff", "other.txt is no text in UTF-8 (byte 8): convert it first"),
+    ):
+        text.write_bytes(content)
+        assert message in refusal(capsys, bert, *HALF, "--calibration", "other.txt")
+
+
+def test_errors_of_causal_and_two_part_models(here, transformers):
+    from panther.cli._transformers import text_batches
+    from panther.errors import PantherError
+
+    tokenizer = save_tokenizer(transformers, here / "gpt", pad_token=None)
+    config = transformers.GPT2Config(vocab_size=30, n_positions=512, n_embd=8, n_layer=1, n_head=1, bos_token_id=2)
+    with pytest.raises(PantherError, match=r"has \d+ tokens, 1 windows of 512, and needs at least 5"):
+        text_batches(here / "text.txt", transformers.GPT2LMHeadModel(config), tokenizer, 512, 16)
+    config = transformers.T5Config(vocab_size=30, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(PantherError, match="T5ForConditionalGeneration has an encoder and a decoder"):
+        text_batches(here / "text.txt", transformers.T5ForConditionalGeneration(config), tokenizer, 8, 16)
+
+
+def test_errors_of_the_budget_and_the_outputs(bert, models, capsys, monkeypatch):
+    function = ("my_models:both", "--budget", "0.5")
+    said = refusal(capsys, "my_models:both", "--budget", "0.01", "--out", "small")
+    assert "the smallest feasible budget is " in said
+    least = re.search(r"budget is (0\.\d+)", said)[1]
+    assert main(["compress", "my_models:both", "--budget", least, "--out", "least"]) == 0
+    capsys.readouterr()
+    assert "smallest feasible" in refusal(capsys, "my_models:both", "--max-bytes", "9", "--out", "small")
+    said = refusal(capsys, *function, "--out", "small", "--method", "svd", "--allocate", "global")
+    assert said.startswith("allocate='global' needs method='two_sided'")
+    assert "the model has no layer to compress" in refusal(capsys, *function, "--out", "small", "--include", "x*")
+
+    assert refusal(capsys, *function, "--out", "least").startswith("--out least is not empty, and might hold another")
+    assert refusal(capsys, *function, "--out", bert).startswith(f"--out {bert} is not empty")
+    assert refusal(capsys, *function, "--out", "") == "--out is empty: name a folder"
+    assert "--out text.txt cannot be written to (File exists)" in refusal(capsys, *function, "--out", "text.txt")
+    said = refusal(capsys, *function, "--out", "small", "--report", "nowhere/report.json")
+    assert said.startswith("--report nowhere/report.json cannot be written")
+    said = refusal(capsys, *function, "--out", "small", "--plot", "report.doc")
+    assert said.startswith("--plot report.doc must end in one of ")
+    assert list((models / "small").iterdir()) == []
+
+
+def test_errors_of_functions(models, capsys):
+    def said(spec, *more):
+        return refusal(capsys, spec, *HALF, *more)
+
+    assert said("no_models:net") == (
+        "no_models:net: there is no module no_models, neither in the current folder nor installed: run this in the "
+        "folder that holds no_models.py"
+    )
+    assert "the module my_models has no function nett: it has net, batches, both" in said("my_models:nett")
+    assert "has no function LIMIT" in said("my_models:LIMIT")
+    assert said("my_models:number").startswith("my_models:number returns a int: it must return an nn.Module")
+    assert said("my_models:raises") == (
+        f"my_models:raises failed: RuntimeError: no weights here (my_models.py, line {_line('no weights')})"
+    )
+    assert "no_batches:f: there is no module no_batches" in said("my_models:net", "--calibration", "no_batches:f")
+    assert "--calibration text.txt is a text, and only a folder" in said("my_models:net", "--calibration", "text.txt")
+    assert "calibration must be a list or a DataLoader" in said("my_models:net", "--calibration", "my_models:number")
+    (models / "half_models.py").write_text("import torch\nimport no_such_package\n")
+    assert said("half_models:f") == "half_models cannot be imported: it needs no_such_package, which is not installed"
+    (models / "bad_models.py").write_text("1 / 0\n")
+    assert said("bad_models:f") == (
+        "bad_models cannot be imported: ZeroDivisionError: division by zero (bad_models.py, line 1)"
+    )
+
+
+def _line(text):
+    return next(number for number, line in enumerate(MODELS.splitlines(), 1) if text in line)
+
+
+def test_a_missing_transformers_names_its_install_line(here, capsys, monkeypatch):
+    (here / "model").mkdir()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert refusal(capsys, "model", *TEXT) == (
+        "transformers is needed here and is not installed: run pip install 'panther-sketch[transformers]'"
+    )
+
+
+def test_the_command_line_does_not_import_transformers():
+    code = "import sys, panther.cli; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_class_in_the_place_of_a_function(models, capsys):
+    (models / "my_models.py").write_text(
+        MODELS + "\nclass Wrapped(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.inner = net()\n    def forward(self, x):\n        return {'logits': self.inner(x)}\n"
+    )
+    args = ["--calibration", "my_models:batches", "--method", "activation", "--include", "inner.[02]"]
+    assert main(["compress", "my_models:Wrapped", "--budget", "0.5", "--out", "small", *args]) == 0
+    assert "left: inner.5 (Linear) is not included" in capsys.readouterr().out
