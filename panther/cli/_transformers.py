@@ -39,7 +39,8 @@ def load_model(folder: Path) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     name = next(iter(config.architectures or ()), None)
     make = transformers.AutoModel if name is None else getattr(transformers, name, None)
-    if make is None:
+    known = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel)
+    if not known and make is not transformers.AutoModel:
         raise PantherError(
             f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
             "does not have: build the model in a function of your own, and give module:function"
