@@ -66,7 +66,7 @@ def causal_linear_attention(
     """
     _check(q, k, v, log_scale)
     device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype is not torch.float64:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and q.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)  # of features and values only: exponents would lose their units
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     # Compiled, the operator is one node for every length, where torch's loop over chunks would be unrolled for each.

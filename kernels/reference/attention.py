@@ -11,6 +11,7 @@ running maximum of c. A state is kept in units of the maximum at its end, as in 
 __all__ = ["attention_backward", "attention_forward", "causal_linear_attention"]
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def attention_forward(
         return v * (q * k).sum(-1, keepdim=True), q.sum(-1).to(_accumulation_dtype(q))
     outputs, denominators = [], []
     state = _no_state(q, k, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         for Q, K, V, scales in _segments((q, k, v), log_scale):
             K, V1 = _keys(K, V, scales)
             before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
@@ -83,7 +84,7 @@ def attention_backward(
     n = q.shape[-2]
     if n == 0:
         return q.clone(), k.clone(), v.clone(), None if log_scale is None else log_scale.clone()
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q):
         segments = list(_segments((q, k, v, grad, y, denominator[..., None]), log_scale))
         dq, dk, dv, dc = [], [], [], []
         state = _no_state(q, k, v)
@@ -203,6 +204,11 @@ def _adjoint(dY: Tensor, Y: Tensor, denominator: Tensor) -> Tensor:
 
 def _no_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_zeros(*q.shape[:-2], q.shape[-1], v.shape[-1] + 1, dtype=_accumulation_dtype(q))
+
+
+def _no_autocast(q: Tensor) -> AbstractContextManager[object]:
+    device = q.device.type  # meta has no autocast
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _accumulation_dtype(q: Tensor) -> torch.dtype:

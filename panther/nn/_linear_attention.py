@@ -57,7 +57,8 @@ def linear_attention(
                 f"causal attention needs as many keys as queries, and got {k.shape[-2]} and {q.shape[-2]}: leave "
                 "is_causal out for attention to another sequence"
             )
-        return causal_linear_attention(q, k, v, log_scale)
+        dtype = torch.promote_types(q.dtype, v.dtype)
+        return causal_linear_attention(q.to(dtype), k.to(dtype), v.to(dtype), log_scale).to(v.dtype)
     wide = torch.promote_types(v.dtype, torch.float32)
     device = q.device.type
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():

@@ -291,7 +291,10 @@ class RandMultiHeadAttention(nn.Module):
         return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Features of queries and keys in the values' dtype, and the keys' exponents in float32."""
+        """Features of queries and keys, and the keys' exponents in float32.
+
+        Features of float16 stay in float32: most are far below its smallest number where logits are large.
+        """
         root = self.head_dim**-0.25
         dtype, q, k = q.dtype, q * root, k * root
         if self.kernel_fn == "taylor":
@@ -302,7 +305,9 @@ class RandMultiHeadAttention(nn.Module):
         shift = optimal_shift(self.feature_norm, self.feature_width) if self.kernel_fn == "oprf" else 0.0
         phi_q, _ = positive_features(q, self.directions, shift)  # a query's exponent divides out
         phi_k, exponent = positive_features(k, self.directions, shift)
-        return phi_q.to(dtype), phi_k.to(dtype), exponent
+        if dtype is torch.bfloat16:
+            phi_q, phi_k = phi_q.to(dtype), phi_k.to(dtype)
+        return phi_q, phi_k, exponent
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         widths = (self.embed_dim, self.kdim, self.vdim)

@@ -584,3 +584,21 @@ def test_functional_form_against_formed_weights():
             linear_attention(*wrong)
     with pytest.raises(DTypeError, match=r"must be floating, and are torch.float32, torch.float32 and torch.int64"):
         linear_attention(q, k, v.long())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_float16_with_large_logits(causal):
+    """Most features are below float16's range there, and a query may have no other."""
+    layer = attention_of().to(torch.float16)
+    with torch.no_grad():
+        layer.Wq *= 5
+        layer.Wk *= 5
+    x = draw(2, 40, E, dtype=torch.float16)
+    assert rms_error(layer(x, x, x, is_causal=causal)[0], formed(layer, x, x, x, causal=causal)) < 0.03
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_the_meta_device(causal):
+    layer = attention_of().to("meta")
+    x = torch.empty(2, 9, E, device="meta")
+    assert layer(x, x, x, is_causal=causal)[0].shape == x.shape
