@@ -3,8 +3,8 @@
 __all__ = ["Job"]
 
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,10 @@ from panther.compression.allocation import (
     rank_limit,
 )
 from panther.compression.calibration import Loss, Statistics, Survey, drift, gather, passes, survey
-from panther.compression.conversion import Fit, convert, convert_plainly, fit
+from panther.compression.conversion import Fit, convert, convert_plainly, fit, inherit_flags
 from panther.compression.healing import HealConfig, HealResult, heal
 from panther.compression.measuring import LayerFigures, layer_figures, model_speedup
-from panther.compression.planning import Left, Plan, Target, replace_modules
+from panther.compression.planning import Left, Plan, Target, replace_modules, swap_modules
 from panther.compression.report import CompressionReport, LayerReport
 from panther.compression.running import Runner, calibrating
 from panther.errors import CompressionError, NumericalWarning
@@ -57,6 +57,8 @@ class Job:
         self.predicted_error: float | None = None
         self.measured_speedup: float | None = None
         self.healed: HealResult | None = None
+        self.original: dict[nn.Parameter, Tensor] = {}
+        self.encoders: list[nn.TransformerEncoder] = []
         self.bytes_before = _bytes(model)
 
     def seed_of(self, index: int) -> int:
@@ -238,6 +240,8 @@ class Job:
         if not replacement:
             self.notes.append("nothing was compressed, so there is nothing to heal")
             return
+        if config.train == "all":  # the original has other values then
+            self.original = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
         self.healed = heal(
             self.model,
             {new: old for old, new in replacement.items()},
@@ -250,9 +254,45 @@ class Job:
             group=runner.group,
             progress=runner.progress,
         )
-        back = partial(replace_modules, self.model, {new: old for old, new in replacement.items()})
+
+        @contextmanager
+        def back() -> Iterator[None]:
+            with replace_modules(self.model, {new: old for old, new in replacement.items()}):
+                self.swap_values_()
+                try:
+                    yield
+                finally:
+                    self.swap_values_()
+
         with calibrating(self.model, self.seed, runner.device):
             self.errors["healed"] = runner.errors([nullcontext], "error, healed", reference=back)[0]
+
+    def place(self, replacement: Replacement) -> None:
+        """Put the new layers into the model."""
+        swap_modules(self.model, replacement)
+        inherit_flags(replacement)
+        new = set(replacement.values())
+        for name, module in self.model.named_modules():
+            nested = isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
+            if nested and new.intersection(module.modules()):
+                module.use_nested_tensor = False
+                self.encoders.append(module)  # type: ignore[arg-type]
+                self.notes.append(
+                    f"use_nested_tensor is off in {name or 'the model'!r}: with it torch reads the weight of sketched "
+                    "layers where padding is masked, which forms them"
+                )
+
+    def undo(self, replacement: Replacement) -> None:
+        """Make the model what it was."""
+        swap_modules(self.model, {new: old for old, new in replacement.items()})
+        self.swap_values_()
+        for encoder in self.encoders:
+            encoder.use_nested_tensor = True
+
+    def swap_values_(self) -> None:
+        """Exchange the values of healed parameters for the original ones, or back."""
+        for parameter, value in self.original.items():
+            parameter.data, self.original[parameter] = value, parameter.data
 
     def report(self, ranks: Ranks, replacement: Mapping[nn.Module, nn.Module]) -> CompressionReport:
         """What happened, once the layers have been replaced."""

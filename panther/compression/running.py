@@ -168,17 +168,20 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
 
 @contextmanager
 def calibrating(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
-    """Eval mode, no parameter that requires a gradient, and the generators' state put back at the end."""
+    """Eval mode, no parameter that requires a gradient, no fast path of attention, and all as it was at the end."""
     training = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             torch.manual_seed(seed)
+            torch.backends.mha.set_fastpath_enabled(False)  # its outputs have other lengths where batches are padded
             model.eval()
             for parameter in trained:
                 parameter.requires_grad_(False)
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             for module, flag in training.items():
                 module.training = flag
             for parameter in trained:

@@ -409,3 +409,34 @@ def test_budget_one_keeps_everything():
     assert all(layer.rank is None for layer in report.layers)
     assert report.measured_error == 0
     assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_transformer_encoder(padded):
+    """Its fast path would neither call the layers nor return all positions."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    mask = torch.zeros(4, 9, dtype=torch.bool)
+    if padded:
+        mask[:, 7:] = True
+    batches = [{"src": x, "src_key_padding_mask": mask} for x in torch.randn(48, 9, 64).split(4)]
+    exact = model(**batches[0])
+    report = pr.compress(model, 0.5, batches, mask_fn=lambda batch: ~batch["src_key_padding_mask"], **quick)
+    assert {layer.names[0] for layer in report.layers} == {f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)}
+    assert {entry.name for entry in report.left if "self_attn" in entry.name} >= {"layers.0.self_attn.out_proj"}
+    assert any("use_nested_tensor is off" in note for note in report.notes)
+    with torch.no_grad():
+        out = model(**batches[0])
+    assert out.shape == exact.shape == (4, 9, 64) or not padded
+    assert report.measured_error < 0.3
+
+
+def test_training_everything_while_healing_measures_against_the_original():
+    model, batches = network(), batches_of(1280)
+    exact, x = copy.deepcopy(model), torch.cat(batches[4::5])
+    config = pr.HealConfig(steps=100, learning_rate=2e-3, train="all")
+    report = pr.compress(model, 0.25, batches, heal=config, **quick)
+    assert not torch.equal(model[5].weight, exact[5].weight)
+    assert report.healed_error == pytest.approx(error(model, exact(x).detach(), x), rel=1e-4)
+    assert report.healed_error < report.measured_error

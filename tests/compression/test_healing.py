@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from panther.compression.healing import HealConfig, _blocks, _lost_variance, _order, heal
+from panther.compression.distillation import blocks_of, lost_variance
+from panther.compression.healing import HealConfig, _order, heal
 from panther.distributed import launch
 from panther.errors import DistributedError, FormatError
 from panther.nn import SKLinear
@@ -125,30 +126,30 @@ def test_the_loss_is_the_share_of_variance_lost():
     wanted = torch.randn(6, 5, 4, generator=generator) * 3 + 100 * torch.arange(4)
     flat = wanted.flatten(0, 1)
     expected = (0.25 / flat.var(0).mean()).item()
-    assert _lost_variance(wanted + 0.5, wanted, None).item() == pytest.approx(expected, rel=1e-3)
-    assert _lost_variance(wanted, wanted, None).item() == 0
+    assert lost_variance(wanted + 0.5, wanted, None).item() == pytest.approx(expected, rel=1e-3)
+    assert lost_variance(wanted, wanted, None).item() == 0
     mask = torch.rand(6, 5, generator=generator) < 0.5
     poisoned = torch.where(mask[..., None], wanted + 0.5, torch.nan)
     expected = (0.25 / wanted[mask].var(0).mean()).item()
-    assert _lost_variance(poisoned, wanted, mask).item() == pytest.approx(expected, rel=1e-3)
+    assert lost_variance(poisoned, wanted, mask).item() == pytest.approx(expected, rel=1e-3)
     image = torch.randn(2, 4, 3, 3, generator=generator)  # channels second
     expected = (0.25 / image.movedim(1, -1).flatten(0, 2).var(0).mean()).item()
-    assert _lost_variance(image + 0.5, image, None).item() == pytest.approx(expected, rel=1e-3)
+    assert lost_variance(image + 0.5, image, None).item() == pytest.approx(expected, rel=1e-3)
     pooled = torch.randn(6, 5, generator=generator)  # has the mask's shape, and no dimension of features beyond
-    assert _lost_variance(pooled + 0.5, pooled, mask) == _lost_variance(pooled + 0.5, pooled, None)
+    assert lost_variance(pooled + 0.5, pooled, mask) == lost_variance(pooled + 0.5, pooled, None)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 4), (1, 1), (5, 1), (2, 3, 1), (0, 4)])
 @pytest.mark.parametrize("value", [0.0, 7.0])
 def test_the_loss_is_finite_where_nothing_varies(shape, value):
     wanted = torch.full(shape, value)
-    assert _lost_variance(wanted, wanted, None).item() == 0
-    assert math.isfinite(_lost_variance(wanted + 1, wanted, None).item())
+    assert lost_variance(wanted, wanted, None).item() == 0
+    assert math.isfinite(lost_variance(wanted + 1, wanted, None).item())
 
 
 def test_a_mask_of_nothing_costs_nothing():
     wanted = torch.ones(2, 3, 4)
-    assert _lost_variance(wanted + 1, wanted, torch.zeros(2, 3)).item() == 0
+    assert lost_variance(wanted + 1, wanted, torch.zeros(2, 3)).item() == 0
 
 
 def test_never_worse_than_at_the_start():
@@ -221,7 +222,7 @@ def test_everything_can_be_trained_and_the_original_keeps_its_values():
         start.set_submodule(name, dense)
     with torch.no_grad():
         x = torch.cat(data(4, seed=5))
-        error = _lost_variance(model.eval()(x), start.eval()(x), None).item()
+        error = lost_variance(model.eval()(x), start.eval()(x), None).item()
     assert error < 0.5 * result.loss_before
 
 
@@ -361,7 +362,7 @@ def swap_linears(model):
 def names_of_blocks(model):
     model, replaced = swap_linears(model)
     names = {module: name for name, module in model.named_modules()}
-    return [names[parent.get_submodule(name)] for parent, name in _blocks(model, set(replaced))]
+    return [names[parent.get_submodule(name)] for parent, name in blocks_of(model, set(replaced))]
 
 
 def test_which_modules_are_blocks():
@@ -389,7 +390,7 @@ def test_the_first_tensor_of_what_a_block_gives_is_matched(kind):
     given = model.layers[0](x)
     given = given[0] if kind == "tuple" else given["state"]
     wanted = x + down(nn.functional.gelu(up(x)))
-    first = _lost_variance(given, wanted, None).item()
+    first = lost_variance(given, wanted, None).item()
     assert both == pytest.approx(output_only + (first + output_only) / 2, rel=1e-5)
 
 
