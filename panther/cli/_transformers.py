@@ -38,7 +38,7 @@ def load_model(folder: Path) -> nn.Module:
     with _quiet(transformers), _explained(f"{folder / 'config.json'} cannot be used"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     name = next(iter(config.architectures or ()), None)
-    make = transformers.AutoModel if name is None else getattr(transformers, name, None)
+    make: Any = transformers.AutoModel if name is None else getattr(transformers, name, None)
     known = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel)
     if not known and make is not transformers.AutoModel:
         raise PantherError(
