@@ -276,7 +276,7 @@ class Job:
             nested = isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
             if nested and new.intersection(module.modules()):
                 module.use_nested_tensor = False
-                self.encoders.append(module)  # type: ignore[arg-type]
+                self.encoders.append(module)
                 self.notes.append(
                     f"use_nested_tensor is off in {name or 'the model'!r}: with it torch reads the weight of sketched "
                     "layers where padding is masked, which forms them"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.compression.planning import Target
-from panther.compression.running import Runner, counted
+from panther.compression.running import Runner, counted, squares
 from panther.errors import CompressionError
 from panther.nn._conv import same_padding
 
@@ -168,7 +168,7 @@ def gather(
         moments[several[0]] = own
         leaders |= dict.fromkeys(several, several[0])
     seen: dict[Target, list[Tensor]] = {}
-    energy = _zeros(1, device=torch.device("cpu"))
+    energy = torch.zeros(1, dtype=torch.float64)
     number = 0
     mask: Tensor | None = None
 
@@ -200,7 +200,7 @@ def gather(
                         f"layers {several[0].name!r} and {other.name!r} read one input in the first batch and two in "
                         f"batch {number}: exclude one of them"
                     )
-        energy += counted(output.detach(), mask).to(torch.float64).square().sum().cpu()
+        energy += squares(counted(output.detach(), mask))
         if gradients and taps:
             found = _gradients(runner, output, batch, taps, seed + number, loss_fn)
             for (target, module, _), gradient in zip(taps, found, strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.planning import Target, replace_modules
-from panther.compression.running import Runner, counted
+from panther.compression.running import Runner, counted, squares
 
 _ROUNDS = 7
 
@@ -47,8 +47,8 @@ def layer_figures(
             def hook(module: nn.Module, args: Any, output: Tensor, target: Target = target) -> None:
                 own, new = figures[target], replacement[module]
                 rows = mask if not isinstance(module, nn.Conv2d) else None
-                own.lost += counted(new(args[0]) - output, rows).double().square().sum().item()
-                own.total += counted(output, rows).double().square().sum().item()
+                own.lost += squares(counted(new(args[0]) - output, rows))
+                own.total += squares(counted(output, rows))
                 if speed and own.speedup is None:
                     own.speedup = _speedup(lambda: module.forward(args[0]), lambda: new(args[0]), args[0].device)
 

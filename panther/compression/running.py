@@ -143,13 +143,18 @@ class Runner:
         for batch in self.over(self.held_out, what):
             mask = self.mask(batch)
             with reference():
-                exact = counted(self.output(batch), mask).to(torch.float64)
-            sums[-1] += exact.square().sum().cpu()
+                exact = counted(self.output(batch), mask)
+            sums[-1] += squares(exact)
             for index, variant in enumerate(variants):
                 with variant():
-                    sums[index] += (counted(self.output(batch), mask) - exact).square().sum().cpu()
+                    sums[index] += squares(counted(self.output(batch), mask) - exact)
         self.sum_([sums])
         return (sums[:-1] / sums[-1]).sqrt().tolist()
+
+
+def squares(x: Tensor) -> float:
+    """Sum of squares in float64, without a copy in it."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
