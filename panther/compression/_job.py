@@ -18,10 +18,9 @@ from panther.compression.allocation import (
     check_feasible,
     least_bytes,
     predicted,
-    rank_limit,
 )
 from panther.compression.calibration import Loss, Statistics, Survey, drift, gather, passes, survey
-from panther.compression.conversion import Fit, convert, convert_plainly, fit, inherit_flags
+from panther.compression.conversion import Fit, components, convert, convert_plainly, fit, inherit_flags
 from panther.compression.healing import HealConfig, HealResult, heal
 from panther.compression.measuring import LayerFigures, layer_figures, model_speedup
 from panther.compression.planning import Left, Plan, Target, replace_modules, swap_modules
@@ -106,18 +105,19 @@ class Job:
         check_feasible(self.targets, limit, what, seeded=self.seeded)
         return min(limit, dense)
 
-    def fit(self, loss_fn: Loss | None, memory: int | None, *, keep: bool) -> None:
-        """Gather statistics pass by pass, and factor every weight in their metric."""
+    def fit(self, limit: int | None, loss_fn: Loss | None, memory: int | None, *, keep: bool) -> None:
+        """Gather statistics pass by pass, and factor every weight in their metric, to what ``limit`` bytes allow."""
+        share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in self.targets)
         if self.seeded:
             return
         if self.found is None:
             for index, target in enumerate(self.targets):
-                self.fits[target] = fit(target, None, most=rank_limit(target), seed=self.seed_of(index))
+                self.fits[target] = fit(target, None, most=components(target, share), seed=self.seed_of(index))
             return
         runner = self.runner
         assert runner is not None
         cut, largest = passes(self.found.inputs, self.gradients, memory)
-        self.passes, self.extra_bytes = len(cut), largest + self._factor_bytes(keep)
+        self.passes, self.extra_bytes = len(cut), largest + self._factor_bytes(share, keep)
         runner.say(
             f"panther: {len(self.targets)} weights, {len(cut)} passes over {len(runner.batches)} batches, at most "
             f"{self.extra_bytes / 1e6:.0f} MB besides what the model's own forward and backward take"
@@ -128,7 +128,7 @@ class Job:
             moments, energy = gather(runner, inputs, loss_fn, gradients=self.gradients, seed=self.seed, what=what)
             for target in list(moments):
                 own = moments.pop(target)
-                self.fits[target] = fit(target, own, most=rank_limit(target), seed=seeds[target])
+                self.fits[target] = fit(target, own, most=components(target, share), seed=seeds[target])
                 self.positions[target] = own.positions
                 self.scale[target] = own.positions / energy if energy > 0 and loss_fn is None else own.positions
                 if keep:
@@ -136,9 +136,9 @@ class Job:
         if loss_fn is None and self.gradients:
             self.predicted_error = 0.0  # known, and computed with the ranks
 
-    def _factor_bytes(self, keep: bool) -> int:
+    def _factor_bytes(self, share: float, keep: bool) -> int:
         """Factors of all targets, and the largest target's workspace."""
-        factors = sum(_SINGLE * target.numbers(rank_limit(target)) for target in self.targets)
+        factors = sum(_SINGLE * target.numbers(components(target, share)) for target in self.targets)
         work = max(
             _DOUBLE * target.groups * (3 * (target.inner**2 + target.outer**2) + 6 * target.inner * target.outer)
             for target in self.targets

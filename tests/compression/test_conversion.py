@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from panther.compression.calibration import Drifted, Statistics
-from panther.compression.conversion import convert, fit, inherit_flags
+from panther.compression.conversion import components, convert, fit, inherit_flags
 from panther.compression.planning import make_plan
 from panther.nn import SKConv2d, SKLinear
 
@@ -143,3 +143,19 @@ def test_flags_dtype_and_memory_format(dtype):
     assert linear.training
     assert [linear.S1.requires_grad, linear.U2.requires_grad, linear.bias.requires_grad] == [False, False, True]
     assert conv.S.requires_grad
+
+
+def test_large_weights_take_the_randomized_svd():
+    """Within a thousandth of the truncated SVD, from components that cover twice a uniform rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 1100, bias=False))
+    U, _, Vt = torch.linalg.svd(model[0].weight.detach(), full_matrices=False)
+    sigma = torch.arange(1, 1025) ** -0.7
+    model[0].weight.data = (U * sigma) @ Vt
+    (target,) = make_plan(model).targets
+    most = components(target, 0.1)
+    assert most == 2 * int(0.1 * 530)
+    assert components(target, 1.0) == 530
+    layer = next(iter(convert(target, fit(target, None, most=most, seed=0), most, 0).values()))
+    error = (layer.weight.detach() - model[0].weight).norm() / sigma[most:].norm()
+    assert 0.999 < error < 1.002
