@@ -1,17 +1,28 @@
 """Sketched models on many processes, on torch's own engines."""
 
+from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data import DistributedSketchedModel, data_parallel
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
+from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
 from .profiling import CommunicationCounter
 from .sync import sync_sketches, verify_sketches
 
 __all__ = [
     "CommunicationCounter",
+    "DistributedInfo",
     "DistributedSketchedModel",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
     "cleanup_distributed",
     "data_parallel",
+    "get_distributed_info",
+    "get_rank",
+    "get_world_size",
     "init",
     "launch",
+    "make_mesh",
+    "reduce_scatter",
     "setup_distributed",
     "shutdown",
     "sync_sketches",

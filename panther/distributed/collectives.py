@@ -1,0 +1,220 @@
+r"""Collective operations that autograd can go through.
+
+What a gradient is depends on what the ranks do with the result. ``grad="replicate"``: all ranks go on alike from a
+result that they share, as in tensor parallelism, so that the gradient that arrives on each of them is the whole one.
+``grad="partial"``: every rank makes a loss of its own, and what is minimised is the sum of the losses, so that the
+gradients that arrive are its parts. The names are those of torch's DTensor placements. Taking one for the other makes
+gradients wrong by the number of ranks, and nothing else shows it.
+"""
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from panther.distributed.mesh import get_world_size
+from panther.errors import DistributedError, ShapeError
+
+_OPERATIONS = ("sum", "mean")
+_GRADS = ("replicate", "partial")
+
+Group = dist.ProcessGroup | None
+
+
+def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "replicate") -> Tensor:
+    """Sum or mean of a tensor over the ranks of a group, on each of them.
+
+    Args:
+        x: Of one shape and dtype on every rank; it is left as it is.
+        op: ``"sum"`` or ``"mean"``.
+        group: Process group; None is the world.
+        grad: ``"replicate"`` or ``"partial"``; see the module.
+
+    Raises:
+        ValueError: If ``op`` or ``grad`` is unknown.
+        DistributedError: If there is no process group, or this rank is not in it.
+
+    Cost: the bytes of ``x``, once; backward nothing, or the same with ``"partial"``.
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> all_reduce(torch.ones(2))
+        tensor([1., 1.])
+        >>> pr.distributed.shutdown()
+    """
+    if op not in _OPERATIONS:
+        raise ValueError(f"op={op!r} is unknown: use one of {', '.join(map(repr, _OPERATIONS))}")
+    n = _check(group, grad)
+    total = _AllReduce.apply(x, group, grad)
+    return total / n if op == "mean" else total
+
+
+def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
+    """The tensors of all ranks, concatenated along ``dim`` in the order of ranks, on each of them.
+
+    Args:
+        x: Of one dtype on every rank, and of one shape but for ``dim``.
+        dim: Dimension to concatenate along.
+        group: Process group; None is the world.
+        grad: ``"replicate"`` or ``"partial"``; see the module.
+
+    Raises:
+        ShapeError: On every rank, if shapes differ in another dimension than ``dim``.
+        ValueError: If ``grad`` is unknown.
+        DistributedError: If there is no process group, or this rank is not in it.
+
+    Cost: the bytes of ``x`` to every other rank, and first those of its shape.
+    """
+    _check(group, grad)
+    dim = dim % max(x.dim(), 1)
+    shapes = _shapes(x, group)
+    if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+        raise ShapeError(f"all_gather along dim={dim} takes shapes that differ only there, not {shapes}")
+    return _AllGather.apply(x, dim, [shape[dim] for shape in shapes], group, grad)
+
+
+def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
+    """Sum of a tensor over ranks, of which each keeps its chunk along ``dim``, as :func:`torch.chunk` cuts it.
+
+    Args:
+        x: Of one shape and dtype on every rank.
+        dim: Dimension to cut.
+        group: Process group; None is the world.
+
+    Raises:
+        ShapeError: If there are fewer chunks than ranks.
+        DistributedError: If there is no process group, or this rank is not in it.
+
+    Cost: the bytes of ``x``; backward as many, for the gradients of all chunks are gathered.
+    """
+    n = _check(group, "replicate")
+    dim = dim % max(x.dim(), 1)
+    sizes = chunk_sizes(x.shape[dim], n)
+    return _ReduceScatter.apply(x, dim, sizes, group)
+
+
+def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
+    """The tensor of rank ``src``, on every rank.
+
+    Args:
+        x: On ``src`` what is sent; on other ranks a tensor of the same shape and dtype, whose values do not matter.
+        src: Global rank.
+        group: Process group; None is the world.
+        grad: ``"replicate"`` or ``"partial"``; see the module. The gradient goes to ``src``, zeros to the others.
+
+    Raises:
+        ValueError: If ``grad`` is unknown.
+        DistributedError: If there is no process group, or this rank is not in it.
+    """
+    _check(group, grad)
+    return _Broadcast.apply(x, src, group, grad)
+
+
+def chunk_sizes(size: int, n: int) -> list[int]:
+    """Sizes of the n chunks that :func:`torch.chunk` cuts.
+
+    Raises:
+        ShapeError: If it cuts fewer than n.
+
+    Example:
+        >>> chunk_sizes(10, 4)
+        [3, 3, 3, 1]
+    """
+    step = -(-size // n) if size else 0
+    sizes = [max(0, min(step, size - i * step)) for i in range(n)]
+    if not all(sizes):
+        raise ShapeError(f"a dimension of {size} cannot be cut into {n} chunks as torch.chunk does: use fewer ranks")
+    return sizes
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, grad: str) -> Tensor:
+        ctx.group, ctx.grad = group, grad
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grad == "partial":
+            gradient = _AllReduce.apply(gradient, ctx.group, "partial")
+        return gradient, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group, grad: str) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.group, ctx.grad = dim, sizes, group, grad
+        # Of one size for every rank, which is all that collectives of tensors know.
+        largest = max(sizes)
+        padded = x.movedim(dim, 0)
+        if len(padded) < largest:
+            padded = torch.cat((padded, padded.new_zeros(largest - len(padded), *padded.shape[1:])))
+        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
+        dist.all_gather(parts, padded.contiguous(), group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grad == "partial":
+            mine = _ReduceScatter.apply(gradient, ctx.dim, ctx.sizes, ctx.group)
+        else:
+            mine = gradient.split(ctx.sizes, ctx.dim)[dist.get_rank(ctx.group)]
+        return mine, None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        rank = dist.get_rank(group)
+        if len(set(sizes)) == 1:
+            whole = x.movedim(dim, 0).contiguous()
+            mine = torch.empty_like(whole[: sizes[rank]])
+            dist.reduce_scatter(mine, list(whole.split(sizes)), group=group)
+            return mine.movedim(0, dim)
+        total = x.contiguous().clone()  # collectives know no uneven parts
+        dist.all_reduce(total, group=group)
+        return total.split(sizes, dim)[rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllGather.apply(gradient, ctx.dim, ctx.sizes, ctx.group, "partial"), None, None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: int, group: Group, grad: str) -> Tensor:
+        ctx.src, ctx.group, ctx.grad = src, group, grad
+        sent = x.contiguous().clone()
+        dist.broadcast(sent, src, group=group)
+        return sent
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grad == "partial":
+            gradient = _AllReduce.apply(gradient, ctx.group, "partial")
+        return gradient if dist.get_rank() == ctx.src else torch.zeros_like(gradient), None, None, None
+
+
+def _check(group: Group, grad: str) -> int:
+    """World size of the group, if this rank is in it."""
+    if grad not in _GRADS:
+        raise ValueError(f"grad={grad!r} is unknown: use one of {', '.join(map(repr, _GRADS))}")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DistributedError("there is no process group: call panther.distributed.init() first")
+    if dist.get_rank(group) < 0:
+        raise DistributedError(f"rank {dist.get_rank()} is not in the group: only the group's ranks may call this")
+    return get_world_size(group)
+
+
+def _shapes(x: Tensor, group: Group) -> list[tuple[int, ...]]:
+    own = torch.tensor([x.dim(), *x.shape, *([0] * (8 - x.dim()))], device=x.device)
+    rows = [torch.empty_like(own) for _ in range(get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    return [tuple(row[1 : 1 + row[0]].tolist()) for row in rows]

@@ -1,0 +1,129 @@
+"""Meshes of devices with named axes, and who this process is."""
+
+__all__ = ["DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"]
+
+import math
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from panther.errors import DistributedError, ShapeError, check_size
+
+AXES = ("replicate", "dp", "pp", "tp")
+"""Axes of a mesh, the outermost first: neighbouring ranks, which share a machine, are along tp."""
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """Rank of this process in a group, -1 outside of it; 0 where there is no process group.
+
+    Example:
+        >>> get_rank()
+        0
+    """
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of processes of a group, -1 outside of it; 1 where there is no process group.
+
+    Example:
+        >>> get_world_size()
+        1
+    """
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class DistributedInfo:
+    """Who this process is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Among the processes of this machine, as the launcher said; 0 if it did not."""
+    backend: str | None
+    """None without a process group."""
+    device: torch.device
+    """Where this rank computes: its current GPU with nccl, else the CPU."""
+    host: str
+
+
+def get_distributed_info() -> DistributedInfo:
+    """Rank, world size, backend and device of this process, with or without a process group.
+
+    Example:
+        >>> get_distributed_info().world_size
+        1
+    """
+    joined = dist.is_available() and dist.is_initialized()
+    return DistributedInfo(
+        rank=get_rank(),
+        world_size=get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        backend=dist.get_backend() if joined else None,
+        device=_device(),
+        host=socket.gethostname(),
+    )
+
+
+def make_mesh(
+    dp: int | None = None, pp: int | None = None, tp: int | None = None, replicate: int | None = None
+) -> DeviceMesh:
+    """Arrange all ranks on named axes. Every rank must call it.
+
+    The axes that are given make the mesh, in the order replicate, dp, pp, tp; ``mesh["tp"]`` is a part of it, and
+    ``mesh["dp", "tp"]``, in this order. Uneven sizes of what is split over an axis follow :func:`torch.chunk`.
+
+    Args:
+        dp: Ranks along data parallelism; with none of the four given, all ranks.
+        pp: Stages of a pipeline.
+        tp: Ranks that share layers.
+        replicate: Copies of what is sharded along dp (hybrid sharding).
+
+    Returns:
+        The mesh, on GPUs with nccl, else on CPUs.
+
+    Raises:
+        ShapeError: If the product of the axes is not the world size, or an axis is not positive; before anything is
+            sent.
+        DistributedError: If there is no process group.
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> make_mesh(dp=1, tp=1).mesh_dim_names
+        ('dp', 'tp')
+        >>> pr.distributed.shutdown()
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DistributedError("there is no process group: call panther.distributed.init() first")
+    world = dist.get_world_size()
+    given = {"replicate": replicate, "dp": dp, "pp": pp, "tp": tp}
+    sizes = {name: check_size(name, given[name], least=1) for name in AXES if given[name] is not None}  # type: ignore[arg-type]
+    sizes = sizes or {"dp": world}
+    product = math.prod(sizes.values())
+    if product != world:
+        raise ShapeError(
+            f"{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} = {product} must equal the world size "
+            f"({world}): {_advice(sizes, world, product)}"
+        )
+    return init_device_mesh(_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _advice(sizes: dict[str, int], world: int, product: int) -> str:
+    """Another size of one axis that fits, or another world."""
+    for name in sizes:
+        others = product // sizes[name]
+        if world % others == 0:
+            return f"use {name}={world // others}, or start {product} processes"
+    return f"start {product} processes"
+
+
+def _device() -> torch.device:
+    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

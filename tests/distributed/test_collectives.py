@@ -1,0 +1,168 @@
+"""Collectives, and their gradients against one process that holds what all ranks hold."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from panther.distributed import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    get_distributed_info,
+    get_rank,
+    get_world_size,
+    launch,
+    make_mesh,
+    reduce_scatter,
+)
+from panther.distributed.collectives import chunk_sizes
+from panther.errors import DistributedError, ShapeError
+
+pytestmark = pytest.mark.distributed
+
+
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
+
+
+def given(rank, *shape):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def differentiated(function, parts):
+    """Outputs and gradients of the sum of rank r's (r + 1) sin(output), for a function of all ranks' inputs."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    outputs = function(leaves)
+    loss = sum((rank + 1) * out.sin().sum() for rank, out in enumerate(outputs))
+    return [out.detach() for out in outputs], torch.autograd.grad(
+        loss, leaves, allow_unused=True, materialize_grads=True
+    )
+
+
+OPERATIONS = {
+    "all_reduce": (lambda x, **kw: all_reduce(x, **kw), lambda xs: [sum(xs)] * len(xs)),
+    "mean": (lambda x, **kw: all_reduce(x, "mean", **kw), lambda xs: [sum(xs) / len(xs)] * len(xs)),
+    "all_gather": (lambda x, **kw: all_gather(x, 1, **kw), lambda xs: [torch.cat(list(xs), 1)] * len(xs)),
+    "broadcast": (lambda x, **kw: broadcast(x, 1, **kw), lambda xs: [xs[1]] * len(xs)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_rank_with_a_loss_of_its_own(name, n):
+    """The sum of the losses is what one process minimises that holds everything."""
+    ours, theirs = OPERATIONS[name]
+    parts = [given(rank, 4, 2 if name != "all_gather" else 2 + rank) for rank in range(n)]
+
+    def rank():
+        x = parts[dist.get_rank()].clone().requires_grad_()
+        out = ours(x, grad="partial")
+        (gradient,) = torch.autograd.grad((dist.get_rank() + 1) * out.sin().sum(), x)
+        return out.detach(), gradient
+
+    outputs, gradients = differentiated(theirs, parts)
+    for (out, gradient), expected, expected_gradient in zip(on_ranks(rank, n), outputs, gradients, strict=True):
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_all_ranks_go_on_alike(name):
+    """One loss, computed everywhere: its gradient is not counted once a rank."""
+    ours, theirs = OPERATIONS[name]
+    parts = [given(rank, 4, 2) for rank in range(2)]
+
+    def rank():
+        x = parts[dist.get_rank()].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(ours(x).sin().sum(), x)
+        return gradient
+
+    leaves = [part.clone().requires_grad_() for part in parts]
+    loss = theirs(leaves)[0].sin().sum()
+    expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    for gradient, right in zip(on_ranks(rank), expected, strict=True):
+        torch.testing.assert_close(gradient, right)
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_reduce_scatter_by_chunks(rows, dim):
+    shape = (rows, 2) if dim == 0 else (2, rows)
+    parts = [given(rank, *shape) for rank in range(3)]
+
+    def rank():
+        x = parts[dist.get_rank()].clone().requires_grad_()
+        out = reduce_scatter(x, dim)
+        (gradient,) = torch.autograd.grad((dist.get_rank() + 1) * out.sin().sum(), x)
+        return out.detach(), gradient
+
+    outputs, gradients = differentiated(lambda xs: sum(xs).chunk(3, dim), parts)
+    for (out, gradient), expected, expected_gradient in zip(on_ranks(rank, 3), outputs, gradients, strict=True):
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_double_backward():
+    def rank():
+        x = given(dist.get_rank(), 3, 2).requires_grad_()
+        (first,) = torch.autograd.grad(all_gather(x, grad="partial").pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return first.detach(), second
+
+    for number, (first, second) in enumerate(on_ranks(rank)):
+        x = given(number, 3, 2)
+        torch.testing.assert_close(first, 2 * 3 * x**2)  # two ranks' losses
+        torch.testing.assert_close(second, 2 * 6 * x**2 * 12 * x)
+
+
+def test_what_is_refused():
+    def rank():
+        messages = []
+        for call in (
+            lambda: all_gather(torch.zeros(2 + dist.get_rank(), 3 + dist.get_rank())),
+            lambda: all_reduce(torch.zeros(1), "max"),
+            lambda: all_reduce(torch.zeros(1), grad="sum"),
+            lambda: reduce_scatter(torch.zeros(1)),
+        ):
+            with pytest.raises((ShapeError, ValueError)) as caught:
+                call()
+            messages.append(str(caught.value))
+        return messages
+
+    for messages in on_ranks(rank):
+        assert messages[0] == "all_gather along dim=0 takes shapes that differ only there, not [(2, 3), (3, 4)]"
+        assert messages[1].startswith("op='max' is unknown: use one of 'sum', 'mean'")
+        assert messages[2].startswith("grad='sum' is unknown: use one of 'replicate', 'partial'")
+        assert messages[3].startswith("a dimension of 1 cannot be cut into 2 chunks")
+    with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
+        all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("size", "n"), [(10, 4), (7, 3), (8, 8), (9, 2)])
+def test_chunks_are_those_of_torch(size, n):
+    assert chunk_sizes(size, n) == [len(part) for part in torch.arange(size).chunk(n)]
+
+
+def test_meshes():
+    def rank():
+        mesh = make_mesh(dp=2, tp=2)
+        names = [make_mesh().mesh_dim_names, make_mesh(tp=2, replicate=2).mesh_dim_names]
+        info = get_distributed_info()
+        with pytest.raises(ShapeError) as caught:
+            make_mesh(dp=2, pp=1, tp=3)
+        with pytest.raises(ShapeError) as negative:
+            make_mesh(dp=-4)
+        return tuple(mesh.get_coordinate()), names, info, str(caught.value), str(negative.value)
+
+    results = on_ranks(rank, 4)
+    assert [coordinate for coordinate, *_ in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    _, names, info, message, negative = results[3]
+    assert names == [("dp",), ("replicate", "tp")]
+    assert (info.rank, info.world_size, info.backend, info.device.type) == (3, 4, "gloo", "cpu")
+    rule = "dp * pp * tp = 2 * 1 * 3 = 6 must equal the world size (4)"
+    assert message == f"{rule}: use tp=2, or start 6 processes"
+    assert "dp=-4 must be at least 1" in negative
+    assert (get_rank(), get_world_size(), get_distributed_info().backend) == (0, 1, None)
+    with pytest.raises(DistributedError, match="there is no process group"):
+        make_mesh(dp=1)
