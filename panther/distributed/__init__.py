@@ -6,11 +6,16 @@ from .launching import cleanup_distributed, init, launch, setup_distributed, shu
 from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
 from .profiling import CommunicationCounter
 from .sync import sync_sketches, verify_sketches
+from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
 
 __all__ = [
+    "ColwiseSKParallel",
     "CommunicationCounter",
     "DistributedInfo",
     "DistributedSketchedModel",
+    "RowwiseSKParallel",
+    "TensorParallelModel",
+    "TensorParallelSKLinear",
     "all_gather",
     "all_reduce",
     "broadcast",

@@ -114,6 +114,11 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
     return _Broadcast.apply(x, src, group, grad)
 
 
+def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
+    """The tensor itself; its gradients, of which each rank has a part, are summed over the ranks."""
+    return _SumInBackward.apply(x, group)
+
+
 def chunk_sizes(size: int, n: int) -> list[int]:
     """Sizes of the n chunks that :func:`torch.chunk` cuts.
 
@@ -200,6 +205,17 @@ class _Broadcast(torch.autograd.Function):
         if ctx.grad == "partial":
             gradient = _AllReduce.apply(gradient, ctx.group, "partial")
         return gradient if dist.get_rank() == ctx.src else torch.zeros_like(gradient), None, None, None
+
+
+class _SumInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllReduce.apply(gradient, ctx.group, "replicate"), None
 
 
 def _check(group: Group, grad: str) -> int:

@@ -1,0 +1,254 @@
+"""Layers cut over ranks against the same layers in one piece: outputs, gradients, training, state, bytes."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from panther.distributed import (
+    ColwiseSKParallel,
+    CommunicationCounter,
+    RowwiseSKParallel,
+    TensorParallelModel,
+    TensorParallelSKLinear,
+    launch,
+    make_mesh,
+)
+from panther.distributed._sharded import unshard
+from panther.errors import ShapeError
+from panther.nn import SKLinear
+
+pytestmark = pytest.mark.distributed
+NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
+
+
+def pair(seed, fitted=False, dtype=torch.float64, sizes=(40, 50, 30), bias=True):
+    torch.manual_seed(seed)
+    layers = [SKLinear(n, m, 3, bias=bias) for n, m in pairwise(sizes)]
+    if fitted:
+        layers = [
+            SKLinear.from_linear(nn.Linear(layer.in_features, layer.out_features, bias), 1, 3) for layer in layers
+        ]
+    return nn.Sequential(layers[0], nn.GELU(), layers[1]).to(dtype)
+
+
+PLAN = {"0": ColwiseSKParallel(), "2": RowwiseSKParallel()}
+
+
+def data(dtype=torch.float64, n=7, width=40, out=30):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(n, 2, width, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randn(n, 2, out, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(ours, theirs, dtype):
+    assert (ours - theirs).norm() <= NORMWISE[dtype] * theirs.norm() + 1e-30
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_pair_is_the_layer_in_one_piece(n, fitted, dtype, bias):
+    """50 outputs over 3 and 4 ranks are uneven. Ranks start from other weights and seeds; the first one's are taken."""
+    x, y = data(dtype)
+
+    def rank():
+        mesh = make_mesh(tp=n)["tp"]
+        model = parallelize_module(pair(100 + dist.get_rank(), fitted, dtype, bias=bias), mesh, PLAN)
+        leaf = x.clone().requires_grad_()
+        out = model(leaf)
+        nn.functional.mse_loss(out, y).backward()
+        gradients = {name: whole(p.grad).detach() for name, p in model.named_parameters()}
+        parts = {name: p.to_local().shape for name, p in model.named_parameters()}
+        return (
+            out.detach(),
+            leaf.grad,
+            gradients,
+            parts,
+            [layer.weight for layer in model if isinstance(layer, SKLinear)],
+        )
+
+    single = pair(100, fitted, dtype, bias=bias)
+    leaf = x.clone().requires_grad_()
+    expected = single(leaf)
+    nn.functional.mse_loss(expected, y).backward()
+    results = on_ranks(rank, n)
+    for out, dx, gradients, _, weights in results:
+        close(out, expected.detach(), dtype)
+        close(dx, leaf.grad, dtype)
+        assert set(gradients) == {name for name, _ in single.named_parameters()}
+        for name, parameter in single.named_parameters():
+            close(gradients[name], parameter.grad, dtype)
+        for weight, layer in zip(weights, (single[0], single[2]), strict=True):
+            close(weight.detach(), layer.weight.detach(), dtype)
+    parts = [parts for *_, parts, _ in results]
+    assert [part["0.S2"][1] for part in parts] == [len(chunk) for chunk in torch.arange(50).chunk(n)]
+    assert sum(part["2.S1"][0] for part in parts) == 50
+    assert all(part["0.S1"] == (40, 3) for part in parts)
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+def test_ten_steps_of_training(fitted):
+    x, y = data()
+
+    def train(model):
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+    def rank():
+        return train(parallelize_module(pair(100 + dist.get_rank(), fitted), make_mesh(tp=3)["tp"], PLAN))
+
+    losses, weights = train(pair(100, fitted))
+    for their_losses, theirs in on_ranks(rank, 3):
+        assert their_losses == pytest.approx(losses, rel=1e-9)
+        assert all(torch.allclose(theirs[name], weights[name], rtol=1e-8, atol=1e-10) for name in weights)
+
+
+def test_a_rank_draws_only_its_part_of_the_sketches():
+    def rank():
+        model = parallelize_module(pair(0), make_mesh(tp=2)["tp"], PLAN)
+        return [model[0].U1, model[0].U2, model[2].U1, model[2].U2], model[0].seed
+
+    first, second = on_ranks(rank)
+    single = pair(0)
+    (U1, U2, V1, V2), seed = first
+    assert seed == single[0].seed
+    assert torch.equal(torch.cat((U1, second[0][0]), 1), single[0].U1)
+    assert torch.equal(torch.cat((V2, second[0][3])), single[2].U2)
+    assert torch.equal(U2, single[0].U2)
+    assert torch.equal(V1, single[2].U1)
+
+
+def test_state_dict_round_trip_and_unshard():
+    def rank():
+        mesh = make_mesh(tp=2)["tp"]
+        model = parallelize_module(pair(3), mesh, PLAN)
+        state = {key: copy.deepcopy(value) for key, value in model.state_dict().items()}
+        other = parallelize_module(pair(4), mesh, PLAN)
+        other.load_state_dict(state)
+        plain = [unshard(layer) for layer in (other[0], other[2])]
+        x, _ = data()
+        return torch.equal(model(x), other(x)), {key: tuple(value.shape) for key, value in state.items()}, plain
+
+    single = pair(3)
+    for same, shapes, plain in on_ranks(rank):
+        assert same
+        assert shapes == {key: tuple(value.shape) for key, value in single.state_dict().items()}
+        for layer, theirs in zip(plain, (single[0], single[2]), strict=True):
+            assert type(layer) is SKLinear
+            assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in layer.state_dict().items())
+
+
+def test_bytes_sent():
+    """2 R numbers a row, once forward in the row-wise layer and once backward in the column-wise one."""
+    R, rows = 64, 16
+
+    def rank():
+        model = nn.Sequential(SKLinear(4096, 4096, R), nn.ReLU(), SKLinear(4096, 4096, R))
+        model = parallelize_module(model, make_mesh(tp=2)["tp"], PLAN)
+        x = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(0))
+        with CommunicationCounter() as forward:
+            y = model(x)
+        with CommunicationCounter() as backward:
+            y.sum().backward()
+        return forward.bytes, backward.bytes
+
+    assert on_ranks(rank) == [(rows * 2 * R * 4, rows * 2 * R * 4)] * 2
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_the_guide_s_layer(gather):
+    def rank():
+        torch.manual_seed(7)
+        layer = TensorParallelSKLinear(20, 33, 2, dist.group.WORLD, gather_output=gather).double()
+        x = data(width=20)[0].requires_grad_()
+        out = layer(x)
+        (out if gather else out.square().sum() + 0 * out).sum().backward()
+        return out.detach(), x.grad, layer.local_out_features
+
+    torch.manual_seed(7)
+    single, x = SKLinear(20, 33, 2).double(), data(width=20)[0].requires_grad_()
+    expected = single(x)
+    results = on_ranks(rank)
+    assert [size for *_, size in results] == [17, 16]
+    if gather:
+        expected.sum().backward()
+        for out, gradient, _ in results:
+            close(out, expected.detach(), torch.float64)
+            close(gradient, x.grad, torch.float64)
+    else:
+        close(torch.cat([out for out, *_ in results], -1), expected.detach(), torch.float64)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_guide_s_model(count):
+    widths = [24, 31, 18, 9][: count + 1]
+    configs = [{"in_features": n, "out_features": m, "sketch_size": 2} for n, m in pairwise(widths)]
+
+    def rank():
+        torch.manual_seed(7)
+        model = TensorParallelModel(configs, dist.group.WORLD).double()
+        x = data(width=24)[0].requires_grad_()
+        out = model(x)
+        out.sin().sum().backward()
+        return out.detach(), x.grad
+
+    torch.manual_seed(7)
+    layers = [SKLinear(*config.values()).double() for config in configs]
+    x = data(width=24)[0].requires_grad_()
+    expected = x
+    for index, layer in enumerate(layers):
+        expected = layer(expected if index == 0 else expected.relu())
+    expected.sin().sum().backward()
+    for out, gradient in on_ranks(rank):
+        close(out, expected.detach(), torch.float64)
+        close(gradient, x.grad, torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+def test_what_is_refused():
+    def rank():
+        mesh = make_mesh(tp=2)["tp"]
+        messages = []
+        for call in (
+            lambda: parallelize_module(nn.Linear(4, 4), mesh, ColwiseSKParallel()),
+            lambda: parallelize_module(SKLinear(40, 1, 2), mesh, ColwiseSKParallel()),
+            lambda: TensorParallelModel([], mesh),
+            lambda: TensorParallelModel([{"in_features": 3}], mesh),
+            lambda: TensorParallelModel(
+                [{"in_features": n, "out_features": 4, "sketch_size": 1} for n in (3, 5)], mesh
+            ),
+        ):  # fmt: skip
+            with pytest.raises((ShapeError, TypeError)) as caught:
+                call()
+            messages.append(str(caught.value))
+        return messages
+
+    messages = on_ranks(rank)[0]
+    assert messages[0] == "ColwiseSKParallel cuts an SKLinear, not a Linear: name its layers"
+    assert messages[1].startswith("a dimension of 1 cannot be cut into 2 chunks")
+    assert messages[2] == "layer_configs is empty and must have at least one layer"
+    assert messages[3] == "layer_configs[0] must have the keys in_features, out_features, sketch_size, not in_features"
+    assert messages[4].startswith("layer_configs[0] gives 4 features and layer_configs[1] takes 5")
