@@ -4,6 +4,8 @@ from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data import DistributedSketchedModel, data_parallel
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
 from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
+from .metrics import DistributedMetricsCollector
+from .pipelining import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
 from .profiling import CommunicationCounter
 from .sync import sync_sketches, verify_sketches
 from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
@@ -12,7 +14,10 @@ __all__ = [
     "ColwiseSKParallel",
     "CommunicationCounter",
     "DistributedInfo",
+    "DistributedMetricsCollector",
     "DistributedSketchedModel",
+    "MicrobatchPipelineTrainer",
+    "PipelineParallelSketchedModel",
     "RowwiseSKParallel",
     "TensorParallelModel",
     "TensorParallelSKLinear",
