@@ -14,14 +14,16 @@ from .nn.io import load_compressed, save_compressed
 
 if TYPE_CHECKING:
     from . import distributed
+    from .distributed import choose_parallelism_strategy
 
-_LAZY = ("distributed",)  # PEP 562: imported when first asked for
+_LAZY = {"distributed": "distributed", "choose_parallelism_strategy": "distributed"}  # PEP 562: when first asked for
 
 __all__ = [
     "CompressionReport",
     "HealConfig",
     "SketchConfig",
     "__version__",
+    "choose_parallelism_strategy",
     "compress",
     "compression",
     "distributed",
@@ -37,7 +39,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return import_module(f"{__name__}.{name}")
+        module = import_module(f"{__name__}.{_LAZY[name]}")
+        return module if name == _LAZY[name] else getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

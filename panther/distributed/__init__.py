@@ -1,5 +1,6 @@
 """Sketched models on many processes, on torch's own engines."""
 
+from .advisor import choose_parallelism_strategy
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data import DistributedSketchedModel, data_parallel
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
@@ -24,6 +25,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "choose_parallelism_strategy",
     "cleanup_distributed",
     "data_parallel",
     "get_distributed_info",

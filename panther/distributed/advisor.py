@@ -1,0 +1,46 @@
+"""Which parallelism a model needs on a given machine."""
+
+__all__ = ["choose_parallelism_strategy"]
+
+from numbers import Real
+
+_BYTES = 4  # of a parameter
+
+
+def choose_parallelism_strategy(model_size: int, num_gpus: int, memory_per_gpu: float) -> list[str]:
+    """Rules of thumb, in this order, for what to look at; several or none can hold.
+
+    ``"data_parallel"`` if the parameters in float32 take less than 70 % of a GPU; ``"model_parallel"`` if they take
+    more than one; ``"tensor_parallel"`` from four GPUs on; ``"hybrid_parallel"`` from eight on, if the parameters take
+    more than half of one. Gradients, optimizer states and activations are not counted: with Adam they are three times
+    the parameters and more.
+
+    Args:
+        model_size: Parameters of the model.
+        num_gpus: Number of GPUs.
+        memory_per_gpu: Bytes.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If one is not positive.
+
+    Example:
+        >>> choose_parallelism_strategy(7_000_000_000, 8, 80e9)
+        ['data_parallel', 'tensor_parallel']
+        >>> choose_parallelism_strategy(70_000_000_000, 16, 80e9)
+        ['model_parallel', 'tensor_parallel', 'hybrid_parallel']
+    """
+    given = {"model_size": model_size, "num_gpus": num_gpus, "memory_per_gpu": memory_per_gpu}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be positive: model_size in parameters, memory_per_gpu in bytes")
+    needed = model_size * _BYTES
+    rules = {
+        "data_parallel": needed < 0.7 * memory_per_gpu,
+        "model_parallel": needed > memory_per_gpu,
+        "tensor_parallel": num_gpus >= 4,
+        "hybrid_parallel": num_gpus >= 8 and needed > 0.5 * memory_per_gpu,
+    }
+    return [name for name, holds in rules.items() if holds]
