@@ -2,11 +2,13 @@
 
 __all__ = ["compress", "sketch_layers_"]
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -19,7 +21,7 @@ from panther.compression.healing import HealConfig
 from panther.compression.planning import Selector, make_plan
 from panther.compression.report import CompressionReport
 from panther.compression.running import Runner, calibrating
-from panther.errors import CompressionError, PerformanceWarning
+from panther.errors import CompressionError, PerformanceWarning, check_size
 from panther.sketch import check_seed
 
 _METHODS = ("two_sided", "activation", "svd", "random")
@@ -118,39 +120,37 @@ def compress(
     R. Grosse, ICML 2015, arXiv:1503.05671.
     """
     _check_options(budget, max_bytes, max_error, method, allocate, loss_fn, sequential, calibration, heal)
+    if statistics_memory_bytes is not None:
+        check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
     _check_model(model)
-    plan = make_plan(model, include, exclude, seeded=method == "random")
-    allocate = allocate or ("global" if method == "two_sided" else "uniform")
-    seed = check_seed(seed)
-    runner = None if calibration is None else Runner(model, calibration, forward_fn, mask_fn, group, progress)
-    job = Job(model, plan, runner, seed, method, allocate)
-    with nullcontext() if runner is None else calibrating(model, seed, runner.device):
-        if runner is not None and method in _CALIBRATED:
-            job.survey(loss_fn)
-        job.check_targets()
-        limit = None if max_error is not None else job.limit(budget, max_bytes)
-        job.fit(limit, loss_fn, statistics_memory_bytes, keep=sequential)
-        if limit is None:
-            limit = job.least_limit(max_error)  # type: ignore[arg-type]
-        ranks = job.choose(limit)
-        replacement = job.refit(ranks) if sequential else job.replacement(ranks)
-        job.measure(replacement, measure_speed)
-    job.place(replacement)
-    try:
-        if heal is not None:
-            job.heal(replacement, heal)
-        result = job.report(ranks, replacement)
-    except BaseException:
-        job.undo(replacement)
-        raise
-    slow = [layer.names[0] for layer in result.layers if layer.speedup is not None and layer.speedup < _SLOWER]
-    if slow:
-        warnings.warn(
-            f"{len(slow)} of {len(result.layers)} layers are slower than their dense originals ({', '.join(slow[:5])}"
-            f"{', ...' if len(slow) > 5 else ''}): exclude them, or see `speedup` in the report",
-            PerformanceWarning,
-            stacklevel=2,
-        )
+    with torch.inference_mode(False), torch.enable_grad():
+        plan = make_plan(model, include, exclude, seeded=method == "random")
+        allocate = allocate or ("global" if method == "two_sided" else "uniform")
+        seed = check_seed(seed)
+        runner = None if calibration is None else Runner(model, calibration, forward_fn, mask_fn, group, progress)
+        if runner is not None:
+            seed = runner.agreed(seed)
+        job = Job(model, plan, runner, seed, method, allocate)
+        with nullcontext() if runner is None else calibrating(model, seed, runner.device):
+            if runner is not None and method in _CALIBRATED:
+                job.survey(loss_fn)
+            job.check_targets()
+            limit = None if max_error is not None else job.limit(budget, max_bytes)
+            job.fit(limit, loss_fn, statistics_memory_bytes, keep=sequential)
+            if limit is None:
+                limit = job.least_limit(max_error)  # type: ignore[arg-type]
+            ranks = job.choose(limit)
+            replacement = job.refit(ranks, max_error) if sequential else job.replacement(ranks)
+            job.measure(replacement, measure_speed)
+        try:
+            job.place(replacement)
+            if heal is not None:
+                job.heal(replacement, heal)
+            result = job.report(ranks, replacement)
+            _warn_of_slower(result)
+        except BaseException:
+            job.undo(replacement)
+            raise
     return result
 
 
@@ -198,6 +198,17 @@ def sketch_layers_(
     return job.report(ranks, replacement)
 
 
+def _warn_of_slower(report: CompressionReport) -> None:
+    slow = [layer.names[0] for layer in report.layers if layer.speedup is not None and layer.speedup < _SLOWER]
+    if slow:
+        warnings.warn(
+            f"{len(slow)} of {len(report.layers)} layers are slower than their dense originals ({', '.join(slow[:5])}"
+            f"{', ...' if len(slow) > 5 else ''}): exclude them, or see `speedup` in the report",
+            PerformanceWarning,
+            stacklevel=3,
+        )
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be an nn.Module, not a {type(model).__name__}")
@@ -224,8 +235,8 @@ def _check_options(
         )
     for name, value in given.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not value > 0 or (name == "budget" and value > 1):
-            rule = "a fraction in (0, 1]" if name == "budget" else "positive"
+        if not number or not 0 < value < math.inf or (name == "budget" and value > 1):
+            rule = "a fraction in (0, 1]" if name == "budget" else "positive and finite"
             raise ValueError(f"{name}={value!r} must be {rule}")
     if calibration is None and (method in _CALIBRATED or max_error is not None or heal is not None):
         asker = f"method={method!r}" if method in _CALIBRATED else "max_error" if max_error is not None else "heal"

@@ -4,7 +4,7 @@ __all__ = ["Job"]
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from panther.compression.allocation import (
     predicted,
 )
 from panther.compression.calibration import Loss, Statistics, Survey, drift, gather, passes, survey
-from panther.compression.conversion import Fit, components, convert, convert_plainly, fit, inherit_flags
+from panther.compression.conversion import Fit, components, convert, convert_plainly, fit, inherit_flags, wide
 from panther.compression.healing import HealConfig, HealResult, heal
 from panther.compression.measuring import LayerFigures, layer_figures, model_speedup
 from panther.compression.planning import Left, Plan, Target, replace_modules, swap_modules
@@ -29,7 +29,7 @@ from panther.compression.running import Runner, calibrating
 from panther.errors import CompressionError, NumericalWarning
 
 _ERROR_STEPS = 8  # halvings of the budget in the search for max_error
-_DOUBLE, _SINGLE = 8, 4
+_DOUBLE = 8
 
 Replacement = dict[nn.Module, nn.Module]
 
@@ -53,7 +53,7 @@ class Job:
         self.passes = self.extra_bytes = 0
         self.figures: dict[Target, LayerFigures] = {}
         self.errors: dict[str, float] = {}
-        self.predicted_error: float | None = None
+        self.predictable = False  # whether the moments tell the error of the output
         self.measured_speedup: float | None = None
         self.healed: HealResult | None = None
         self.original: dict[nn.Parameter, Tensor] = {}
@@ -80,13 +80,13 @@ class Job:
             self.gradients, self.allocate = False, "uniform"
             note = "the output has no gradient, so G is the identity and ranks are uniform (method 'activation')"
             self.notes.append(note)
-            warnings.warn(f"method='two_sided' is not possible: {note}", NumericalWarning, stacklevel=4)
+            warnings.warn(f"method='two_sided' is not possible: {note}", NumericalWarning, stacklevel=3)
         for target in list(self.targets):
             reason = None
             if target in found.idle:
-                reason = "is never called on the calibration batches"
+                reason = "is not called on the first calibration batch"
             elif self.gradients and target in found.blind:
-                reason = "has no gradient: the output does not depend on it"
+                reason = "has no gradient: the output does not depend on it, or only through no_grad, detach or zeros"
             if reason is not None:
                 self.targets.remove(target)
                 self.left.append(Left(target.name, type(target.modules[0]).__name__, reason))
@@ -97,12 +97,12 @@ class Job:
         """Bytes for the targets, at least what their smallest ranks take."""
         dense = sum(target.dense_bytes for target in self.targets)
         if budget is not None:
-            limit, what = int(budget * dense), f"budget={budget}"
+            limit, what, other = int(budget * dense * (1 + 1e-12)), f"budget={budget}", None  # 0.29 * 100 is 28.99...
         else:
             assert max_bytes is not None
-            limit, what = int(max_bytes) - (self.bytes_before - dense), f"max_bytes={max_bytes:,}"
-            limit -= 32 * sum(len(target.modules) for target in self.targets)  # sketch_seed
-        check_feasible(self.targets, limit, what, seeded=self.seeded)
+            other = self.bytes_before - dense + 32 * sum(len(target.modules) for target in self.targets)  # sketch_seed
+            limit, what = int(max_bytes) - other, f"max_bytes={max_bytes:,}"
+        check_feasible(self.targets, limit, what, other_bytes=other, seeded=self.seeded)
         return min(limit, dense)
 
     def fit(self, limit: int | None, loss_fn: Loss | None, memory: int | None, *, keep: bool) -> None:
@@ -133,12 +133,11 @@ class Job:
                 self.scale[target] = own.positions / energy if energy > 0 and loss_fn is None else own.positions
                 if keep:
                     self.kept[target] = own
-        if loss_fn is None and self.gradients:
-            self.predicted_error = 0.0  # known, and computed with the ranks
+        self.predictable = loss_fn is None and self.gradients
 
     def _factor_bytes(self, share: float, keep: bool) -> int:
         """Factors of all targets, and the largest target's workspace."""
-        factors = sum(_SINGLE * target.numbers(components(target, share)) for target in self.targets)
+        factors = sum(wide(target).itemsize * target.numbers(components(target, share)) for target in self.targets)
         work = max(
             _DOUBLE * target.groups * (3 * (target.inner**2 + target.outer**2) + 6 * target.inner * target.outer)
             for target in self.targets
@@ -205,8 +204,8 @@ class Job:
                 new |= convert(target, self.fits[target], rank, seed)
         return new
 
-    def refit(self, ranks: Ranks) -> Replacement:
-        """New layers, each fitted to what it reads once those before it are replaced."""
+    def refit(self, ranks: Ranks, max_error: float | None) -> Replacement:
+        """New layers, each fitted to what it reads once those before it are replaced; not if that misses max_error."""
         assert self.runner is not None
         assert self.found is not None
         seeds = {target: self.seed_of(index) for index, target in enumerate(self.targets)}
@@ -221,17 +220,37 @@ class Job:
             for target, rank in chosen:
                 found = fit(target, self.kept.pop(target), most=rank, seed=seeds[target], drifted=drifted)
                 new |= convert(target, found, rank, seeds[target])
+        if max_error is not None:
+            error = self.runner.errors([partial(replace_modules, self.model, new)], "error")[0]
+            if error > max_error:
+                self.notes.append(f"layers are not fitted in sequence, with which the error is {error:.3g}")
+                return self.replacement(ranks)
         return new
 
     def measure(self, replacement: Replacement, speed: bool) -> None:
         """Errors and speed on the held-out batches."""
         if self.runner is None:
             return
-        variant = partial(replace_modules, self.model, replacement)
-        self.errors["measured"] = self.runner.errors([variant], "error")[0]
+        self.errors["measured"] = self.runner.errors([partial(self._all_replaced, replacement)], "error")[0]
         self.figures = layer_figures(self.runner, self.targets, replacement, speed=speed)
         if speed and replacement:
             self.measured_speedup = model_speedup(self.runner, replacement)
+
+    @contextmanager
+    def _all_replaced(self, replacement: Replacement) -> Iterator[None]:
+        """The new layers stand in the model, and no old one is called from anywhere."""
+        names = {module: target.name for target in self.targets for module in target.modules}
+
+        def refuse(module: nn.Module, _: Any) -> None:
+            raise CompressionError(
+                f"layer {names[module]!r} is called also from where it is not registered, such as a plain list, and "
+                "cannot be replaced there: use an nn.ModuleList, or exclude the layer"
+            )
+
+        with replace_modules(self.model, replacement), ExitStack() as hooks:
+            for old in replacement:
+                hooks.callback(old.register_forward_pre_hook(refuse).remove)
+            yield
 
     def heal(self, replacement: Replacement, config: HealConfig) -> None:
         """Distil the original into the model, whose layers have been replaced."""
@@ -275,8 +294,8 @@ class Job:
         for name, module in self.model.named_modules():
             nested = isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
             if nested and new.intersection(module.modules()):
-                module.use_nested_tensor = False
                 self.encoders.append(module)
+                module.use_nested_tensor = False
                 self.notes.append(
                     f"use_nested_tensor is off in {name or 'the model'!r}: with it torch reads the weight of sketched "
                     "layers where padding is masked, which forms them"
@@ -296,7 +315,7 @@ class Job:
 
     def report(self, ranks: Ranks, replacement: Mapping[nn.Module, nn.Module]) -> CompressionReport:
         """What happened, once the layers have been replaced."""
-        tails = self.tails() if self.scale else {}
+        tails = self.tails() if self.gradients and self.scale else {}
         losses = {t: tails[t][r].item() if (r := ranks[t]) is not None else 0.0 for t in self.targets if t in tails}
         whole = sum(losses.values())
         layers = []
@@ -321,7 +340,6 @@ class Job:
                     speedup=None if own is None else own.speedup,
                 )
             )
-        known = self.predicted_error is not None
         return CompressionReport(
             layers=tuple(layers),
             left=tuple(self.left),
@@ -332,7 +350,7 @@ class Job:
             bytes_after=_bytes(self.model),
             eligible_bytes_before=sum(layer.bytes_before for layer in layers),
             eligible_bytes_after=sum(layer.bytes_after for layer in layers),
-            predicted_error=predicted(tails, ranks) ** 0.5 if known else None,
+            predicted_error=predicted(tails, ranks) ** 0.5 if self.predictable else None,
             measured_error=self.errors.get("measured"),
             uniform_error=self.errors.get("uniform"),
             healed=self.healed,

@@ -26,13 +26,18 @@ def least_bytes(targets: Sequence[Target], *, seeded: bool = False) -> int:
     return sum(target.bytes(LEAST_RANK, seeded=seeded) for target in targets)
 
 
-def check_feasible(targets: Sequence[Target], limit: int, what: str, *, seeded: bool = False) -> None:
-    """Raise unless the smallest ranks fit into ``limit`` bytes."""
+def check_feasible(
+    targets: Sequence[Target], limit: int, what: str, *, other_bytes: int | None = None, seeded: bool = False
+) -> None:
+    """Raise unless the smallest ranks fit into ``limit`` bytes, which with ``other_bytes`` make up a max_bytes."""
     least, dense = least_bytes(targets, seeded=seeded), sum(target.dense_bytes for target in targets)
     if least > limit:
+        feasible = (
+            f"budget is {_ceil(least / dense)}" if other_bytes is None else f"max_bytes is {least + other_bytes:,}"
+        )
         raise CompressionError(
             f"{what} leaves {max(limit, 0):,} bytes for layers that take {least:,} at rank {LEAST_RANK}: the smallest "
-            f"feasible budget is {_ceil(least / dense)}, or exclude some layers"
+            f"feasible {feasible}, or exclude some layers"
         )
 
 

@@ -15,6 +15,7 @@ __all__ = ["Drifted", "Statistics", "Survey", "drift", "gather", "passes", "stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -90,19 +91,20 @@ def survey(runner: Runner, targets: Sequence[Target], loss_fn: Loss | None) -> S
 
     def note(target: Target, module: nn.Module, x: Tensor) -> None:
         alive.append(x)
-        key = (x.data_ptr(), x.shape, x.stride(), x._version, _geometry(module))
+        key = (x.data_ptr(), x.shape, x.stride(), _version(x), _geometry(module))
         keys.setdefault(target, []).append(key)
 
     batch = runner.batches[0]
-    with _watched(targets, note) as taps:
+    with _watched(targets, note) as watch:
         output = runner.output(batch)
+        gradients = _gradients(runner, output, batch, watch, 0, loss_fn) if output.requires_grad else []
     inputs: dict[Any, list[Target]] = {}
     for target, found in keys.items():
         inputs.setdefault(tuple(found), []).append(target)
     blind, differentiable = set(keys), output.requires_grad
     if differentiable:
-        gradients = _gradients(runner, output, batch, taps, 0, loss_fn)
-        blind -= {target for (target, _, _), g in zip(taps, gradients, strict=True) if g is not None and g.any()}
+        found_at = zip(watch.taps, gradients, strict=True)
+        blind -= {target for (target, _, _), g in found_at if g is not None and g.any()}
     calls = {target: len(found) for target, found in keys.items()}
     return Survey(list(inputs.values()), calls, set(targets) - set(keys), blind, differentiable)
 
@@ -167,13 +169,15 @@ def gather(
             own.G = {target: _zeros(groups, target.outer, target.outer, device=device) for target in several}
         moments[several[0]] = own
         leaders |= dict.fromkeys(several, several[0])
+    compared = {target for several in inputs if len(several) > 1 for target in several}
     seen: dict[Target, list[Tensor]] = {}
     energy = torch.zeros(1, dtype=torch.float64)
     number = 0
     mask: Tensor | None = None
 
     def note(target: Target, module: nn.Module, x: Tensor) -> None:
-        seen.setdefault(target, []).append(x)
+        if target in compared:
+            seen.setdefault(target, []).append(x)
         if leaders[target] is not target:
             return
         own = moments[target]
@@ -191,8 +195,9 @@ def gather(
     for number, batch in enumerate(runner.over(runner.batches, what)):
         mask = runner.mask(batch)
         seen.clear()
-        with _watched(targets, note, gradients=gradients) as taps, torch.set_grad_enabled(gradients):
+        with _watched(targets, note, gradients=gradients) as watch, torch.set_grad_enabled(gradients):
             output = runner.output(batch)
+            found = _gradients(runner, output, batch, watch, seed + number, loss_fn) if watch.taps else []
         for several in inputs:
             for other in several[1:]:
                 if not _same(seen.get(several[0], []), seen.get(other, [])):
@@ -200,12 +205,16 @@ def gather(
                         f"layers {several[0].name!r} and {other.name!r} read one input in the first batch and two in "
                         f"batch {number}: exclude one of them"
                     )
-        energy += squares(counted(output.detach(), mask))
-        if gradients and taps:
-            found = _gradients(runner, output, batch, taps, seed + number, loss_fn)
-            for (target, module, _), gradient in zip(taps, found, strict=True):
-                if gradient is not None:
-                    _add_gradient(moments[leaders[target]].G[target], target, module, gradient, mask, number)
+        size = squares(counted(output.detach(), mask))
+        if not isfinite(size):
+            raise CompressionError(
+                f"the model's output is NaN or infinite in calibration batch {number}: mend the batch or the model, or "
+                "return what is finite in forward_fn"
+            )
+        energy += size
+        for (target, module, _), gradient in zip(watch.taps, found, strict=True):
+            if gradient is not None:
+                _add_gradient(moments[leaders[target]].G[target], target, module, gradient, mask, number)
         seen.clear()
     result = {}
     for leader, own in moments.items():
@@ -261,39 +270,57 @@ def drift(runner: Runner, several: Sequence[Target], calls: int, compressed: Cal
     return Drifted(A / rows, mean / rows, cross / rows)
 
 
+@dataclass
+class _Watch:
+    """Outputs of the targets in one forward, in order, where gradients are taken."""
+
+    taps: list[tuple[Target, nn.Module, Tensor]] = field(default_factory=list)
+    over: bool = False  # what runs from now on is checkpointing's second forward
+
+
 @contextmanager
 def _watched(
     targets: Sequence[Target], note: Callable[[Target, nn.Module, Tensor], None], gradients: bool = True
-) -> Iterator[list[tuple[Target, nn.Module, Tensor]]]:
+) -> Iterator[_Watch]:
     """Call ``note`` with every input of the targets, and collect their outputs, where gradients are taken."""
-    taps: list[tuple[Target, nn.Module, Tensor]] = []
+    watch = _Watch()
     with ExitStack() as hooks:
         for target in targets:
             for module in target.modules:
 
-                def hook(module: nn.Module, args: Any, output: Tensor, target: Target = target) -> Tensor | None:
-                    note(target, module, args[0].detach())
+                def hook(
+                    module: nn.Module, args: Any, kwargs: Any, output: Tensor, target: Target = target
+                ) -> Tensor | None:
+                    if not watch.over:
+                        note(target, module, input_of(args, kwargs).detach())
                     if not gradients or not torch.is_grad_enabled():
                         return None
                     if not output.requires_grad:  # the first layer that is watched: the graph begins here
                         output.requires_grad_()
-                    taps.append((target, module, output))
+                    if not watch.over:
+                        watch.taps.append((target, module, output))
                     return output.clone()  # which the model may change in place
 
-                hooks.callback(module.register_forward_hook(hook).remove)
-        yield taps
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield watch
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a layer was called with, by position or by name."""
+    return next(iter((*args, *kwargs.values())))
 
 
 def _gradients(
     runner: Runner,
     output: Tensor,
     batch: Any,
-    taps: Sequence[tuple[Target, nn.Module, Tensor]],
+    watch: _Watch,
     seed: int,
     loss_fn: Loss | None,
 ) -> Sequence[Tensor | None]:
     """Gradients at the layers' outputs of the loss, or of the output times a normal vector."""
-    at = [tap for _, _, tap in taps]
+    watch.over = True
+    at = [tap for _, _, tap in watch.taps]
     if loss_fn is not None:
         return torch.autograd.grad(loss_fn(output, batch), at, allow_unused=True)
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
@@ -351,9 +378,13 @@ def _geometry(module: nn.Module) -> Any:
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(
-        x.data_ptr() == y.data_ptr() and x.shape == y.shape and x._version == y._version
+        x.data_ptr() == y.data_ptr() and x.shape == y.shape and _version(x) == _version(y)
         for x, y in zip(ours, theirs, strict=True)
     )
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # those of inference mode have none
 
 
 def _zeros(*shape: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ weighted norm). Where a layer has a bias, A is the covariance of its inputs and 
 changes, which is the best bias for every W.
 """
 
-__all__ = ["Fit", "components", "convert", "convert_plainly", "fit", "has_bias", "inherit_flags"]
+__all__ = ["Fit", "components", "convert", "convert_plainly", "fit", "has_bias", "inherit_flags", "wide"]
 
 import warnings
 from collections.abc import Mapping
@@ -85,11 +85,11 @@ def fit(target: Target, statistics: Statistics | None, *, most: int, seed: int, 
         drifted: What the layer reads once those before it are compressed; the weight is then fitted to make of that
             what the original makes of the original's input.
     """
-    W = target.matrices()
+    W, dtype = target.matrices(), wide(target)
     if statistics is None:
         left, sigma, right = _leading(W, most, seed)
         energy, total = sigma.square().sum(0), W.square().sum().item()
-        return Fit((left * sigma[:, None, :]).float(), right.float(), energy, total, energy, total, None)
+        return Fit((left * sigma[:, None, :]).to(dtype), right.to(dtype), energy, total, energy, total, None)
     A, mean, cross = statistics.A, statistics.mean, None
     source, source_mean = W, statistics.mean
     if drifted is not None:
@@ -111,14 +111,19 @@ def fit(target: Target, statistics: Statistics | None, *, most: int, seed: int, 
     local = left.square().sum((0, 1))  # the right factors are orthonormal in the metric of A
     right = torch.linalg.solve_triangular(L, right, upper=False, left=False)
     return Fit(
-        left.float(),
-        right.float(),
+        left.to(dtype),
+        right.to(dtype),
         sigma.square().sum(0),
         M.square().sum().item(),
         local,
         WL.square().sum().item(),
         (mean, (W @ source_mean[..., None])[..., 0]) if biased else None,
     )
+
+
+def wide(target: Target) -> torch.dtype:
+    """What a target's factors are held in: float32, or its own dtype if that is wider."""
+    return torch.promote_types(target.weight.dtype, torch.float32)
 
 
 def components(target: Target, share: float) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther.compression.calibration import input_of
 from panther.compression.planning import Target, replace_modules
-from panther.compression.running import Runner, counted, squares
+from panther.compression.running import Runner, counted, relative_error, squares
 
 _ROUNDS = 7
 
@@ -28,7 +29,7 @@ class LayerFigures:
     @property
     def error(self) -> float | None:
         """Relative error of the layer's output, its bias left out; None where it was never called."""
-        return (self.lost / self.total) ** 0.5 if self.total else None
+        return relative_error(self.lost, self.total) if self.total else None
 
 
 @torch.no_grad()
@@ -44,15 +45,15 @@ def layer_figures(
             if module not in replacement:
                 continue
 
-            def hook(module: nn.Module, args: Any, output: Tensor, target: Target = target) -> None:
-                own, new = figures[target], replacement[module]
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, target: Target = target) -> None:
+                own, new, x = figures[target], replacement[module], input_of(args, kwargs)
                 rows = mask if not isinstance(module, nn.Conv2d) else None
-                own.lost += squares(counted(new(args[0]) - output, rows))
+                own.lost += squares(counted(new(x) - output, rows))
                 own.total += squares(counted(output, rows))
                 if speed and own.speedup is None:
-                    own.speedup = _speedup(lambda: module.forward(args[0]), lambda: new(args[0]), args[0].device)
+                    own.speedup = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
 
-            hooks.append(module.register_forward_hook(hook))
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
         for batch in runner.over(runner.held_out, "layers' errors"):
             mask = runner.mask(batch)

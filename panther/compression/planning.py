@@ -231,6 +231,8 @@ def _refusal(
         return "is on the meta device: load its weights first"
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
+    if "forward" in vars(module):
+        return "has a forward that was set on it (by accelerate, say), which would be lost: remove it first"
     if any(len(getattr(module, hooks)) for hooks in _HOOKS):
         return "has hooks, which would be lost: remove them first"
     if not weight.detach().isfinite().all():
@@ -250,8 +252,8 @@ def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...]) -> Target:
 @contextmanager
 def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
     """Put others in the place of modules, wherever these stand, and put them back at the end."""
-    swap_modules(model, replacement)
     try:
+        swap_modules(model, replacement)
         yield
     finally:
         swap_modules(model, {new: old for old, new in replacement.items()})

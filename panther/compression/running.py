@@ -6,11 +6,13 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf, isfinite
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from panther.errors import CompressionError
 
@@ -62,7 +64,14 @@ class Runner:
     ) -> None:
         self.model, self.forward_fn, self.mask_fn, self.group = model, forward_fn, mask_fn, group
         self.show = sys.stderr.isatty() if progress is None else progress
-        first = next(itertools.chain(model.parameters(), model.buffers()), None)
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if is_lazy(tensor):
+                raise CompressionError(
+                    f"{name!r} of the model has no values yet, and calibration would make them: run the model on a "
+                    "batch first"
+                )
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        first = next((tensor for tensor in tensors if not tensor.is_meta), None)
         self.device = torch.device("cpu") if first is None else first.device
         every = [_to(batch, self.device) for batch in _listed(calibration)]
         if len(every) < 2:
@@ -123,6 +132,14 @@ class Runner:
         if self.show:
             print(text, file=sys.stderr)
 
+    def agreed(self, seed: int) -> int:
+        """The seed of the first rank of the group."""
+        if self.group is None:
+            return seed
+        shared = torch.tensor([seed], device=self.device)
+        dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return int(shared.item())
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Add float64 tensors over the ranks of the group, in place."""
         if self.group is not None:
@@ -138,7 +155,11 @@ class Runner:
         what: str,
         reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[float]:
-        """Relative error of the output on the held-out batches under each variant, a context that changes the model."""
+        """Relative error of the output on the held-out batches under each variant, a context that changes the model.
+
+        Raises:
+            CompressionError: If the output of the reference is not finite.
+        """
         sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
         for batch in self.over(self.held_out, what):
             mask = self.mask(batch)
@@ -149,12 +170,25 @@ class Runner:
                 with variant():
                     sums[index] += squares(counted(self.output(batch), mask) - exact)
         self.sum_([sums])
-        return (sums[:-1] / sums[-1]).sqrt().tolist()
+        *lost, whole = sums.tolist()
+        if not isfinite(whole):
+            raise CompressionError(
+                f"the model's output is NaN or infinite on the held-out batches, 1 in {_HELD_OUT}: mend the batches or "
+                "the model, or return what is finite in forward_fn"
+            )
+        return [relative_error(each, whole) for each in lost]
 
 
 def squares(x: Tensor) -> float:
     """Sum of squares in float64, without a copy in it."""
     return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+
+
+def relative_error(lost: float, whole: float) -> float:
+    """Root of the ratio of two squared norms; nothing lost is no error, of nothing too."""
+    if lost == 0:
+        return 0.0
+    return (lost / whole) ** 0.5 if whole > 0 and isfinite(lost) else inf
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
@@ -173,13 +207,16 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
 
 @contextmanager
 def calibrating(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
-    """Eval mode, no parameter that requires a gradient, no fast path of attention, and all as it was at the end."""
+    """Eval mode, uncompiled, no parameter requiring a gradient, no fast path of attention; all put back at the end."""
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every other device as well
+            for one in devices:
+                torch.cuda.default_generators[one.index].manual_seed(seed)
             torch.backends.mha.set_fastpath_enabled(False)  # its outputs have other lengths where batches are padded
             model.eval()
             for parameter in trained:

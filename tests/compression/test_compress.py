@@ -3,11 +3,13 @@
 import copy
 import json
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import panther as pr
 from panther.errors import CompressionError, NumericalWarning, PerformanceWarning
@@ -147,6 +149,9 @@ def test_max_bytes_and_max_error():
     assert close.measured_error <= 0.05
     assert 0.1 < loose.measured_error <= 0.2
     assert loose.bytes_after < close.bytes_after
+    for largest in (0.1, 0.15, 0.25, 0.3):  # sequential fits are no better here, and must not go beyond it
+        report = pr.compress(network(), calibration=batches, max_error=largest, sequential=True, **quick)
+        assert report.measured_error <= largest
 
 
 def test_a_loss_decides_what_matters():
@@ -248,6 +253,58 @@ def test_batches_of_every_kind():
     assert report.measured_error < 0.3
 
 
+def test_the_callers_modes_do_not_matter():
+    expected = network()
+    pr.compress(expected, 0.5, batches_of(), **quick)
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = network()
+        with mode():
+            assert pr.compress(model, 0.5, batches_of(), **quick).method == "two_sided"
+        assert all(map(torch.equal, model.parameters(), expected.parameters()))
+        model(batches_of()[0]).sum().backward()
+
+
+def test_a_compiled_model():
+    model = torch.compile(network(), fullgraph=True, backend="eager")
+    x = batches_of()[0]
+    model(x)
+    report = pr.compress(model, 0.5, batches_of(), **quick)
+    expected = network()
+    assert report.measured_error == pr.compress(expected, 0.5, batches_of(), **quick).measured_error
+    torch.testing.assert_close(model(x), expected(x))
+
+
+def test_layers_called_by_keyword_and_under_checkpointing():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x):
+            x = self.net[0](input=x)
+            return checkpoint(self.net[1:], x, use_reentrant=False)
+
+    model, plain = Odd(), network()
+    report = pr.compress(model, 0.5, batches_of(), **quick)
+    assert report.measured_error == pr.compress(plain, 0.5, batches_of(), **quick).measured_error
+
+
+def test_float64_stays_float64():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 48)).double()
+    model[0].weight.data = torch.randn(48, 4).double() @ torch.randn(4, 48).double()
+    assert pr.compress(model, 0.5, batches_of(dtype=torch.float64), **quick).measured_error < 1e-13
+
+
+def test_a_model_that_gives_zeros():
+    model = network()
+    nn.init.zeros_(model[6].weight)
+    nn.init.zeros_(model[6].bias)
+    report = pr.compress(model, 0.5, batches_of(), **quick)
+    assert report.measured_error == 0
+    assert [entry.reason.partition(":")[0] for entry in report.left] == ["has no gradient"] * 3
+
+
 def test_where_there_is_no_gradient_inputs_alone_decide():
     class Rounded(nn.Module):
         def __init__(self):
@@ -314,6 +371,21 @@ class Raises(nn.Module):
         return self.layer(x)
 
 
+class Blank(nn.Module):
+    def forward(self, x):
+        return x * math.nan
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(48, 48)
+        self.again = [self.a]
+
+    def forward(self, x):
+        return self.again[0](self.a(x))
+
+
 @pytest.mark.parametrize(
     ("build", "calibration", "options", "error", "message"),
     [
@@ -338,6 +410,14 @@ class Raises(nn.Module):
         (lambda: Raises(30), batches_of, {"heal": pr.HealConfig(steps=20)}, CompressionError, "no more"),
         (network, lambda: [*batches_of()[:3], torch.full((4, 48), math.nan), *batches_of()], {}, CompressionError,
          "layer '0' reads NaN or infinite values in calibration batch 3"),
+        (network, lambda: [*batches_of()[:9], torch.full((4, 48), math.nan)], {}, CompressionError,
+         "output is NaN or infinite on the held-out batches"),
+        (lambda: nn.Sequential(nn.Linear(48, 48), Blank()), batches_of, {}, CompressionError,
+         "output is NaN or infinite in calibration batch 0"),
+        (Listed, batches_of, {}, CompressionError, "layer 'a' is called also from where it is not registered"),
+        (network, batches_of, {"budget": None, "max_bytes": 10}, CompressionError, "smallest feasible max_bytes is"),
+        (network, batches_of, {"budget": None, "max_bytes": math.inf}, ValueError, "must be positive and finite"),
+        (network, batches_of, {"statistics_memory_bytes": "1 GB"}, TypeError, "memory_bytes must be an integer"),
     ],
 )  # fmt: skip
 def test_bad_input_leaves_the_model_as_it_was(build, calibration, options, error, message):
@@ -346,6 +426,55 @@ def test_bad_input_leaves_the_model_as_it_was(build, calibration, options, error
     with pytest.raises(error, match=message):
         pr.compress(model, **{"budget": 0.5, "calibration": calibration(), **quick, **options})
     assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("calls", [1, 5, 12, 30])
+def test_an_interruption_leaves_the_model_as_it_was(calls):
+    class Interrupted(nn.Sequential):
+        def forward(self, x):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    model = Interrupted(network())
+    model.left, before, fast = calls, state_of(model), torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(KeyboardInterrupt):
+        pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(steps=20, train="all"), **quick)
+    assert_untouched(model, before)
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
+    model = network()
+    before = state_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PerformanceWarning):
+            pr.compress(model, 0.5, batches_of(), seed=0)
+    assert_untouched(model, before)
+
+
+def test_a_lazy_layer_is_not_given_its_weights_by_calibration():
+    model = nn.Sequential(nn.Linear(48, 48), nn.LazyLinear(48))
+    with pytest.raises(CompressionError, match=r"'1.weight' .* has no values yet, .*: run the model on a batch first"):
+        pr.compress(model, 0.5, batches_of(), **quick)
+    assert type(model[1]) is nn.LazyLinear
+    assert model[1].has_uninitialized_params()
+
+
+def test_the_smallest_max_bytes_that_is_named_is_feasible():
+    with pytest.raises(CompressionError) as caught:
+        pr.compress(network(), calibration=batches_of(), max_bytes=10, **quick)
+    named = int(str(caught.value).partition("max_bytes is ")[2].partition(", or")[0].replace(",", ""))
+    assert pr.compress(network(), calibration=batches_of(), max_bytes=named, **quick).bytes_after == named
+    with pytest.raises(CompressionError):
+        pr.compress(network(), calibration=batches_of(), max_bytes=named - 1, **quick)
+
+
+def test_the_smallest_budget_that_is_named_is_feasible_whatever_the_rounding():
+    model = nn.Sequential(nn.Linear(125, 100, bias=False))  # 0.036 * 50,000 is 1,799.99... in floating point
+    assert pr.compress(model, 0.036, method="svd", **quick).layers[0].rank == 2
 
 
 def test_what_is_left_and_why():
@@ -361,8 +490,10 @@ def test_what_is_left_and_why():
     hooked.register_forward_hook(lambda *_: None)
     pruned = nn.Linear(64, 64)
     prune.l1_unstructured(pruned, "weight", 0.5)
+    patched = nn.Linear(64, 64)
+    patched.forward = lambda x: x
     layers = {
-        "sub": Own(64, 64), "empty": empty, "weird": weird, "hooked": hooked, "pruned": pruned,
+        "patched": patched, "sub": Own(64, 64), "empty": empty, "weird": weird, "hooked": hooked, "pruned": pruned,
         "norm": nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), "lazy": nn.LazyLinear(8),
         "thin": nn.Linear(64, 2), "gru": nn.GRU(64, 64), "one_d": nn.Conv1d(8, 8, 3), "ok": nn.Linear(64, 64),
         "sketched": SKLinear(256, 256, 4),
@@ -371,6 +502,7 @@ def test_what_is_left_and_why():
     assert [layer.names for layer in report.layers] == [("ok",)]
     reasons = {entry.name.partition(".")[0]: entry.reason for entry in report.left}
     for name, part in {
+        "patched": "has a forward that was set on it",
         "sub": "is a subclass", "empty": "is on the meta device", "weird": "has a weight with NaN",
         "hooked": "has hooks", "pruned": "has a weight that something computes", "norm": "is parametrized",
         "lazy": "has no weight yet", "thin": "would not shrink", "gru": "is no nn.Linear", "one_d": "is no nn.Linear",
