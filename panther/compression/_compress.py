@@ -20,7 +20,7 @@ from panther.compression.conversion import convert_plainly
 from panther.compression.healing import HealConfig
 from panther.compression.planning import Selector, make_plan
 from panther.compression.report import CompressionReport
-from panther.compression.running import Runner, calibrating
+from panther.compression.running import Runner, buffers_kept, calibrating
 from panther.errors import CompressionError, PerformanceWarning, check_size
 from panther.sketch import check_seed
 
@@ -123,7 +123,7 @@ def compress(
     if statistics_memory_bytes is not None:
         check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
     _check_model(model)
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), buffers_kept(model):
         plan = make_plan(model, include, exclude, seeded=method == "random")
         allocate = allocate or ("global" if method == "two_sided" else "uniform")
         seed = check_seed(seed)

@@ -322,7 +322,15 @@ def _gradients(
     watch.over = True
     at = [tap for _, _, tap in watch.taps]
     if loss_fn is not None:
-        return torch.autograd.grad(loss_fn(output, batch), at, allow_unused=True)
+        loss = loss_fn(output, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+            raise CompressionError(
+                "loss_fn must return one number as a tensor with a gradient to the output, and what it returned has "
+                f"{shown}{'' if getattr(loss, 'requires_grad', False) else ' and no gradient'}: end it with .mean(), "
+                "and take .detach() and .item() out of it"
+            )
+        return torch.autograd.grad(loss, at, allow_unused=True)
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
     mask = runner.mask(batch)
     if mask is not None and output.dim() > 2:

@@ -111,7 +111,14 @@ class Runner:
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             if mask is not None and mask.dim() != 2:
                 mask = None
-        return None if mask is None else mask.to(self.device, torch.bool)
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+            raise CompressionError(
+                f"mask_fn must return a tensor (N, T) of booleans, or None for all positions, not one of {shown}"
+            )
+        return mask.to(self.device, torch.bool)
 
     def over(self, batches: Sequence[Any], what: str) -> Iterable[Any]:
         """The batches, under a progress bar if one is shown."""
@@ -228,6 +235,24 @@ def calibrating(model: nn.Module, seed: int, device: torch.device) -> Iterator[N
                 module.training = flag
             for parameter in trained:
                 parameter.requires_grad_(True)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """The buffers at the end are those at the start, whatever forwards counted in them."""
+    kept = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, buffer, value in kept:
+                buffers[name] = buffer
+                buffer.copy_(value)
 
 
 def _listed(calibration: Any) -> list[Any]:

@@ -371,6 +371,19 @@ class Raises(nn.Module):
         return self.layer(x)
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x.mean()
+        return self.net(x)
+
+
 class Blank(nn.Module):
     def forward(self, x):
         return x * math.nan
@@ -417,6 +430,13 @@ class Listed(nn.Module):
         (Listed, batches_of, {}, CompressionError, "layer 'a' is called also from where it is not registered"),
         (network, batches_of, {"budget": None, "max_bytes": 10}, CompressionError, "smallest feasible max_bytes is"),
         (network, batches_of, {"budget": None, "max_bytes": math.inf}, ValueError, "must be positive and finite"),
+        (Counting, batches_of, {"budget": 0.001}, CompressionError, "smallest feasible budget is"),
+        (network, batches_of, {"loss_fn": lambda output, batch: output}, CompressionError,
+         r"loss_fn must return one number .* has shape \(64, 24\): end it with"),
+        (network, batches_of, {"loss_fn": lambda output, batch: output.detach().sum()}, CompressionError,
+         "loss_fn must return one number .* and no gradient"),
+        (network, batches_of, {"loss_fn": lambda output, batch: 1.0}, CompressionError, "has type float and no grad"),
+        (network, batches_of, {"mask_fn": lambda batch: [1]}, CompressionError, "of booleans, .* of type list"),
         (network, batches_of, {"statistics_memory_bytes": "1 GB"}, TypeError, "memory_bytes must be an integer"),
     ],
 )  # fmt: skip
@@ -453,6 +473,14 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
         with pytest.raises(PerformanceWarning):
             pr.compress(model, 0.5, batches_of(), seed=0)
     assert_untouched(model, before)
+
+
+def test_what_forwards_count_is_put_back():
+    model = Counting()
+    last = model.last
+    pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(steps=2), **quick)
+    assert model.calls == model.last == 0
+    assert model.last is last
 
 
 def test_a_lazy_layer_is_not_given_its_weights_by_calibration():
