@@ -1,17 +1,20 @@
 """Sketched models on many processes, on torch's own engines."""
 
+from .advanced import AdvancedDistributedTrainer
 from .advisor import choose_parallelism_strategy
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from .data import DistributedSketchedModel, data_parallel
+from .data import data_parallel
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
 from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
 from .metrics import DistributedMetricsCollector
+from .models import DistributedSketchedModel
 from .pipelining import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
 from .profiling import CommunicationCounter
 from .sync import sync_sketches, verify_sketches
 from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
 
 __all__ = [
+    "AdvancedDistributedTrainer",
     "ColwiseSKParallel",
     "CommunicationCounter",
     "DistributedInfo",

@@ -1,50 +1,76 @@
-"""Data parallelism: every rank holds the model, sees its own samples, and averages gradients with the others."""
+"""Data parallelism: every rank sees its own samples, and gradients are averaged.
 
-__all__ = ["DistributedSketchedModel", "data_parallel"]
+With ``"ddp"`` every rank holds the model, on torch's DistributedDataParallel. With ``"fsdp"`` it is sharded over the
+ranks, on torch's FSDP2 (``fully_shard``), and gathered block by block when it is needed; with ``"replicate"`` the same
+engine holds it whole, which is what goes together with tensor parallelism.
+"""
 
-import math
-import warnings
-from collections.abc import Sequence
+__all__ = ["data_parallel"]
+
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed.sync import sync_sketches, verify_sketches
-from panther.errors import PerformanceWarning, ShapeError
-from panther.nn import SKLinear
+from panther.errors import DistributedError, ShapeError
 from panther.nn._sketched import SketchedModule
 
-_STRATEGIES = ("ddp",)
+_STRATEGIES = ("ddp", "fsdp", "replicate")
+_HOOKS = ("fp16", "bf16", "powersgd")
+_POWERSGD_RANK, _POWERSGD_START = 4, 10
 
 
 def data_parallel(
-    model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | None = None, strategy: str = "ddp", **options: Any
-) -> DistributedDataParallel:
-    """Wrap a model for data-parallel training. Every rank must call it.
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    strategy: str = "ddp",
+    *,
+    comm_hook: str | None = None,
+    mixed_precision: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    **options: Any,
+) -> Any:
+    """Make a model ready for data-parallel training. Every rank must call it.
 
     Sketches are synchronised here, a seed a layer, and never sent again: torch's DDP would broadcast them in every
-    forward, with the other buffers. Those, such as BatchNorm's, keep DDP's behaviour.
+    forward, with the other buffers. Those, such as BatchNorm's, keep DDP's behaviour; FSDP leaves them to each rank.
 
     Args:
         model: Built alike on every rank, on its device; weights and seeds may differ, the first rank's are taken. Load
-            a fitted checkpoint before wrapping: DDP learns of parameters only here.
-        mesh: One-dimensional DeviceMesh, or a process group; None is the world.
-        strategy: ``"ddp"``.
-        **options: For :class:`torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters=True``.
+            a fitted checkpoint before this: DDP and FSDP learn of parameters only here. Make the optimizer after it.
+        mesh: One-dimensional DeviceMesh, or a process group; None is the world. For ``"fsdp"`` also a mesh of two axes,
+            ``mesh["replicate", "dp"]``: sharded along the second, copied along the first (HSDP).
+        strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
+            elements of ModuleLists and Sequentials, are sharded one by one.
+        comm_hook: For ``"ddp"``, how gradients travel: ``"fp16"``, ``"bf16"``, or ``"powersgd"`` (low-rank, after ten
+            steps as they are). None sends them as they are.
+        mixed_precision: For ``"fsdp"`` and ``"replicate"``, the dtype to compute in; parameters and sums of gradients
+            stay float32, and so does the output.
+        cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are held in the CPU's memory.
+        **options: For :class:`torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters=True``, or
+            for :func:`torch.distributed.fsdp.fully_shard`, such as ``reshard_after_forward``.
 
     Returns:
-        The wrapped model; the original is its attribute ``module``.
+        With ``"ddp"`` the wrapped model, the original its attribute ``module``; else the model itself.
 
     Raises:
-        ValueError: If ``strategy`` is unknown, or nothing in the model can be trained or has values.
-        ShapeError: If ``mesh`` has more than one dimension.
+        ValueError: If ``strategy`` or ``comm_hook`` is unknown, an option is another strategy's, or nothing in the
+            model can be trained or has values.
+        ShapeError: If ``mesh`` has too many axes.
         SketchMismatchError: If the models differ; see :func:`~panther.distributed.sync_sketches`.
-        DistributedError: If there is no process group.
+        DistributedError: If there is no process group, or layers are cut over ranks by tensor parallelism and the
+            strategy is ``"ddp"``, which loses their parameters.
 
-    Cost: a broadcast of the model here; then an all-reduce of the trained factors' gradients a step.
+    Cost: a broadcast of the model here. A step sends the gradients of the trained factors once with ``"ddp"`` and
+    ``"replicate"``; ``"fsdp"`` gathers the factors twice and scatters the gradients.
 
     Example:
         >>> import panther as pr, torch
@@ -54,8 +80,34 @@ def data_parallel(
         torch.Size([8, 256])
         >>> pr.distributed.shutdown()
     """
+    _check(model, strategy, comm_hook, mixed_precision, cpu_offload)
+    if strategy == "ddp":
+        return _ddp(model, _group_of(mesh), comm_hook, options)
+    mesh = _mesh_of(mesh, strategy)
+    _start_alike(model, mesh)
+    half = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32) if mixed_precision else None
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
+    for block in _blocks(model):
+        fully_shard(block, mp_policy=half or MixedPrecisionPolicy(), **common)
+    root = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    return fully_shard(model, mp_policy=root if mixed_precision else MixedPrecisionPolicy(), **common)
+
+
+def _check(
+    model: nn.Module, strategy: str, comm_hook: str | None, mixed_precision: torch.dtype | None, cpu_offload: bool
+) -> None:
     if strategy not in _STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown: use {', '.join(map(repr, _STRATEGIES))}")
+        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, _STRATEGIES))}")
+    if comm_hook is not None and comm_hook not in _HOOKS:
+        raise ValueError(f"comm_hook={comm_hook!r} is unknown: use one of {', '.join(map(repr, _HOOKS))}, or None")
+    if comm_hook is not None and strategy != "ddp":
+        raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
+    if (mixed_precision is not None or cpu_offload) and strategy == "ddp":
+        option = "cpu_offload" if cpu_offload else "mixed_precision"
+        raise ValueError(f"{option} is for strategy='fsdp': with 'ddp' use torch.autocast, or ZeroRedundancyOptimizer")
+    if cpu_offload and strategy == "replicate":
+        raise ValueError("cpu_offload is for strategy='fsdp', which shards what is moved")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"
@@ -64,16 +116,90 @@ def data_parallel(
         raise ValueError(
             "the model has tensors on the meta device, without values: call to_empty and initialise it first"
         )
-    group: dist.ProcessGroup | None
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ShapeError(
-                f"mesh must have one axis and has {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: "
-                "pass mesh['dp'], say"
-            )
-        group = mesh.get_group()
-    else:
-        group = mesh
+    if strategy == "ddp" and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise DistributedError(
+            "layers of the model are cut over ranks, and DistributedDataParallel loses their parameters after the "
+            "first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
+        )
+
+
+def _group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if not isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh.ndim != 1:
+        raise ShapeError(
+            f"mesh must have one axis and has {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp'], say"
+        )
+    return mesh.get_group()
+
+
+def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> DeviceMesh:
+    """The mesh for fully_shard: of one axis, or copies by shards; a copy is a shard of all."""
+    if not isinstance(mesh, DeviceMesh):
+        if not (dist.is_available() and dist.is_initialized()):
+            raise DistributedError("there is no process group: call panther.distributed.init() first")
+        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
+        mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
+    if mesh.ndim > (2 if strategy == "fsdp" else 1):
+        raise ShapeError(
+            f"mesh has the axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}, which are too many for "
+            f"strategy={strategy!r}: pass mesh['dp']" + (", or mesh['replicate', 'dp']" if strategy == "fsdp" else "")
+        )
+    if strategy == "replicate":
+        return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
+    return mesh
+
+
+def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every rank the sketches, parameters and buffers of the mesh's first rank; fully_shard sends none."""
+    for axis in range(mesh.ndim):  # along one axis, then the other
+        group = mesh.get_group(axis)
+        src = dist.get_process_group_ranks(group)[0]
+        sync_sketches(model, src=src, group=group)
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            dist.broadcast(local.detach(), src, group=group)
+        verify_sketches(model, group)
+
+
+def _placement(mesh: DeviceMesh) -> Any:
+    """S2 and U1, (R, out), are cut along out: R is as small as the number of ranks, or smaller."""
+    ranks = mesh.shape[-1]
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if isinstance(parameter, DTensor) or parameter.dim() != 2:
+            return None
+        rows, columns = parameter.shape
+        return Shard(1) if rows < columns and columns % ranks == 0 else None
+
+    return place
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """What is sharded by itself: elements of ModuleLists and Sequentials, but for those that share a parameter."""
+    found = list(dict.fromkeys(_elements(model)))
+    users: dict[nn.Parameter, int] = {}
+    for block in found:
+        for parameter in set(block.parameters()):
+            users[parameter] = users.get(parameter, 0) + 1
+    inside = {module for block in found for module in block.modules()}
+    outside = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
+    shared = {parameter for parameter, count in users.items() if count > 1} | outside
+    return [block for block in found if not shared.intersection(block.parameters())]
+
+
+def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    stack = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential) or not stack:
+            yield from _elements(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _ddp(
+    model: nn.Module, group: dist.ProcessGroup | None, comm_hook: str | None, options: dict[str, Any]
+) -> DistributedDataParallel:
     src = dist.get_process_group_ranks(group)[0] if dist.is_initialized() and dist.get_rank(group) >= 0 else 0
     sync_sketches(model, src=src, group=group)
     fixed = [
@@ -93,81 +219,24 @@ def data_parallel(
     finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
     verify_sketches(model, group)
+    if comm_hook is not None:
+        _register(parallel, comm_hook)
     return parallel
 
 
-class DistributedSketchedModel(nn.Module):
-    """A perceptron of sketched layers with ReLU between them.
+def _register(parallel: DistributedDataParallel, comm_hook: str) -> None:
+    group = parallel.process_group
+    if comm_hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START
+        )
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif comm_hook == "fp16":
+        parallel.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    else:
+        parallel.register_comm_hook(group, _bf16_hook)
 
-    The layer from a width n to the next has sketch size ``max(1, int(n * ratio))``.
 
-    Args:
-        input_size: Width of the input.
-        hidden_sizes: Widths of the hidden layers.
-        output_size: Width of the output.
-        sketch_ratios: Sketch size by input width, one for each hidden layer, and one more for the output layer; without
-            that one, the output layer uses the last.
-
-    Shape:
-        Input ``(*, input_size)``, output ``(*, output_size)``.
-
-    Attributes:
-        model: The layers, an nn.Sequential.
-
-    Raises:
-        ShapeError: If a size or ratio is not positive, or the number of ratios is wrong.
-
-    Warns:
-        PerformanceWarning: Once, if layers multiply by more numbers than dense ones would.
-
-    Example:
-        >>> model = DistributedSketchedModel(1024, [512, 256], 10, [0.02, 0.02, 0.01])
-        >>> [layer.low_rank for layer in model.model if isinstance(layer, SKLinear)]
-        [20, 10, 2]
-    """
-
-    def __init__(
-        self, input_size: int, hidden_sizes: Sequence[int], output_size: int, sketch_ratios: Sequence[float]
-    ) -> None:
-        super().__init__()
-        for name, value in (("hidden_sizes", hidden_sizes), ("sketch_ratios", sketch_ratios)):
-            if not isinstance(value, Sequence):
-                raise TypeError(f"{name} must be a list or tuple, not {type(value).__name__}: use [{value}]")
-        layers = len(hidden_sizes) + 1
-        if len(sketch_ratios) not in (layers - 1, layers) or not sketch_ratios:
-            raise ShapeError(
-                f"sketch_ratios must have one ratio for each of the {layers - 1} hidden layers, or one more for the "
-                f"output layer, and has {len(sketch_ratios)}"
-            )
-        if not all(0 < ratio < math.inf for ratio in sketch_ratios):
-            raise ShapeError(f"sketch_ratios={list(sketch_ratios)} must all be positive numbers")
-        ratios = [*sketch_ratios, sketch_ratios[-1]][:layers]
-        widths = [input_size, *hidden_sizes, output_size]
-        self.model = nn.Sequential()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PerformanceWarning)
-            for n_in, n_out, ratio in zip(widths, widths[1:], ratios, strict=False):
-                if self.model:
-                    self.model.append(nn.ReLU())
-                self.model.append(SKLinear(n_in, n_out, max(1, int(n_in * ratio))))
-        self._warn_of_losses()
-
-    def _warn_of_losses(self) -> None:
-        counts = [
-            (2 * (layer.S1.numel() + layer.S2.numel()), layer.in_features * layer.out_features)
-            for layer in self.model
-            if isinstance(layer, SKLinear)
-        ]
-        large = sum(ours >= dense for ours, dense in counts)
-        if large:
-            ours, dense = (sum(column) for column in zip(*counts, strict=True))
-            warnings.warn(
-                f"{large} of {len(counts)} layers multiply by no fewer numbers than dense ones; the model by {ours:,}, "
-                f"a dense one by {dense:,}: use smaller sketch_ratios",
-                PerformanceWarning,
-                stacklevel=3,
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(*, input_size)`` to ``(*, output_size)``."""
-        return self.model(x)
+def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Torch's hook under another name: by its own, DDP refuses it on gloo, which sums bfloat16."""
+    return default_hooks._compress_hook(torch.bfloat16, group, bucket)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from panther.distributed._checkin import name_ranks
 from panther.errors import DistributedError, SketchMismatchError
@@ -152,7 +153,8 @@ def _contents(layer: SketchedModule) -> str:
 
 def _digest(sketch: Tensor) -> int:
     """64 bits of the exact contents, computed where they are; sums wrap around, so any order gives the same."""
-    bits = sketch.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[sketch.element_size()]).to(torch.int64)
+    whole = sketch.full_tensor() if isinstance(sketch, DTensor) else sketch
+    bits = whole.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[sketch.element_size()]).to(torch.int64)
     mixed = bits + _ODD * torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
     for shift in (30, 27, 31):  # multiplying alone is linear, and patterns of signs would cancel
         mixed = (mixed ^ (mixed >> shift)) * _ODD

@@ -165,7 +165,7 @@ def test_the_guides_plain_ddp_works_too():
 
 
 def test_unknown_strategy_lists_the_known():
-    with pytest.raises(ValueError, match="strategy='fsdp3' is unknown: use 'ddp'"):
+    with pytest.raises(ValueError, match="strategy='fsdp3' is unknown: use one of 'ddp'"):
         data_parallel(network(0), strategy="fsdp3")
 
 

@@ -1,0 +1,89 @@
+"""Sketched models that the distributed guide builds on."""
+
+__all__ = ["DistributedSketchedModel"]
+
+import math
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from panther.errors import PerformanceWarning, ShapeError
+from panther.nn import SKLinear
+
+
+class DistributedSketchedModel(nn.Module):
+    """A perceptron of sketched layers with ReLU between them.
+
+    The layer from a width n to the next has sketch size ``max(1, int(n * ratio))``.
+
+    Args:
+        input_size: Width of the input.
+        hidden_sizes: Widths of the hidden layers.
+        output_size: Width of the output.
+        sketch_ratios: Sketch size by input width, one for each hidden layer, and one more for the output layer; without
+            that one, the output layer uses the last.
+
+    Shape:
+        Input ``(*, input_size)``, output ``(*, output_size)``.
+
+    Attributes:
+        model: The layers, an nn.Sequential.
+
+    Raises:
+        ShapeError: If a size or ratio is not positive, or the number of ratios is wrong.
+
+    Warns:
+        PerformanceWarning: Once, if layers multiply by more numbers than dense ones would.
+
+    Example:
+        >>> model = DistributedSketchedModel(1024, [512, 256], 10, [0.02, 0.02, 0.01])
+        >>> [layer.low_rank for layer in model.model if isinstance(layer, SKLinear)]
+        [20, 10, 2]
+    """
+
+    def __init__(
+        self, input_size: int, hidden_sizes: Sequence[int], output_size: int, sketch_ratios: Sequence[float]
+    ) -> None:
+        super().__init__()
+        for name, value in (("hidden_sizes", hidden_sizes), ("sketch_ratios", sketch_ratios)):
+            if not isinstance(value, Sequence):
+                raise TypeError(f"{name} must be a list or tuple, not {type(value).__name__}: use [{value}]")
+        layers = len(hidden_sizes) + 1
+        if len(sketch_ratios) not in (layers - 1, layers) or not sketch_ratios:
+            raise ShapeError(
+                f"sketch_ratios must have one ratio for each of the {layers - 1} hidden layers, or one more for the "
+                f"output layer, and has {len(sketch_ratios)}"
+            )
+        if not all(0 < ratio < math.inf for ratio in sketch_ratios):
+            raise ShapeError(f"sketch_ratios={list(sketch_ratios)} must all be positive numbers")
+        ratios = [*sketch_ratios, sketch_ratios[-1]][:layers]
+        widths = [input_size, *hidden_sizes, output_size]
+        self.model = nn.Sequential()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerformanceWarning)
+            for n_in, n_out, ratio in zip(widths, widths[1:], ratios, strict=False):
+                if self.model:
+                    self.model.append(nn.ReLU())
+                self.model.append(SKLinear(n_in, n_out, max(1, int(n_in * ratio))))
+        self._warn_of_losses()
+
+    def _warn_of_losses(self) -> None:
+        counts = [
+            (2 * (layer.S1.numel() + layer.S2.numel()), layer.in_features * layer.out_features)
+            for layer in self.model
+            if isinstance(layer, SKLinear)
+        ]
+        large = sum(ours >= dense for ours, dense in counts)
+        if large:
+            ours, dense = (sum(column) for column in zip(*counts, strict=True))
+            warnings.warn(
+                f"{large} of {len(counts)} layers multiply by no fewer numbers than dense ones; the model by {ours:,}, "
+                f"a dense one by {dense:,}: use smaller sketch_ratios",
+                PerformanceWarning,
+                stacklevel=3,
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(*, input_size)`` to ``(*, output_size)``."""
+        return self.model(x)

@@ -1,0 +1,259 @@
+"""Sharded and replicated data parallelism, and gradients that travel in other forms, against one process."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from panther.distributed import (
+    ColwiseSKParallel,
+    CommunicationCounter,
+    RowwiseSKParallel,
+    data_parallel,
+    launch,
+    make_mesh,
+    verify_sketches,
+)
+from panther.errors import DistributedError, ShapeError
+from panther.nn import SKLinear
+
+pytestmark = pytest.mark.distributed
+
+
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
+
+
+def network(seed, fitted=False, dtype=torch.float64):
+    torch.manual_seed(seed)
+    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 3) if fitted else SKLinear(48, 48, 3)
+    return nn.Sequential(SKLinear(40, 48, 2), nn.ReLU(), middle, nn.Tanh(), nn.Linear(48, 5)).to(dtype)
+
+
+def data(n=12, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 40, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randn(n, 5, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model, x, y, optimizer=None, steps=10, clip=None):
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [whole(parameter).detach().clone() for parameter in model.parameters()]
+
+
+def slice_of(rank, n, total=12):
+    return slice(total // n * rank, total // n * (rank + 1))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "replicate"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("fitted", [False, True])
+def test_ten_steps_are_those_of_one_process(strategy, n, fitted):
+    x, y = data()
+
+    def rank():
+        r = dist.get_rank()
+        model = data_parallel(network(100 + r, fitted), strategy=strategy)  # other weights and seeds on every rank
+        losses, weights = train(model, x[slice_of(r, n)], y[slice_of(r, n)], clip=0.1)
+        verify_sketches(model)
+        return losses, weights, model(x).detach()
+
+    single = network(100, fitted)
+    losses, weights = train(single, x, y, clip=0.1)
+    results = on_ranks(rank, n)
+    means = torch.tensor([own for own, _, _ in results], dtype=torch.float64).mean(0).tolist()
+    assert means == pytest.approx(losses, rel=1e-8)
+    for _, theirs, out in results:
+        for a, b in zip(weights, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(out, single(x), rtol=1e-7, atol=1e-9)
+
+
+def test_copies_of_shards():
+    x, y = data()
+
+    def rank():
+        mesh = make_mesh(replicate=2, dp=2)
+        model = data_parallel(network(100 + dist.get_rank()), mesh["replicate", "dp"], "fsdp")
+        own = slice_of(dist.get_rank(), 4)
+        placements = [tuple(map(str, parameter.placements)) for parameter in model.parameters()]
+        return train(model, x[own], y[own])[1], placements
+
+    _, weights = train(network(100), x, y)
+    for theirs, placements in on_ranks(rank, 4):
+        assert placements[0] == ("R", "S(0)")
+        assert placements[1] == ("R", "S(1)")  # S2, (R, out), along out
+        for a, b in zip(weights, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "replicate"])
+def test_with_layers_cut_over_ranks(strategy):
+    """dp = 2 by tp = 2, with gradient clipping over both."""
+    x, y = data()
+    plan = {"0": ColwiseSKParallel(), "2": RowwiseSKParallel()}
+
+    def build(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(SKLinear(40, 48, 2), nn.ReLU(), SKLinear(48, 5, 2)).double()
+
+    def rank():
+        mesh = make_mesh(dp=2, tp=2)
+        model = parallelize_module(build(100 + dist.get_rank()), mesh["tp"], plan)
+        model = data_parallel(model, mesh["dp"], strategy)
+        own = slice_of(mesh["dp"].get_local_rank(), 2)
+        return train(model, x[own], y[own], clip=0.1)[1]
+
+    _, weights = train(build(100), x, y, clip=0.1)
+    for theirs in on_ranks(rank, 4):
+        for a, b in zip(weights, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def test_mixed_precision_and_offload():
+    x, y = data(dtype=torch.float32)
+
+    def rank():
+        model = data_parallel(
+            network(100, dtype=torch.float32), strategy="fsdp", mixed_precision=torch.bfloat16, cpu_offload=True
+        )
+        own = slice_of(dist.get_rank(), 2)
+        losses, _ = train(model, x[own], y[own])
+        return losses, model(x).dtype, next(model.parameters()).dtype
+
+    losses, _ = train(network(100, dtype=torch.float32), x, y)
+    for theirs, out, parameter in on_ranks(rank):
+        assert (out, parameter) == (torch.float32, torch.float32)
+        assert theirs[-1] < 0.8 * theirs[0]
+    assert losses[-1] < losses[0]
+
+
+def test_shared_parameters_are_left_to_the_root():
+    def rank():
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4)).double()
+        model[2].weight = model[0].weight
+        model = data_parallel(model, strategy="fsdp")
+        x = torch.ones(2, 8, dtype=torch.float64)
+        model(x).sum().backward()
+        return whole(model[0].weight.grad), model[0].weight is model[2].weight
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4)).double()
+    model[2].weight = model[0].weight
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    for gradient, same in on_ranks(rank):
+        assert same
+        torch.testing.assert_close(gradient, model[0].weight.grad)
+
+
+@pytest.mark.parametrize(("hook", "tolerance"), [("fp16", 2e-2), ("bf16", 1e-1), ("powersgd", 1e-6)])
+def test_hooks(hook, tolerance):
+    """PowerSGD's first ten steps are plain; the others round the gradients."""
+    x, y = data(dtype=torch.float32)
+
+    def rank():
+        model = data_parallel(network(100 + dist.get_rank(), dtype=torch.float32), comm_hook=hook)
+        own = slice_of(dist.get_rank(), 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with CommunicationCounter() as traffic:
+            _, weights = train(model, x[own], y[own], optimizer, steps=1)
+        return weights, traffic.bytes_by_operation["allreduce_"], sum(p.numel() for p in model.parameters())
+
+    single = network(100, dtype=torch.float32)
+    before = [parameter.detach().clone() for parameter in single.parameters()]
+    _, weights = train(single, x, y, torch.optim.SGD(single.parameters(), 0.1), steps=1)
+    for theirs, sent, numbers in on_ranks(rank):
+        for a, b, start in zip(weights, theirs, before, strict=True):
+            assert (a - b).norm() <= tolerance * (a - start).norm() + 1e-7
+        assert sent == numbers * (4 if hook == "powersgd" else 2)
+
+
+def test_powersgd_trains():
+    x, y = data(dtype=torch.float32)
+
+    def rank():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = data_parallel(network(100, dtype=torch.float32), comm_hook="powersgd")
+            own = slice_of(dist.get_rank(), 2)
+            return train(model, x[own], y[own], steps=40)[0]
+
+    for losses in on_ranks(rank):
+        assert losses[-1] < 0.5 * losses[10]
+
+
+def test_zero_optimizer_no_sync_and_uneven_inputs():
+    """ZeRO-1, accumulation without sending, and ranks with other numbers of batches: torch's own, on our model."""
+    x, y = data()
+
+    def rank():
+        r = dist.get_rank()
+        model = data_parallel(network(100 + r))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+        own = slice_of(r, 2)
+        with model.no_sync(), CommunicationCounter() as traffic:
+            nn.functional.mse_loss(model(x[own]), y[own]).backward()
+        quiet = traffic.bytes_by_operation["allreduce_"]
+        _, weights = train(model, x[own], y[own], optimizer)
+        batches = 2 + r
+        with Join([model, optimizer]):
+            for _ in range(batches):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x[own]), y[own]).backward()
+                optimizer.step()
+        return weights, quiet, [p.detach().clone() for p in model.parameters()]
+
+    _, weights = train(network(100), x, y)
+    first, second = on_ranks(rank)
+    for theirs, quiet, _ in (first, second):
+        assert quiet == 0
+        for a, b in zip(weights, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+    assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
+
+
+def test_what_is_refused():
+    def rank():
+        mesh = make_mesh(dp=2, tp=1)
+        cut = parallelize_module(SKLinear(256, 256, 4), mesh["tp"], ColwiseSKParallel())
+        messages = []
+        for call in (
+            lambda: data_parallel(nn.Sequential(cut), mesh["dp"]),
+            lambda: data_parallel(network(0), mesh, "replicate"),
+            lambda: data_parallel(network(0), comm_hook="int8"),
+            lambda: data_parallel(network(0), strategy="fsdp", comm_hook="fp16"),
+            lambda: data_parallel(network(0), mixed_precision=torch.bfloat16),
+            lambda: data_parallel(network(0), strategy="replicate", cpu_offload=True),
+        ):
+            with pytest.raises((ValueError, ShapeError, DistributedError)) as caught:
+                call()
+            messages.append(str(caught.value))
+        return messages
+
+    messages = on_ranks(rank)[0]
+    assert messages[0].startswith("layers of the model are cut over ranks, and DistributedDataParallel loses")
+    assert messages[1].endswith("which are too many for strategy='replicate': pass mesh['dp']")
+    assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', or None"
+    assert messages[3].startswith("comm_hook='fp16' is for strategy='ddp'")
+    assert messages[4].startswith("mixed_precision is for strategy='fsdp'")
+    assert messages[5].startswith("cpu_offload is for strategy='fsdp'")
