@@ -2,6 +2,7 @@
 
 from .advanced import AdvancedDistributedTrainer
 from .advisor import choose_parallelism_strategy
+from .bandwidth import CommunicationProfile, profile_communication_overhead
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data import data_parallel
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
@@ -17,6 +18,7 @@ __all__ = [
     "AdvancedDistributedTrainer",
     "ColwiseSKParallel",
     "CommunicationCounter",
+    "CommunicationProfile",
     "DistributedInfo",
     "DistributedMetricsCollector",
     "DistributedSketchedModel",
@@ -37,6 +39,7 @@ __all__ = [
     "init",
     "launch",
     "make_mesh",
+    "profile_communication_overhead",
     "reduce_scatter",
     "setup_distributed",
     "shutdown",

@@ -1,0 +1,52 @@
+import csv
+
+import pytest
+import torch.distributed as dist
+
+from panther.distributed import launch, profile_communication_overhead
+from panther.errors import DistributedError, ShapeError
+
+pytestmark = pytest.mark.distributed
+
+
+def test_every_operation_at_every_size(tmp_path):
+    def rank():
+        profile = profile_communication_overhead([1000, 4096], repetitions=2)
+        if dist.get_rank() == 0:
+            profile.to_csv(tmp_path / "profile.csv")
+            profile.plot(tmp_path / "profile.svg")
+        some = profile_communication_overhead([12], operations=["broadcast"], repetitions=1)
+        return profile, str(profile), some
+
+    (first, text, some), (second, *_), (third, *_) = launch(rank, nproc=3, start_method="fork")
+    assert first == second == third  # the slowest rank's times, everywhere
+    assert [(row.operation, row.message_bytes) for row in first.timings] == [
+        (name, size)
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "point_to_point")
+        for size in (1008, 4104)  # multiples of 4 bytes for each of 3 ranks
+    ]
+    factors = {"all_reduce": 4 / 3, "all_gather": 2 / 3, "reduce_scatter": 2 / 3}
+    for row in first.timings:
+        assert row.time_ms > 0
+        assert row.algorithm_bandwidth_gb_s == pytest.approx(row.message_bytes / row.time_ms / 1e6)
+        ratio = row.bus_bandwidth_gb_s / row.algorithm_bandwidth_gb_s
+        assert ratio == pytest.approx(factors.get(row.operation, 1.0))
+    assert text.splitlines()[0] == "3 ranks, gloo"
+    assert len(text.splitlines()) == 12
+    assert len(some.timings) == 1
+    with open(tmp_path / "profile.csv", newline="", encoding="utf-8") as file:
+        assert [row["operation"] for row in csv.DictReader(file)] == [row.operation for row in first.timings]
+    assert (tmp_path / "profile.svg").stat().st_size > 1000
+
+
+def test_one_rank_and_bad_input():
+    def rank():
+        with pytest.raises(ValueError, match="operation 'gather' is unknown: use some of 'all_reduce'"):
+            profile_communication_overhead(operations=["gather"])
+        with pytest.raises(ShapeError, match="message_sizes=0 must be at least 1"):
+            profile_communication_overhead([0])
+        return {row.operation for row in profile_communication_overhead([64], repetitions=1).timings}
+
+    assert launch(rank, nproc=1, start_method="fork") == [{"all_reduce", "all_gather", "reduce_scatter", "broadcast"}]
+    with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
+        profile_communication_overhead()
