@@ -136,7 +136,7 @@ def compress(
                 job.survey(loss_fn)
             job.check_targets()
             limit = None if max_error is not None else job.limit(budget, max_bytes)
-            job.fit(limit, loss_fn, statistics_memory_bytes, keep=sequential)
+            job.fit(limit, loss_fn, statistics_memory_bytes, keep=sequential, healing=heal is not None)
             if limit is None:
                 limit = job.least_limit(max_error)  # type: ignore[arg-type]
             ranks = job.choose(limit)

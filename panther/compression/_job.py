@@ -30,6 +30,7 @@ from panther.errors import CompressionError, NumericalWarning
 
 _ERROR_STEPS = 8  # halvings of the budget in the search for max_error
 _DOUBLE = 8
+_HEALING = 6  # times the trained numbers: gradients twice, two moments, the best point, a copy of half precision
 
 Replacement = dict[nn.Module, nn.Module]
 
@@ -105,19 +106,20 @@ class Job:
         check_feasible(self.targets, limit, what, other_bytes=other, seeded=self.seeded)
         return min(limit, dense)
 
-    def fit(self, limit: int | None, loss_fn: Loss | None, memory: int | None, *, keep: bool) -> None:
+    def fit(self, limit: int | None, loss_fn: Loss | None, memory: int | None, *, keep: bool, healing: bool) -> None:
         """Gather statistics pass by pass, and factor every weight in their metric, to what ``limit`` bytes allow."""
         share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in self.targets)
         if self.seeded:
             return
         if self.found is None:
+            self.extra_bytes = self._most_bytes(0, limit, share, keep=False, healing=healing)
             for index, target in enumerate(self.targets):
                 self.fits[target] = fit(target, None, most=components(target, share), seed=self.seed_of(index))
             return
         runner = self.runner
         assert runner is not None
         cut, largest = passes(self.found.inputs, self.gradients, memory)
-        self.passes, self.extra_bytes = len(cut), largest + self._factor_bytes(share, keep)
+        self.passes, self.extra_bytes = len(cut), self._most_bytes(largest, limit, share, keep=keep, healing=healing)
         runner.say(
             f"panther: {len(self.targets)} weights, {len(cut)} passes over {len(runner.batches)} batches, at most "
             f"{self.extra_bytes / 1e6:.0f} MB besides what the model's own forward and backward take"
@@ -135,15 +137,18 @@ class Job:
                     self.kept[target] = own
         self.predictable = loss_fn is None and self.gradients
 
-    def _factor_bytes(self, share: float, keep: bool) -> int:
-        """Factors of all targets, and the largest target's workspace."""
+    def _most_bytes(self, moments: int, limit: int | None, share: float, *, keep: bool, healing: bool) -> int:
+        """Factors of all targets, and the most of what is held beside them: moments, new layers, healing."""
         factors = sum(wide(target).itemsize * target.numbers(components(target, share)) for target in self.targets)
         work = max(
             _DOUBLE * target.groups * (3 * (target.inner**2 + target.outer**2) + 6 * target.inner * target.outer)
             for target in self.targets
         )
         kept = _DOUBLE * sum(target.groups * (target.inner**2 + target.outer**2) for target in self.targets)
-        return factors + work + keep * kept
+        new = sum(target.dense_bytes for target in self.targets) if limit is None else limit
+        widest = max(wide(target).itemsize / target.weight.itemsize for target in self.targets)
+        healed = int(_HEALING * widest * new) if healing else 0  # but for the hidden states
+        return factors + max(moments + work + keep * kept, 2 * new + keep * kept, new + healed)
 
     def tails(self) -> dict[Target, Any]:
         """Share of the output's squared norm that is lost at every rank."""

@@ -67,7 +67,7 @@ class CompressionReport:
     passes: int = 0
     """Passes over the calibration batches that the statistics took."""
     extra_bytes: int = 0
-    """Most memory held at once for statistics and factors, as stated beforehand."""
+    """Most memory held at once for statistics, factors, new layers and healing, as stated beforehand."""
     seed: int = 0
 
     @property
