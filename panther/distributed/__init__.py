@@ -8,8 +8,9 @@ from .data import data_parallel
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
 from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
 from .metrics import DistributedMetricsCollector
+from .microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
 from .models import DistributedSketchedModel
-from .pipelining import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
+from .pipelining import PipelineSchedule, make_schedule, split_stages
 from .profiling import CommunicationCounter
 from .sync import sync_sketches, verify_sketches
 from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
@@ -24,6 +25,7 @@ __all__ = [
     "DistributedSketchedModel",
     "MicrobatchPipelineTrainer",
     "PipelineParallelSketchedModel",
+    "PipelineSchedule",
     "RowwiseSKParallel",
     "TensorParallelModel",
     "TensorParallelSKLinear",
@@ -39,10 +41,12 @@ __all__ = [
     "init",
     "launch",
     "make_mesh",
+    "make_schedule",
     "profile_communication_overhead",
     "reduce_scatter",
     "setup_distributed",
     "shutdown",
+    "split_stages",
     "sync_sketches",
     "verify_sketches",
 ]

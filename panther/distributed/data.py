@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from panther.distributed.sync import sync_sketches, verify_sketches
+from panther.distributed.sync import start_alike, sync_sketches, verify_sketches
 from panther.errors import DistributedError, ShapeError
 from panther.nn._sketched import SketchedModule
 
@@ -84,7 +84,8 @@ def data_parallel(
     if strategy == "ddp":
         return _ddp(model, _group_of(mesh), comm_hook, options)
     mesh = _mesh_of(mesh, strategy)
-    _start_alike(model, mesh)
+    for axis in range(mesh.ndim):  # along one axis, then the other
+        start_alike(model, mesh.get_group(axis))
     half = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32) if mixed_precision else None
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
@@ -148,18 +149,6 @@ def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> Devi
     if strategy == "replicate":
         return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
     return mesh
-
-
-def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank the sketches, parameters and buffers of the mesh's first rank; fully_shard sends none."""
-    for axis in range(mesh.ndim):  # along one axis, then the other
-        group = mesh.get_group(axis)
-        src = dist.get_process_group_ranks(group)[0]
-        sync_sketches(model, src=src, group=group)
-        for tensor in (*model.parameters(), *model.buffers()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            dist.broadcast(local.detach(), src, group=group)
-        verify_sketches(model, group)
 
 
 def _placement(mesh: DeviceMesh) -> Any:

@@ -1,6 +1,6 @@
 """Keep the sketches of all ranks one and the same, at the price of a seed a layer."""
 
-__all__ = ["sync_sketches", "verify_sketches"]
+__all__ = ["start_alike", "sync_sketches", "verify_sketches"]
 
 import hashlib
 import json
@@ -106,6 +106,16 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         return described
 
     _agree(describe, group, ranks, "call sync_sketches(model) on every rank before training")
+
+
+def start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank the sketches, parameters and buffers of the group's first rank."""
+    src = dist.get_process_group_ranks(group)[0]
+    sync_sketches(model, src=src, group=group)
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        dist.broadcast(local.detach(), src, group=group)
+    verify_sketches(model, group)
 
 
 def _sketched_layers(model: nn.Module) -> dict[str, SketchedModule]:

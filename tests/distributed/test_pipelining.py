@@ -1,109 +1,152 @@
-"""Stages and microbatches against the model and the batch in one piece."""
-
-import itertools
+"""Pipelines over ranks against the model in one process: loss, gradients, training."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed as dist
 from torch import nn
 
-from panther.distributed import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
-from panther.distributed.pipelining import balanced_cuts
-from panther.errors import ShapeError
+from panther.distributed import launch, make_mesh, make_schedule, split_stages
+from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
-CONFIGS = [
-    {"in_features": n, "out_features": m, "sketch_size": k} for n, m, k in ((40, 60, 3), (60, 50, 2), (50, 6, 1))
-]
+pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-def test_stages_make_the_model(devices):
-    torch.manual_seed(0)
-    model = PipelineParallelSketchedModel(CONFIGS, ["cpu"] * devices).double()
-    assert len(model.stages) == devices
-    assert all(any(isinstance(layer, SKLinear) for layer in stage) for stage in model.stages)
-    torch.manual_seed(0)
-    layers = [SKLinear(**config).double() for config in CONFIGS]
-    x = torch.randn(5, 40, dtype=torch.float64)
-    expected = layers[2](layers[1](layers[0](x).relu()).relu())
-    torch.testing.assert_close(model(x), expected)
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
 
 
-@given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=8), n=st.integers(1, 5))
-def test_fuzz_the_dearest_stage_is_as_cheap_as_it_can_be(costs, n):
-    if len(costs) < n:
-        with pytest.raises(ShapeError, match=f"{len(costs)} layers cannot make {n} stages"):
-            balanced_cuts(costs, n)
-        return
-
-    def dearest(begins):
-        return max(sum(costs[a:b]) for a, b in itertools.pairwise([*begins, len(costs)]))
-
-    begins = balanced_cuts(costs, n)
-    assert begins[0] == 0
-    assert len(begins) == n
-    assert begins == sorted(set(begins))
-    every = itertools.combinations(range(1, len(costs)), n - 1)
-    assert dearest(begins) == min(dearest((0, *rest)) for rest in every)
+def network(seed, fitted=False):
+    torch.manual_seed(seed)
+    middle = SKLinear.from_linear(nn.Linear(48, 48), 1, 3) if fitted else SKLinear(48, 48, 3)
+    layers = [SKLinear(40, 48, 2), nn.ReLU(), middle, nn.Tanh(), nn.Linear(48, 48), nn.GELU(), SKLinear(48, 48, 2)]
+    return nn.Sequential(*layers, nn.Sigmoid(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5)).double()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(("samples", "pieces"), [(12, 4), (13, 4), (3, 5), (7, 1)])
-def test_microbatches_train_as_the_batch_does(reduction, samples, pieces):
+def data(n=12):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 40, generator=generator, dtype=torch.float64)
-    y = torch.randint(6, (samples,), generator=generator)
-    criterion = nn.CrossEntropyLoss(reduction=reduction)
-    results = []
-    for whole in (True, False):
-        torch.manual_seed(1)
-        model = PipelineParallelSketchedModel(CONFIGS, ["cpu", "cpu"]).double()
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x = torch.randn(n, 40, generator=generator, dtype=torch.float64)
+    return x, torch.randn(n, 5, generator=generator, dtype=torch.float64)
+
+
+SCHEDULES = {
+    "gpipe": (1, "loop"),
+    "1f1b": (1, "loop"),
+    "interleaved": (2, "loop"),
+    "looped_bfs": (2, "loop"),
+    "zero_bubble": (2, "loop"),
+    "zbv": (2, "v"),
+    "dualpipev": (2, "v"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ten_steps_are_those_of_one_process(name, reduction):
+    per_rank, order = SCHEDULES[name]
+    x, y = data()
+    criterion = nn.MSELoss(reduction=reduction)
+    rate = 0.1 if reduction == "mean" else 0.002
+
+    def rank():
+        model = network(100 + dist.get_rank(), fitted=True)  # other weights and sketches on every rank
+        stages = split_stages(model, 2 * per_rank, order=order)
+        schedule = make_schedule(name, stages, 4, criterion)
+        optimizer = torch.optim.SGD(schedule.parameters(), rate)
         losses = []
         for _ in range(10):
-            if whole:
-                optimizer.zero_grad()
-                loss = criterion(model(x), y)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            else:
-                losses.append(
-                    MicrobatchPipelineTrainer(model, pieces).forward_backward_pipeline(x, y, criterion, optimizer)
-                )
-        results.append((losses, [parameter.detach() for parameter in model.parameters()]))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-9)
-    for ours, theirs in zip(results[0][1], results[1][1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+            optimizer.zero_grad()
+            output, loss = schedule.step(x, y)
+            optimizer.step()
+            losses.append(None if loss is None else loss.item())
+        weights = {name: p.detach() for stage in stages for name, p in stage.submod.named_parameters()}
+        return losses, weights, None if output is None else output.detach()
+
+    single = network(100, fitted=True)
+    optimizer = torch.optim.SGD(single.parameters(), rate)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        expected = single(x)
+        loss = criterion(expected, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    results = on_ranks(rank)
+    found = [result for result in results if result[2] is not None]
+    assert len(found) == 1
+    assert found[0][0] == pytest.approx(losses, rel=1e-9)
+    torch.testing.assert_close(found[0][2], expected.detach(), rtol=1e-8, atol=1e-10)
+    weights = {**results[0][1], **results[1][1]}
+    assert set(weights) == {name for name, _ in single.named_parameters()}  # global names, every one once
+    assert len(weights) == len(results[0][1]) + len(results[1][1])
+    for key, parameter in single.named_parameters():
+        torch.testing.assert_close(weights[key], parameter.detach(), rtol=1e-8, atol=1e-10)
 
 
-def test_a_function_is_taken_to_mean_and_old_gradients_do_not_count():
-    model = nn.Linear(3, 1).double()
-    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 1, dtype=torch.float64)
-    nn.functional.mse_loss(model(x), y).backward()
-    expected = model.weight.grad.clone()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    loss = MicrobatchPipelineTrainer(model, 2).forward_backward_pipeline(x, y, nn.functional.mse_loss, optimizer)
-    torch.testing.assert_close(model.weight.grad, expected)
-    assert loss == pytest.approx(nn.functional.mse_loss(model(x), y).item())
+@pytest.mark.parametrize("points", [None, ["2", "8"]])
+def test_stages_by_size_or_by_name_over_three_ranks(points):
+    def rank():
+        (stage,) = split_stages(network(0), 3, points, mesh=make_mesh(pp=3)["pp"])
+        return list(stage.submod._modules), sum(p.numel() for p in stage.submod.parameters())
+
+    results = on_ranks(rank, 3)
+    assert [name for names, _ in results for name in names] == [str(i) for i in range(11)]
+    if points:
+        assert [names[0] for names, _ in results] == ["0", *points]
+    else:
+        assert max(size for _, size in results) < 0.5 * sum(size for _, size in results)
 
 
 def test_what_is_refused():
-    with pytest.raises(ShapeError, match="3 layers cannot make 4 stages"):
-        PipelineParallelSketchedModel(CONFIGS, ["cpu"] * 4)
-    with pytest.raises(ShapeError, match="devices is empty"):
-        PipelineParallelSketchedModel(CONFIGS, [])
-    model = nn.Linear(3, 1)
-    trainer, optimizer = MicrobatchPipelineTrainer(model, 2), torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="reduction='none', and must have 'mean' or 'sum'"):
-        trainer.forward_backward_pipeline(torch.ones(2, 3), torch.ones(2, 1), nn.MSELoss(reduction="none"), optimizer)
-    with pytest.raises(ValueError, match=r"returned a tensor of shape \(1, 1\)"):
-        trainer.forward_backward_pipeline(torch.ones(2, 3), torch.ones(2, 1), lambda a, b: a - b, optimizer)
-    with pytest.raises(ShapeError, match="has 2 and 3"):
-        trainer.forward_backward_pipeline(torch.ones(2, 3), torch.ones(3, 1), nn.MSELoss(), optimizer)
-    with pytest.raises(ShapeError, match="has 0 and 0"):
-        trainer.forward_backward_pipeline(torch.ones(0, 3), torch.ones(0, 1), nn.MSELoss(), optimizer)
-    with pytest.raises(ShapeError, match="num_microbatches=0"):
-        MicrobatchPipelineTrainer(model, 0)
+    def rank():
+        model = network(0)
+        one, two, v = (split_stages(model, n, order=order) for n, order in ((2, "loop"), (4, "loop"), (4, "v")))
+        loss = nn.MSELoss()
+        x, y = data()
+        messages = []
+        for call in (
+            lambda: split_stages(model, 3),
+            lambda: split_stages(model, 2, order="v"),
+            lambda: split_stages(model, 2, ["x"]),
+            lambda: split_stages(model, 12),
+            lambda: split_stages(nn.Linear(2, 2), 2),
+            lambda: make_schedule("2f2b", one, 2, loss),
+            lambda: make_schedule("gpipe", two, 2, loss),
+            lambda: make_schedule("zbv", two, 2, loss),
+            lambda: make_schedule("interleaved", v, 2, loss),
+            lambda: make_schedule("gpipe", one, 2, nn.MSELoss(reduction="none")),
+            lambda: make_schedule("gpipe", one, 5, loss).step(x, y),
+        ):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                call()
+            messages.append(str(caught.value))
+        return messages
+
+    messages = on_ranks(rank)[0]
+    assert messages[0] == "n=3 stages must be a multiple of the ranks (2): use n=4"
+    assert messages[1] == "n=2 stages must be twice the ranks of the axis (2): use n=4"
+    assert messages[2].startswith("points=['x'] must be 1 different names of elements after the first")
+    assert messages[3] == "11 layers cannot make 12 stages of at least one layer: use fewer stages"
+    assert messages[4].startswith("split_stages cuts an nn.Sequential, not a Linear")
+    assert messages[5].startswith("schedule '2f2b' is unknown: use one of 'gpipe', '1f1b'")
+    assert messages[6] == "schedule 'gpipe' takes one stage a rank, not 2: use n=2 stages"
+    assert messages[7] == "schedule 'zbv' takes two stages a rank in a v: use split_stages(..., 4, order='v')"
+    assert messages[8].startswith("schedule 'interleaved' takes stages in the order 'loop'")
+    assert messages[9] == "the loss has reduction='none', and must have 'mean' or 'sum'"
+    rule = "12 samples cannot be cut into n_microbatches=5 of one size"
+    assert messages[10] == f"{rule}: use one of 1, 2, 3, 4, 6, 12, or another batch"
+    with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
+        split_stages(network(0), 2)
+
+
+def test_too_few_microbatches():
+    """What torch refuses is said with the values."""
+
+    def rank():
+        with pytest.raises(ShapeError) as caught:
+            make_schedule("1f1b", split_stages(network(0), 2), 1, nn.MSELoss())
+        return str(caught.value)
+
+    for message in on_ranks(rank):
+        assert message.startswith("schedule '1f1b' cannot take n_microbatches=1 over 2 stages: ")
