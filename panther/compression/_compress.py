@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -248,3 +249,5 @@ def _check_options(
         raise ValueError(f"sequential=True fits layers to their inputs, which method={method!r} does not: leave it out")
     if heal is not None and not isinstance(heal, HealConfig):
         raise TypeError(f"heal must be a HealConfig, not {type(heal).__name__}")
+    if heal is not None and heal.checkpoint is not None and not Path(heal.checkpoint).parent.is_dir():
+        raise ValueError(f"checkpoint={str(heal.checkpoint)!r} must be a file in a folder that exists: make the folder")

@@ -367,7 +367,7 @@ class _Healing:
             "seed": self.seed,
             **asdict(replace(self.config, checkpoint=None)),
             "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()],
-            "original": 0 if self.config.checkpoint is self.group is None else self.pair.checksum(),
+            "original": self.pair.checksum() if self.config.checkpoint is not None or self.group is not None else 0,
         }
         check = zlib.crc32(repr(identity).encode())
         own = torch.tensor([len(self.batches), len(self.held_out), check], device=self.device)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -211,6 +212,8 @@ def _refusal(
         return "is quantised: compress first, then quantise"
     if not (isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)):
         return "is no nn.Linear, nn.Conv2d or Conv1D of transformers"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     named = any(isinstance(one, type) and isinstance(module, one) for one in wanted or ())

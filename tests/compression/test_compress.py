@@ -421,6 +421,7 @@ class Listed(nn.Module):
         (network, batches_of, {"budget": None}, ValueError, "exactly one of budget, max_bytes and max_error"),
         (network, batches_of, {"max_bytes": 10}, ValueError, "exactly one of .* not budget and max_bytes"),
         (network, batches_of, {"budget": 0.01}, CompressionError, "smallest feasible budget is 0.0"),
+        (network, batches_of, {"heal": pr.HealConfig(checkpoint="no/such/file")}, ValueError, "folder that exists"),
         (network, batches_of, {"method": "qr"}, ValueError, "method='qr' is unknown: use one of 'two_sided'"),
         (network, batches_of, {"method": "svd", "allocate": "global"}, ValueError, "allocate='global' needs method"),
         (network, batches_of, {"include": 3}, TypeError, "include takes types, globs of names and functions, not int"),
@@ -550,6 +551,10 @@ def test_what_is_left_and_why():
     report = pr.compress(again, 0.5, method="svd", include=[Own], **quick)
     assert [layer.names for layer in report.layers] == [("sub",)]
     assert report.left[0].reason == "is not included"
+    attention = nn.ModuleDict({"mha": nn.MultiheadAttention(64, 4), "ok": nn.Linear(64, 64)})
+    report = pr.compress(attention, 0.5, method="svd", include=nn.Linear, **quick)
+    reasons = {entry.name: entry.reason for entry in report.left}
+    assert reasons["mha.out_proj"] == "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
     globs = pr.compress(network(), 0.5, method="svd", include=["[02]", "6"], exclude="6", **quick)
     assert [layer.names[0] for layer in globs.layers] == ["0", "2"]
 
