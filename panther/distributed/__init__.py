@@ -11,6 +11,7 @@ from .metrics import DistributedMetricsCollector
 from .microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
 from .models import DistributedSketchedModel
 from .pipelining import PipelineSchedule, make_schedule, split_stages
+from .planning import TensorParallelReport, tensor_parallel
 from .profiling import CommunicationCounter
 from .sync import sync_sketches, verify_sketches
 from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
@@ -28,6 +29,7 @@ __all__ = [
     "PipelineSchedule",
     "RowwiseSKParallel",
     "TensorParallelModel",
+    "TensorParallelReport",
     "TensorParallelSKLinear",
     "all_gather",
     "all_reduce",
@@ -48,5 +50,6 @@ __all__ = [
     "shutdown",
     "split_stages",
     "sync_sketches",
+    "tensor_parallel",
     "verify_sketches",
 ]

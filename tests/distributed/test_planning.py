@@ -1,0 +1,197 @@
+"""tensor_parallel on whole models against the models in one piece."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from panther.distributed import (
+    ColwiseSKParallel,
+    RowwiseSKParallel,
+    data_parallel,
+    launch,
+    make_mesh,
+    tensor_parallel,
+)
+from panther.errors import ShapeError
+from panther.nn import SKLinear
+
+pytestmark = pytest.mark.distributed
+
+
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
+
+
+class Gated(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = make(40, 50), make(40, 50), make(50, 40)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Model(nn.Module):
+    """An embedding, a torch encoder layer, a gated block, a Sequential of sketched and dense layers, and a head."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.embed = nn.Embedding(20, 40)
+        self.encoder = nn.TransformerEncoderLayer(40, 4, 60, dropout=0.0, batch_first=True)
+        self.gated, self.norm = Gated(make), nn.LayerNorm(40)
+        self.stack = nn.Sequential(make(40, 30), nn.GELU(), nn.Linear(30, 40), nn.LayerNorm(40), nn.Linear(40, 40))
+        self.head = nn.Linear(40, 5)
+
+    def forward(self, tokens):
+        x = self.encoder(self.embed(tokens))
+        x = x + self.gated(self.norm(x))
+        return self.head(self.stack(x).mean(1))
+
+
+def build(seed, sketched=True):
+    torch.manual_seed(seed)
+    return Model((lambda n, m: SKLinear(n, m, 3)) if sketched else nn.Linear).double()
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(20, (8, 6), generator=generator)
+    return tokens, torch.randint(5, (8,), generator=generator)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model, x, y, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: whole(parameter).detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("sketched", [True, False])
+def test_ten_steps_are_those_of_one_process(n, sketched):
+    x, y = data()
+
+    def rank():
+        model = build(100 + dist.get_rank(), sketched)  # other weights and seeds on every rank
+        report = tensor_parallel(model, make_mesh(tp=n)["tp"])
+        return *train(model, x, y), {entry.name: entry for entry in report.placed}
+
+    losses, weights = train(build(100, sketched), x, y)
+    for their_losses, theirs, report in on_ranks(rank, n):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        assert set(theirs) == set(weights)
+        for name in weights:
+            torch.testing.assert_close(theirs[name], weights[name], rtol=1e-8, atol=1e-10)
+        actions = {name: entry.action for name, entry in report.items()}
+        even = n < 3 or sketched  # 50 features between
+        cut = {"stack.0", "encoder.linear1"} | ({"gated.gate_proj", "gated.up_proj"} if even else set())
+        assert {name for name, action in actions.items() if action == "outputs cut"} == cut
+        rows = {"stack.2", "encoder.linear2"} | ({"gated.down_proj"} if even else set())
+        assert {name for name, action in actions.items() if action == "inputs cut"} == rows
+        if even:
+            assert report["gated.down_proj"].reason == "paired with 'gated.gate_proj' and 'gated.up_proj'"
+        else:
+            assert report["gated.up_proj"].reason.startswith("has 50 features between, which 3 ranks do not divide")
+        assert report["head"].action == "copied"
+        assert report["stack.4"].reason == "has no partner across functions of single entries"
+        owners = {name.rpartition(".")[0] for name in weights}
+        assert set(report) == owners  # every module that has parameters
+
+
+def test_with_fsdp_and_clipping():
+    """dp = 2 by tp = 2: every parameter is on the tp axis, so that one norm covers all."""
+    x, y = data()
+
+    def build_small(seed):
+        torch.manual_seed(seed)
+        layers = [SKLinear(40, 48, 2), nn.ReLU(), SKLinear(48, 40, 2), nn.LayerNorm(40), nn.Linear(40, 5)]
+        return nn.Sequential(nn.Embedding(20, 40), *layers).double()
+
+    def run(model, x, y):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        norms = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x).mean(1), y).backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)).item())
+            optimizer.step()
+        return norms, [whole(parameter).detach().clone() for parameter in model.parameters()]
+
+    def rank():
+        mesh = make_mesh(dp=2, tp=2)
+        model = build_small(100 + dist.get_rank())
+        tensor_parallel(model, mesh["tp"])
+        model = data_parallel(model, mesh["dp"], "fsdp")
+        own = slice(4 * mesh["dp"].get_local_rank(), 4 * mesh["dp"].get_local_rank() + 4)
+        return run(model, x[own], y[own])
+
+    norms, weights = run(build_small(100), x, y)
+    for their_norms, theirs in on_ranks(rank, 4):
+        assert their_norms == pytest.approx(norms, rel=1e-9)
+        for a, b in zip(weights, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_a_plan_by_names():
+    def rank():
+        model = build(0)
+        plan = {
+            "gated.*_proj": ColwiseSKParallel(),
+            "gated.down_proj": RowwiseSKParallel(),
+            "encoder.linear1": ColwiseParallel(),
+            "encoder.linear2": RowwiseParallel(),
+        }
+        report = tensor_parallel(model, make_mesh(tp=2)["tp"], plan)
+        out = model(data()[0]).detach()
+        return {entry.name: entry.reason for entry in report.placed}, out, str(report)
+
+    reasons, out, text = on_ranks(rank)[0]
+    assert reasons["gated.up_proj"] == "by the plan's 'gated.*_proj'"
+    assert reasons["gated.down_proj"] == "by the plan's 'gated.down_proj'"
+    torch.testing.assert_close(out, build(0)(data()[0]).detach())
+    assert text.splitlines()[0].split() == ["module", "kind", "action", "reason"]
+
+
+def test_what_is_left_and_what_is_refused():
+    def rank():
+        mesh = make_mesh(dp=1, tp=2)
+        torch.manual_seed(0)
+        shared = nn.Linear(8, 8)
+        model = nn.ModuleDict(
+            {
+                "narrow": nn.Sequential(nn.Linear(8, 1), nn.ReLU(), nn.Linear(1, 8)),
+                "twice": nn.Sequential(shared, nn.ReLU(), nn.Linear(8, 8)),
+                "again": nn.Sequential(shared, nn.Softmax(-1), nn.Linear(8, 8)),
+            }
+        )
+        reasons = {entry.name: entry.reason for entry in tensor_parallel(model, mesh["tp"]).placed}
+        messages = []
+        for call in (
+            lambda: tensor_parallel(build(0), mesh),
+            lambda: tensor_parallel(build(0), mesh["tp"], "megatron"),
+            lambda: tensor_parallel(build(0), mesh["tp"], {"mlp": ColwiseParallel()}),
+        ):
+            with pytest.raises((ValueError, ShapeError)) as caught:
+                call()
+            messages.append(str(caught.value))
+        return reasons, messages
+
+    reasons, messages = on_ranks(rank)[0]
+    assert reasons["narrow.0"] == "has 1 features between, too few for 2 ranks"
+    assert reasons["twice.0"] == "stands in several places"
+    assert reasons["again.2"] == "has no partner across functions of single entries"
+    assert messages[0].startswith("tensor_parallel takes one mesh axis, and the mesh has ('dp', 'tp')")
+    assert messages[1] == "plan='megatron' must be 'auto', or a mapping of names to styles"
+    assert messages[2].startswith("plan names 'mlp', which matches no module of embed, encoder")
