@@ -1,10 +1,11 @@
 """Draw errors from the results: ``python benchmarks/plot.py`` writes docs/_static/benchmarks/*.svg.
 
 Error against time: methods of one family, the same code with another parameter, share a colour and are joined by a
-line. Error of attention against the number of features and the norms of queries and keys.
+line. Error of attention against the number of features and the norms of queries and keys. What compressed models keep,
+against their size.
 """
 
-__all__ = ["draw", "draw_attention"]
+__all__ = ["draw", "draw_attention", "draw_compress"]
 
 import csv
 import sys
@@ -176,6 +177,39 @@ def draw_attention(threads: int = 1, features: int = 256, d: int = 32) -> Path:
     return _save(figure, axes, "attention-error")
 
 
+def draw_compress(threads: int = 1) -> Path:
+    """Draw what compressed models keep of their task, by method, against the kept fraction of their layers' numbers."""
+    labels = {
+        "random": "random",
+        "svd": "svd",
+        "activation": "activation",
+        "two_sided": "two_sided",
+        "two_sided + heal": "two_sided + heal",
+        "dense twin": "dense, trained so small",
+    }
+    shown = [
+        ("compress-encoder", "loss", "held-out loss of a language model"),
+        ("compress-encoder", "kl", "its divergence from the original, nats"),
+        ("compress-digits", "accuracy", "accuracy on digits"),
+    ]
+    figure, axes = _panels(len(shown))
+    for axis, (subject, column, title) in zip(axes[0], shown, strict=True):
+        rows = _rows(subject, threads)
+        values = {method: [row for row in rows if row["method"] == method] for method in labels}
+        for method, label in labels.items():
+            points = [(float(row["kept"]), max(float(row[column]), 1e-4)) for row in values[method]]
+            style = {"color": "gray", "marker": "s"} if method == "dense twin" else {"marker": "o"}
+            axis.plot(*zip(*sorted(points), strict=True), label=label, markersize=5, **style)
+        (original,) = (float(row[column]) for row in rows if row["method"] == "original")
+        if column != "kl":
+            axis.axhline(original, color="black", linestyle="--", label="original")
+        axis.set(xlabel="kept fraction of the layers' numbers", title=title)
+        axis.set_yscale("linear" if column == "accuracy" else "log")
+        axis.title.set_fontsize(10)
+        axis.grid(alpha=0.3, which="both")
+    return _save(figure, axes, "compress")
+
+
 def _rows(subject: str, threads: int) -> list[dict[str, str]]:
     with open(RESULTS / f"{subject}-cpu-threads-{threads}.csv", newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -204,3 +238,4 @@ if __name__ == "__main__":
     for wanted in PLOTS:
         print(draw(wanted, int(sys.argv[1]) if len(sys.argv) > 1 else 2))
     print(draw_attention())
+    print(draw_compress())

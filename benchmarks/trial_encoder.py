@@ -26,7 +26,7 @@ def run(quick: bool, cache: Path | None) -> list[dict[str, Any]]:
     text, held_out = gather(limit=200 if quick else None)
     print(f"{len(text):,} characters to train on, {len(held_out):,} held out")
     model, train_s = trained(shape, text, steps=steps, lr=lr, cache=cache)
-    pieces = blocks(held_out, shape.context + 1, 200 if quick else 800, seed=1)
+    pieces = blocks(held_out, shape.context + 1, 200 if quick else 400, seed=1)
     tokens, labels = pieces[:, :-1], pieces[:, 1:].flatten()
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ def run(quick: bool, cache: Path | None) -> list[dict[str, Any]]:
         assert isinstance(model, TextModel)
         return train(model, text, steps=steps // 4, lr=5e-4, seed=10**6)
 
-    calibration = list(blocks(text, shape.context, 16 * (24 if quick else 80), seed=2).split(16))
+    calibration = list(blocks(text, shape.context, 16 * (24 if quick else 40), seed=2).split(16))
     task = Task(model, train_s, calibration, evaluate, smaller, train_on, 30 if quick else 300, 900)
     return compare(task, (BOUND_AT,) if quick else BUDGETS, None if quick else BOUND_AT)
 

@@ -114,17 +114,18 @@ def tensor_parallel(
         styles, why = _automatic(model, mesh.size())
     else:
         styles, why = _named(model, plan)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     parallelize_module(model, mesh, dict(styles))
     placed = []
     for name, module in list(model.named_modules()):
         if name in styles:
             style = type(styles[name])
-            placed.append(Placed(name, type(module).__name__, _ACTIONS.get(style, style.__name__), why[name]))
+            placed.append(Placed(name, kinds[name], _ACTIONS.get(style, style.__name__), why[name]))
         elif any(name.startswith(other + ".") for other in styles):
             continue
         elif any(parameter is not None for parameter in module._parameters.values()):
             how = _copy(module, mesh)
-            placed.append(Placed(name, type(module).__name__, "copied", why.get(name, how)))
+            placed.append(Placed(name, kinds[name], "copied", why.get(name, how)))
     return TensorParallelReport(tuple(placed))
 
 
