@@ -5,6 +5,7 @@ from .advisor import choose_parallelism_strategy
 from .bandwidth import CommunicationProfile, profile_communication_overhead
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data import data_parallel
+from .hybrid import HybridParallelTrainer
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
 from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
 from .metrics import DistributedMetricsCollector
@@ -24,6 +25,7 @@ __all__ = [
     "DistributedInfo",
     "DistributedMetricsCollector",
     "DistributedSketchedModel",
+    "HybridParallelTrainer",
     "MicrobatchPipelineTrainer",
     "PipelineParallelSketchedModel",
     "PipelineSchedule",

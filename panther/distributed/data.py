@@ -95,6 +95,14 @@ def data_parallel(
     return fully_shard(model, mp_policy=root if mixed_precision else MixedPrecisionPolicy(), **common)
 
 
+def shard_whole(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
+    """``"fsdp"`` or ``"replicate"`` with the model as one block, as pipelines need it; in place."""
+    mesh = _mesh_of(mesh, strategy)
+    for axis in range(mesh.ndim):
+        start_alike(model, mesh.get_group(axis))
+    fully_shard(model, mesh=mesh, shard_placement_fn=_placement(mesh))
+
+
 def _check(
     model: nn.Module, strategy: str, comm_hook: str | None, mixed_precision: torch.dtype | None, cpu_offload: bool
 ) -> None:

@@ -1,0 +1,204 @@
+"""Data, tensor and pipeline parallelism together, on one mesh."""
+
+__all__ = ["HybridParallelTrainer"]
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from panther.distributed.data import data_parallel, shard_whole
+from panther.distributed.mesh import get_world_size, make_mesh
+from panther.distributed.pipelining import PipelineSchedule, make_schedule, split_stages
+from panther.distributed.planning import TensorParallelReport, tensor_parallel
+from panther.distributed.sync import start_alike
+from panther.distributed.tensor import check_configs
+from panther.errors import DistributedError, ShapeError, check_size
+from panther.nn import SKLinear
+
+_STAGES_A_RANK = {"gpipe": 1, "1f1b": 1}  # the others take two
+_IN_V = ("zbv", "dualpipev")
+_DATA_PARALLEL = ("fsdp", "replicate", "ddp")
+
+
+class HybridParallelTrainer:
+    """Train a model over up to three axes of ranks; every rank must make it and call it.
+
+    Layers are paired and cut along tp (:func:`tensor_parallel`), then the model along pp (:func:`split_stages`), and
+    every stage is copied or sharded along dp. Weights and sketches are those of rank 0.
+
+    Args:
+        model_config: A module, an nn.Sequential if there are several stages; or ``{"layers": [...]}``, for each
+            SKLinear a mapping with ``in_features``, ``out_features`` and ``sketch_size``, with ReLU between them.
+        parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (what
+            is left of the world), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``), ``gradient_clipping``
+            (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``).
+
+    Attributes:
+        model: This rank's part: the module, or an nn.ModuleList of its stages. The optimizer is made from
+            ``model.parameters()``.
+        mesh: The mesh, with the axes dp, pp and tp.
+        report: What tensor parallelism did, or None.
+        dp_group: The ranks that have the same part of the model.
+        tp_group: The ranks that share this rank's layers.
+
+    Raises:
+        ValueError: If a key is unknown, or a value is none of those known.
+        ShapeError: If the sizes do not make the world, or the model cannot be cut.
+        DistributedError: If there is no process group, or a combination is wrong in torch: ``"ddp"`` with tensor
+            parallelism (it loses the cut layers' parameters), or with a pipeline (it fails in the second step).
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> sizes = [(256, 256), (256, 4)]
+        >>> layers = [{"in_features": n, "out_features": m, "sketch_size": 1} for n, m in sizes]
+        >>> trainer = HybridParallelTrainer({"layers": layers}, {"gradient_clipping": 1.0})
+        >>> optimizer = torch.optim.Adam(trainer.model.parameters())
+        >>> batch = torch.randn(8, 256), torch.randint(4, (8,))
+        >>> loss = trainer.train_step(batch, optimizer, nn.CrossEntropyLoss())
+        >>> pr.distributed.shutdown()
+    """
+
+    def __init__(self, model_config: nn.Module | Mapping[str, Any], parallelism_config: Mapping[str, Any]) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise DistributedError("there is no process group: call panther.distributed.init() first")
+        config = _checked(parallelism_config)
+        self.mesh = make_mesh(
+            dp=config["data_parallel_size"], pp=config["pipeline_parallel_size"], tp=config["tensor_parallel_size"]
+        )
+        self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
+        self.num_microbatches = config["num_microbatches"]
+        self.dp_group, self.tp_group = self.mesh["dp"].get_group(), self.mesh["tp"].get_group()
+        self._schedule: tuple[Any, PipelineSchedule] | None = None
+        model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
+        start_alike(model, dist.group.WORLD)  # type: ignore[arg-type]
+        self.report: TensorParallelReport | None = None
+        if config["tensor_parallel_size"] > 1:
+            self.report = tensor_parallel(model, self.mesh["tp"])
+        stages = config["pipeline_parallel_size"]
+        strategy = config["data_parallel"]
+        if stages == 1:
+            self.stages: list[Any] = []
+            self.model = data_parallel(model, self.mesh["dp"], strategy)
+            return
+        per_rank = _STAGES_A_RANK.get(self.schedule_name, 2)
+        order = "v" if self.schedule_name in _IN_V else "loop"
+        if not isinstance(model, nn.Sequential):
+            raise ShapeError(f"a pipeline cuts an nn.Sequential, not a {type(model).__name__}: put its parts into one")
+        self.stages = split_stages(model, stages * per_rank, mesh=self.mesh["pp"], order=order)
+        for stage in self.stages:  # as a whole: sharded block by block, zero-bubble schedules make wrong gradients
+            shard_whole(stage.submod, self.mesh["dp"], strategy)
+        self.model = nn.ModuleList(stage.submod for stage in self.stages)
+
+    def train_step(
+        self,
+        batch: tuple[Tensor, Tensor],
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+    ) -> float:
+        """One step of the optimizer.
+
+        Args:
+            batch: Samples and targets of this rank's place along dp, the same for all ranks of that place, and as many
+                at every place.
+            optimizer: Of ``model.parameters()``.
+            criterion: A mean over samples.
+
+        Returns:
+            The mean loss over the samples of all places, on every rank.
+
+        Raises:
+            ShapeError: If the microbatches do not divide the samples.
+        """
+        data, targets = batch
+        device = next(self.model.parameters()).device
+        data, targets = data.to(device), targets.to(device)
+        optimizer.zero_grad()
+        if self.stages:
+            if self._schedule is None or self._schedule[0] is not criterion:
+                made = make_schedule(self.schedule_name, self.stages, self.num_microbatches, criterion)
+                self._schedule = criterion, made
+            _, loss = self._schedule[1].step(data, targets)
+        else:
+            loss = criterion(self.model(data), targets)
+            loss.backward()
+        if self.gradient_clipping is not None:
+            self._clip(self.gradient_clipping)
+        optimizer.step()
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        if loss is not None:
+            sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item()
+
+    def _clip(self, max_norm: float) -> None:
+        """Scale all gradients by the norm over every axis: of parts along dp and tp as DTensors know, then over pp."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        device = next(self.model.parameters()).device
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in gradients:
+            norm = torch.linalg.vector_norm(gradient)
+            square += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double() ** 2
+        dist.all_reduce(square, group=self.mesh["pp"].get_group())
+        factor = min(1.0, max_norm / (square.sqrt().item() + 1e-6))
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with its defaults, if it makes sense."""
+    known = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": None,
+        "num_microbatches": None,
+        "schedule": "1f1b",
+        "gradient_clipping": None,
+        "data_parallel": "fsdp",
+    }
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(
+            f"parallelism_config has the unknown keys {', '.join(unknown)}: use some of {', '.join(known)}"
+        )
+    config: dict[str, Any] = known | dict(given)
+    tp = check_size("tensor_parallel_size", config["tensor_parallel_size"], least=1)
+    pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
+    config["data_parallel_size"] = config["data_parallel_size"] or max(get_world_size() // (tp * pp), 1)
+    per_rank = _STAGES_A_RANK.get(config["schedule"], 2)
+    config["num_microbatches"] = check_size("num_microbatches", config["num_microbatches"] or pp * per_rank, least=1)
+    clipping = config["gradient_clipping"]
+    if clipping is not None and not clipping > 0:
+        raise ValueError(f"gradient_clipping={clipping} must be positive, or None")
+    if config["data_parallel"] not in _DATA_PARALLEL:
+        raise ValueError(
+            f"data_parallel={config['data_parallel']!r} is unknown: use one of {', '.join(map(repr, _DATA_PARALLEL))}"
+        )
+    if config["data_parallel"] == "ddp" and tp > 1:
+        raise DistributedError(
+            "data_parallel='ddp' and tensor_parallel_size > 1 do not go together: DistributedDataParallel loses the "
+            "parameters of layers that are cut: use 'fsdp' or 'replicate'"
+        )
+    if config["data_parallel"] == "ddp" and pp > 1:
+        raise DistributedError(
+            "data_parallel='ddp' and pipeline_parallel_size > 1 do not go together: DistributedDataParallel fails in "
+            "the second step, whose microbatches it takes for steps: use 'fsdp' or 'replicate'"
+        )
+    return config
+
+
+def _perceptron(model_config: Mapping[str, Any]) -> nn.Sequential:
+    if set(model_config) != {"layers"}:
+        raise ValueError(f"model_config must be a module or have the key 'layers', and has {', '.join(model_config)}")
+    layers = model_config["layers"]
+    check_configs(layers)
+    model = nn.Sequential()
+    for config in layers:
+        if model:
+            model.append(nn.ReLU())
+        model.append(SKLinear(config["in_features"], config["out_features"], config["sketch_size"]))
+    return model

@@ -1,0 +1,144 @@
+"""Several axes at once against one process."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from panther.distributed import HybridParallelTrainer, launch
+from panther.errors import DistributedError, ShapeError
+from panther.nn import SKLinear
+
+WIDTHS = [40, 48, 36, 44, 32, 5]
+CONFIG = {"layers": [{"in_features": n, "out_features": m, "sketch_size": 2} for n, m in pairwise(WIDTHS)]}
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    layers = []
+    for n, m in pairwise(WIDTHS):
+        layers += [SKLinear(n, m, 2), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 40, generator=generator, dtype=torch.float64)
+    return x, torch.randint(5, (16,), generator=generator)
+
+
+def single(steps, clip):
+    model, (x, y) = build(100), data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def check(world, config, clip=0.1, steps=10):
+    x, y = data()
+
+    def rank():
+        trainer = HybridParallelTrainer(build(100 + dist.get_rank()), {**config, "gradient_clipping": clip})
+        optimizer = torch.optim.SGD(trainer.model.parameters(), 0.5)
+        place, places = trainer.mesh["dp"].get_local_rank(), trainer.mesh["dp"].size()
+        own = slice(16 // places * place, 16 // places * (place + 1))
+        criterion = nn.CrossEntropyLoss()
+        losses = [trainer.train_step((x[own], y[own]), optimizer, criterion) for _ in range(steps)]
+        parts = [stage.submod for stage in trainer.stages] or [trainer.model]
+        weights = {}
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                weights[name.removeprefix("module.")] = whole.detach()
+        return losses, weights
+
+    losses, weights = single(steps, clip)
+    results = launch(rank, nproc=world, start_method="fork")
+    found = set()
+    for their_losses, theirs in results:
+        assert their_losses == pytest.approx(losses, rel=1e-6)
+        found |= set(theirs)
+        for name, weight in theirs.items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-7)
+    assert found == set(weights)
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [
+        (1, {}),
+        (2, {"data_parallel": "ddp"}),
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"pipeline_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 2, "data_parallel": "replicate"}),
+        (4, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
+        (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        (4, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}),
+        (4, {"pipeline_parallel_size": 2, "schedule": "zbv", "data_parallel": "replicate"}),
+    ],
+    ids=str,
+)
+def test_ten_clipped_steps_are_those_of_one_process(world, config):
+    check(world, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "replicate"])
+def test_two_by_two_by_two(strategy):
+    check(8, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel": strategy})
+
+
+def test_the_guide_s_configuration():
+    def rank():
+        torch.manual_seed(0)
+        trainer = HybridParallelTrainer(CONFIG, {"tensor_parallel_size": 2})
+        optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
+        x, y = data()
+        losses = [trainer.train_step((x.float(), y), optimizer, nn.CrossEntropyLoss()) for _ in range(20)]
+        return losses, [entry.action for entry in trainer.report.placed]
+
+    for losses, actions in launch(rank, nproc=2, start_method="fork"):
+        assert losses[-1] < 0.8 * losses[0]
+        assert actions == ["outputs cut", "inputs cut", "outputs cut", "inputs cut", "copied"]
+
+
+def test_what_is_refused():
+    def rank():
+        messages = []
+        for model, config in (
+            (CONFIG, {"tensor_parallel": 2}),
+            (CONFIG, {"tensor_parallel_size": 3}),
+            (CONFIG, {"tensor_parallel_size": 2, "data_parallel": "ddp"}),
+            (CONFIG, {"pipeline_parallel_size": 2, "data_parallel": "ddp"}),
+            (CONFIG, {"data_parallel": "zero"}),
+            (CONFIG, {"gradient_clipping": 0}),
+            ({"sizes": []}, {}),
+            (nn.Bilinear(3, 3, 3), {"pipeline_parallel_size": 2}),
+        ):
+            with pytest.raises((ValueError, ShapeError, DistributedError)) as caught:
+                HybridParallelTrainer(model, config)
+            messages.append(str(caught.value))
+        return messages
+
+    messages = launch(rank, nproc=2, start_method="fork")[0]
+    assert messages[0].startswith("parallelism_config has the unknown keys tensor_parallel: use some of tensor_")
+    assert messages[1].startswith("dp * pp * tp = 1 * 1 * 3 = 3 must equal the world size (2)")
+    assert messages[2].startswith("data_parallel='ddp' and tensor_parallel_size > 1 do not go together")
+    assert messages[3].startswith("data_parallel='ddp' and pipeline_parallel_size > 1 do not go together")
+    assert messages[4].startswith("data_parallel='zero' is unknown")
+    assert messages[5] == "gradient_clipping=0 must be positive, or None"
+    assert messages[6] == "model_config must be a module or have the key 'layers', and has sizes"
+    assert messages[7].startswith("a pipeline cuts an nn.Sequential, not a Bilinear")
