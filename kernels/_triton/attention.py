@@ -248,7 +248,7 @@ def _attend_kernel(
             den += tl.sum(scores, 1)
         value_y = value + (first + y0) * OUT + step[:, None] * OUT + o[None, :]
         w = dot_operand(tl.load(value_y, mask=take_y[:, None] & (o < OUT)[None, :], other=0.0))
-        if not SUFFIX and not TRANSPOSED:
+        if not SUFFIX and not TRANSPOSED:  # noqa: SIM102  decided when it is compiled
             if y0 == x0:  # a score of 0 times a value that is not finite would be NaN
                 w = tl.where(w * 0.0 == 0.0, w, 0.0)
         total = tl.dot(scores.to(INNER), w.to(INNER), total, input_precision=PRECISION)

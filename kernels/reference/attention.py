@@ -59,7 +59,7 @@ def attention_forward(
             K, V1 = _keys(K, V, scales)
             before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
             across = Q @ before
-            # A score of 0 times a value that is not finite would be NaN: those reach the later rows by a sum of their own.
+            # A score of 0 times a value that is not finite would be NaN: such values reach later rows by their own sum.
             spoil = V1 * 0
             sums = _masked(Q @ K.mT, scales) @ V1.masked_fill(spoil != 0, 0) + spoil.cumsum(-2)
             sums = sums + (across if scales is None else across * scales.row)
