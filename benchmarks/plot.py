@@ -8,6 +8,7 @@ against their size.
 __all__ = ["draw", "draw_attention", "draw_compress"]
 
 import csv
+import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ def draw_compress(threads: int = 1) -> Path:
         "activation": "activation",
         "two_sided": "two_sided",
         "two_sided + heal": "two_sided + heal",
-        "dense twin": "dense, trained so small",
+        "dense twin": "dense, trained at this size",
     }
     shown = [
         ("compress-encoder", "loss", "held-out loss of a language model"),
@@ -204,7 +205,20 @@ def draw_compress(threads: int = 1) -> Path:
         if column != "kl":
             axis.axhline(original, color="black", linestyle="--", label="original")
         axis.set(xlabel="kept fraction of the layers' numbers", title=title)
-        axis.set_yscale("linear" if column == "accuracy" else "log")
+        if column == "kl":
+            axis.set_yscale("log")
+        elif column == "loss":
+            axis.set_ylim(0.97 * original, 1.5 * original)
+            least = min(float(row[column]) for row in values["random"])
+            axis.text(
+                0.97,
+                0.97,
+                f"random: above {math.floor(least)}",
+                transform=axis.transAxes,
+                ha="right",
+                va="top",
+                fontsize=9,
+            )
         axis.title.set_fontsize(10)
         axis.grid(alpha=0.3, which="both")
     return _save(figure, axes, "compress")

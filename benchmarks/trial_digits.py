@@ -101,7 +101,7 @@ def run(quick: bool, cache: Path | None) -> list[dict[str, Any]]:
         return train(net, images[held_out:], labels[held_out:], steps=steps // 4, lr=5e-4, seed=1)
 
     calibration = list(images[held_out:].split(64))
-    task = Task(net, train_s, calibration, evaluate, smaller, train_on, 30 if quick else 300, 900)
+    task = Task(net, train_s, calibration, evaluate, smaller, train_on, 30 if quick else 300)
     return compare(task, (BOUND_AT,) if quick else BUDGETS, None if quick else BOUND_AT)
 
 

@@ -49,7 +49,7 @@ def run(quick: bool, cache: Path | None) -> list[dict[str, Any]]:
         return train(model, text, steps=steps // 4, lr=5e-4, seed=10**6)
 
     calibration = list(blocks(text, shape.context, 16 * (24 if quick else 40), seed=2).split(16))
-    task = Task(model, train_s, calibration, evaluate, smaller, train_on, 30 if quick else 300, 900)
+    task = Task(model, train_s, calibration, evaluate, smaller, train_on, 30 if quick else 300)
     return compare(task, (BOUND_AT,) if quick else BUDGETS, None if quick else BOUND_AT)
 
 

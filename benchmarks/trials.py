@@ -2,8 +2,8 @@
 
 Every method compresses its own copy of the model to the same kept fraction of the layers' numbers, from the same
 unlabelled batches. Beside them stand a dense model of as many numbers, trained from scratch for as many steps, and, at
-``BOUND_AT``, what the same ranks can reach: the healing made long, and the factors trained further on the task itself
-(with its counterpart, the original trained as much further, since that may also gain).
+``BOUND_AT``, what the same ranks can reach: the factors trained further on the task itself, with labels, to be held
+against the original trained as much further, since that gains too.
 """
 
 __all__ = ["BOUND_AT", "BUDGETS", "METHODS", "Task", "compare", "distance", "main", "stored_bytes"]
@@ -53,7 +53,6 @@ class Task:
             scratch for as many steps; and the CPU seconds of that.
         train_on: Trains a model further in place, with labels.
         heal_steps: Of healing.
-        long_steps: Of healing made long.
     """
 
     original: nn.Module
@@ -63,7 +62,6 @@ class Task:
     twin: Callable[[float], tuple[nn.Module, float]]
     train_on: Callable[[nn.Module], object]
     heal_steps: int
-    long_steps: int
 
 
 def compare(task: Task, budgets: Sequence[float] = BUDGETS, bound_at: float | None = BOUND_AT) -> list[dict[str, Any]]:
@@ -100,14 +98,16 @@ def compare(task: Task, budgets: Sequence[float] = BUDGETS, bound_at: float | No
         add(budget, HEALED, healed, seconds)
         add(budget, "dense twin", *task.twin(budget), kept=budget)
         if budget == bound_at:
-            model, seconds = compressed(budget, task.long_steps, **METHODS["two_sided"])
-            add(budget, "two_sided + long heal", model, seconds)
-            for name, start_from, kept in (("healed", healed, None), ("original", copy.deepcopy(task.original), 1.0)):
-                start = time.process_time()
-                for parameter in start_from.parameters():
+            at_rank = compressed(budget, **METHODS["two_sided"])[0]
+            for name, model, fraction in (
+                ("two_sided", at_rank, None),
+                ("original", copy.deepcopy(task.original), 1.0),
+            ):
+                for parameter in model.parameters():
                     parameter.requires_grad_(True)
-                task.train_on(start_from.train())
-                add(budget, f"{name}, trained on", start_from.eval(), time.process_time() - start, kept)
+                start = time.process_time()
+                task.train_on(model.train())
+                add(budget, f"{name}, trained on", model.eval(), time.process_time() - start, fraction)
     return rows
 
 
