@@ -36,7 +36,7 @@ docs: .venv/.all-stamp
 bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
-# pr.compress on models trained here, on one core: the first run trains four of them and takes an hour and a half.
+# pr.compress on models trained here, on one core: the first run trains four of them and takes two hours.
 trials: .venv/.all-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)
