@@ -6,7 +6,15 @@ each layer's lower convex hull, on which this greedy choice is the best but for 
 dense layer, which loses nothing.
 """
 
-__all__ = ["Ranks", "allocate_global", "allocate_uniform", "least_bytes", "rank_limit"]
+__all__ = [
+    "Ranks",
+    "allocate_global",
+    "allocate_uniform",
+    "check_feasible",
+    "least_bytes",
+    "predicted",
+    "rank_limit",
+]
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

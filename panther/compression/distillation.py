@@ -37,7 +37,9 @@ class Pair:
         hidden: bool,
     ) -> None:
         self.model, self.call, self.mask, self.seed = model, call, mask, seed
-        self.places = [  # every place, under whatever names, where a new layer stands
+        # Every place, under whatever names; several new layers can stand for one dense layer, so that the mapping has no
+        # inverse, which replace_modules would need.
+        self.places = [
             (parent._modules, name, child, replaced[child])
             for parent in model.modules()
             for name, child in parent._modules.items()
