@@ -37,8 +37,8 @@ class Pair:
         hidden: bool,
     ) -> None:
         self.model, self.call, self.mask, self.seed = model, call, mask, seed
-        # Every place, under whatever names; several new layers can stand for one dense layer, so that the mapping has no
-        # inverse, which replace_modules would need.
+        # Every place, under whatever names. Several new layers can stand for one dense layer, so that the mapping has
+        # no inverse, which replace_modules would need.
         self.places = [
             (parent._modules, name, child, replaced[child])
             for parent in model.modules()
