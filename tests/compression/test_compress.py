@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import panther as pr
+from panther.distributed import launch
 from panther.errors import CompressionError, NumericalWarning, PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 
@@ -614,3 +616,40 @@ def test_training_everything_while_healing_measures_against_the_original():
     assert not torch.equal(model[5].weight, exact[5].weight)
     assert report.healed_error == pytest.approx(error(model, exact(x).detach(), x), rel=1e-4)
     assert report.healed_error < report.measured_error
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("method", ["activation", "two_sided"])
+def test_ranks_that_each_feed_a_part(method):
+    """Both end with one model; where no random directions are drawn it is that of one process with all batches."""
+    every = batches_of(640, size=32)  # of 20, each fifth is held out, of each rank's ten too
+    order = [index for index in range(20) if index % 5 != 4]
+    training, held_out = [every[index] for index in order], [every[index] for index in range(20) if index % 5 == 4]
+    parts = [
+        [*training[8 * r : 8 * r + 4], held_out[2 * r], *training[8 * r + 4 : 8 * r + 8], held_out[2 * r + 1]]
+        for r in range(2)
+    ]
+
+    def rank():
+        model = network()
+        own = parts[dist.get_rank()]
+        options = {"method": method, "group": dist.group.WORLD, "measure_speed": False}
+        torch.manual_seed(dist.get_rank())  # seed=None: the first rank's is taken
+        report = pr.compress(model, 0.5, own, **options)
+        return model.state_dict(), report.measured_error, [layer.rank for layer in report.layers]
+
+    first, second = launch(rank, nproc=2, start_method="fork")
+    assert first[1:] == second[1:]
+    assert all(torch.equal(first[0][key], second[0][key]) for key in first[0])
+    single = network()
+    report = pr.compress(single, 0.5, every, method=method, **quick)
+    if method == "activation":
+        assert first[2] == [layer.rank for layer in report.layers]
+        assert first[1] == pytest.approx(report.measured_error, rel=1e-3)
+        x = every[4]
+        theirs = network()
+        pr.compress(theirs, 0.5, every, method=method, **quick)
+        theirs.load_state_dict(first[0])
+        torch.testing.assert_close(theirs(x), single(x), rtol=1e-3, atol=1e-3)
+    else:
+        assert first[1] < 1.3 * report.measured_error
