@@ -5,6 +5,7 @@ exception a torch user would expect, so ``except ValueError`` and the like keep 
 """
 
 __all__ = [
+    "CheckpointError",
     "CompressionError",
     "DTypeError",
     "DistributedError",
@@ -45,6 +46,10 @@ class SketchMismatchError(PantherError, RuntimeError):
 
 class FormatError(PantherError, ValueError):
     """A file is not what Panther's inference format says it should be."""
+
+
+class CheckpointError(PantherError, RuntimeError):
+    """A checkpoint cannot be written, or does not fit what it is loaded into."""
 
 
 class CompressionError(PantherError, ValueError):

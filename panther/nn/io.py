@@ -93,8 +93,18 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         raise TypeError(
             f"save_compressed takes a model and a folder, in this order, not a {type(model).__name__} first"
         )
-    model = _unwrapped(model)
+    model = unwrapped(model)
     tensors, aliases = _unique_tensors(model)
+    return write_folder(dir, tensors, module_specs(model), aliases)
+
+
+def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What is needed to build every sketched module, by name; of layers that are cut over ranks, the whole ones.
+
+    Raises:
+        FormatError: If the format does not know a module, or it is parametrized or pruned.
+        SketchMismatchError: If a seed is damaged.
+    """
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -104,8 +114,8 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
             modules[name] = {"alias_of": first_name[module]}
             continue
         first_name[module] = name
-        kind = type(module).__name__
-        if kind not in _CLASSES or type(module) is not _CLASSES[kind][0]:
+        kind = _class_of(module)
+        if kind not in _CLASSES:
             raise FormatError(f"module {name!r} is a {kind}, which the format does not know: it knows {_known()}")
         _check_plain(name, module)
         modules[name] = {
@@ -116,6 +126,24 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         }
         if getattr(module, "packed", False):  # how it was held, not what it is: a reader may leave it
             modules[name]["packed"] = True
+    return modules
+
+
+def _class_of(module: SketchedModule) -> str:
+    """The name of its class, under what fully_shard and tensor parallelism put over it."""
+    for kind in type(module).__mro__:
+        known = _CLASSES.get(kind.__name__)
+        if known is not None and known[0] is kind:
+            return kind.__name__
+        if not kind.__module__.startswith(("torch.distributed.", "panther.distributed.")):
+            break
+    return type(module).__name__
+
+
+def write_folder(
+    dir: str | os.PathLike[str], tensors: dict[str, Tensor], modules: dict[str, Any], aliases: dict[str, str]
+) -> Path:
+    """Write both files of the format, and rename them when they are whole."""
     manifest = {
         "format": _FORMAT,
         "format_version": _VERSION,
@@ -166,7 +194,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         raise TypeError(
             f"load_compressed takes a folder and a model, in this order, not a {type(model).__name__} second"
         )
-    folder, model = Path(dir), _unwrapped(model)
+    folder, model = Path(dir), unwrapped(model)
     if folder.is_file():
         raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
     manifest = _read_manifest(folder / _MANIFEST)
@@ -194,7 +222,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     return model
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside torch.compile's and DistributedDataParallel's wrappers, which would prefix its names."""
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -290,9 +318,7 @@ def _build_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Ten
     built: dict[str, SketchedModule] = {}
     for name, spec in specs.items():
         if name not in present:
-            raise FormatError(
-                f"module {name!r} is sketched and the model has none of that name: give the saved architecture"
-            )
+            raise _no_such_module(name)
         if "alias_of" not in spec:
             prefix = name + "." if name else ""
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
@@ -310,25 +336,38 @@ def _build_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Ten
     return built
 
 
+def build_modules(specs: dict[str, Any], model: nn.Module) -> dict[str, SketchedModule]:
+    """The sketched modules by name, as they were built and not trained yet; ``model`` is not touched.
+
+    Raises:
+        FormatError: If they do not fit the model.
+    """
+    present = dict(model.named_modules(remove_duplicate=False))
+    built: dict[str, SketchedModule] = {}
+    for name, spec in specs.items():
+        if name not in present:
+            raise _no_such_module(name)
+        if "alias_of" in spec:
+            built[name] = built[spec["alias_of"]]
+            continue
+        make, args, dtype = _checked_spec(name, spec, present[name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerformanceWarning)  # it was said when the layer was first made
+            module = make(**args, dtype=dtype, device=_device_of(present[name]))
+        if spec.get("mode") == "fitted":
+            like = module.sketch_like()
+            module.set_fitted_({key: like.new_zeros(shape) for key, shape in module.sketch_shapes().items()})
+        built[name] = _finished(module, spec, present[name])
+    return built
+
+
 def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[str, Tensor]) -> SketchedModule:
-    kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
-    if not isinstance(kind, str) or kind not in _CLASSES:
-        raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
-    types = _CLASSES[kind][1]
-    if (
-        not isinstance(args, dict)
-        or args.keys() != types.keys()
-        or not all(_sound(args[key], types[key]) for key in types)
-    ):
-        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(types)}")
-    if not isinstance(dtype, torch.dtype):
-        raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
-    _check_replaced(name, kind, old, args)
-    device = next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
+    make, args, dtype = _checked_spec(name, spec, old)
+    device = _device_of(old)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # it was said when the layer was first made
-            module = _CLASSES[kind][0](**args, dtype=dtype, device="meta", seed=0)
+            module = make(**args, dtype=dtype, device="meta", seed=0)
         # On the meta device nothing is allocated for sizes that the tensors do not bear out.
         module.load_state_dict({key: _place(value, device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:
@@ -340,12 +379,45 @@ def _build_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[s
     if mode != spec.get("mode") or dtypes != {dtype}:
         found = ", ".join(sorted(map(str, dtypes)))
         raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
+    return _finished(module, spec, old)
+
+
+def _checked_spec(
+    name: str, spec: dict[str, Any], old: nn.Module
+) -> tuple[Callable[..., SketchedModule], dict[str, Any], torch.dtype]:
+    """Class, arguments and dtype of a module, if they are allowed and fit the one in its place."""
+    kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
+    if not isinstance(kind, str) or kind not in _CLASSES:
+        raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
+    make, types = _CLASSES[kind]
+    if (
+        not isinstance(args, dict)
+        or args.keys() != types.keys()
+        or not all(_sound(args[key], types[key]) for key in types)
+    ):
+        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(types)}")
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
+    _check_replaced(name, kind, old, args)
+    return make, args, dtype
+
+
+def _device_of(old: nn.Module) -> torch.device | str:
+    return next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
+
+
+def _finished(module: SketchedModule, spec: dict[str, Any], old: nn.Module) -> SketchedModule:
+    """Frozen, packed and in the mode for training as the module in its place, or its record, says."""
     trained = {key: parameter.requires_grad for key, parameter in old.named_parameters(recurse=False)}
     for key, parameter in module.named_parameters():
         parameter.requires_grad_(trained.get(key, trained.get("weight", True)))
     if spec.get("packed") is True and isinstance(module, SKLinear) and not module.is_fitted:
         module.pack_()
     return module.train(old.training)
+
+
+def _no_such_module(name: str) -> FormatError:
+    return FormatError(f"module {name!r} is sketched and the model has none of that name: give the saved architecture")
 
 
 def _argument(module: nn.Module, key: str) -> Any:

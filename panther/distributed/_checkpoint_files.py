@@ -1,0 +1,317 @@
+"""A checkpoint's folder: a safetensors file a rank, and a manifest in JSON; torch's DCP reads and writes through this.
+
+Nothing is pickled, and every part of a tensor has a checksum, so that a damaged or foreign file is refused and never
+executed. A folder is written under a name that ends in ``.tmp`` and renamed when all of it is on the disk.
+"""
+
+__all__ = ["MANIFEST", "Reader", "Writer", "damage", "folders", "publish", "read_manifest", "tensor_entries"]
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from panther._version import __version__
+from panther.errors import FormatError
+
+MANIFEST = "checkpoint.json"
+_FORMAT, _VERSION = "panther-checkpoint", 1
+_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+def folders(directory: Path) -> list[Path]:
+    """Finished checkpoints of a directory, the oldest step first, and of one step the first written."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
+            found.append((int(match[1]), int(match[2] or 0), path))
+    return [path for _, _, path in sorted(found)]
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished folder its name, for good: also after a crash of the machine it is there whole, or not at all."""
+    _sync_folder(temporary)
+    temporary.rename(final)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass
+class _Stored:
+    """Where a part of a tensor is."""
+
+    file: str
+    key: str
+    checksum: int
+
+
+class Writer(StorageWriter):
+    """Writes this rank's parts; the first rank writes the manifest, with what ``header`` holds besides."""
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        self.folder, self.header = folder, header
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write one file with all parts that the plan leaves to this rank."""
+        file = f"rank-{plan.storage_data:05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        results = []
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                raise FormatError(f"{item.index.fqn!r} is no tensor")
+            resolved = planner.resolve_data(item)
+            assert isinstance(resolved, Tensor)
+            tensor = resolved.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # parts of one memory cannot stand in one file
+                tensor = tensor.clone()
+            key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
+            tensors[key] = tensor
+            results.append(WriteResult(item.index, tensor.nbytes, _Stored(file, key, _checksum(tensor))))
+        if tensors:
+            save_file(tensors, self.folder / file)
+            with open(self.folder / file, "rb") as written:
+                os.fsync(written.fileno())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest."""
+        places = {result.index: result for of_rank in results for result in of_rank}
+        tensors = {}
+        for name, saved in metadata.state_dict_metadata.items():
+            assert isinstance(saved, TensorStorageMetadata)
+            chunks = []
+            for chunk in saved.chunks:
+                stored = places[MetadataIndex(name, chunk.offsets)].storage_data
+                chunks.append(
+                    {
+                        "offsets": list(chunk.offsets),
+                        "shape": list(chunk.sizes),
+                        "file": stored.file,
+                        "key": stored.key,
+                        "checksum": stored.checksum,
+                    }
+                )
+            dtype = str(saved.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "shape": list(saved.size), "chunks": chunks}
+        files = {path.name: path.stat().st_size for path in sorted(self.folder.glob("*.safetensors"))}
+        manifest = {
+            "format": _FORMAT,
+            "format_version": _VERSION,
+            "panther_version": __version__,
+            **self.header,
+            "files": files,
+            "tensors": tensors,
+        }
+        manifest["checksum"] = zlib.crc32(_canonical(manifest))
+        with open(self.folder / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump(manifest, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Number the plans: a file each."""
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing to do: a writer writes once."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Take the plan as it is."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Never chosen by a path."""
+        return False
+
+
+class Reader(StorageReader):
+    """Reads the parts that a rank asks for, and checks each."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.tensors = manifest["tensors"]
+        self.places = {
+            MetadataIndex(name, chunk["offsets"]): chunk
+            for name, entry in self.tensors.items()
+            for chunk in entry["chunks"]
+        }
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """What the manifest says of the tensors."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, entry["dtype"])),
+                    torch.Size(entry["shape"]),
+                    [
+                        ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
+                        for chunk in entry["chunks"]
+                    ],
+                )
+                for name, entry in self.tensors.items()
+            }
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read, check and copy, file by file."""
+        by_file: dict[str, dict[str, list[Any]]] = {}
+        checksums = {}
+        for item in plan.items:
+            chunk = self.places[item.storage_index]
+            by_file.setdefault(chunk["file"], {}).setdefault(chunk["key"], []).append(item)
+            checksums[chunk["file"], chunk["key"]] = chunk["checksum"]
+        for file, by_key in by_file.items():
+            path = self.folder / file
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    for key, items in by_key.items():
+                        tensor = opened.get_tensor(key)
+                        if _checksum(tensor) != checksums[file, key]:
+                            raise FormatError(f"{path} is damaged: {key!r} does not match its checksum")
+                        for item in items:
+                            part = tensor
+                            for dim, (offset, length) in enumerate(
+                                zip(item.storage_offsets, item.lengths, strict=True)
+                            ):
+                                part = part.narrow(dim, offset, length)
+                            target = planner.resolve_tensor(item).detach()
+                            target.copy_(part)
+                            planner.commit_tensor(item, target)
+            except FileNotFoundError:
+                raise FormatError(f"{path} is missing: the checkpoint is damaged") from None
+            except (SafetensorError, OSError) as error:
+                raise FormatError(f"{path} is no sound safetensors file ({error}): the checkpoint is damaged") from None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing to do: a reader reads one folder."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Take the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Take the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Never chosen by a path."""
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked so far that the rest of the library can rely on it.
+
+    Raises:
+        FormatError: If it is missing, foreign, of another version, or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing: give a folder that panther.distributed.checkpoint wrote") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} cannot be read as JSON ({error}): the checkpoint is damaged") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise FormatError(f"{path} is not Panther's: its 'format' must be {_FORMAT!r}")
+    if manifest.get("format_version") != _VERSION:
+        raise FormatError(
+            f"{path} has format_version {manifest.get('format_version')!r} and this Panther reads {_VERSION}: use the "
+            "Panther that wrote it, or a newer one"
+        )
+    checksum = manifest.pop("checksum", None)
+    if checksum != zlib.crc32(_canonical(manifest)):
+        raise FormatError(f"{path} does not match its checksum: the checkpoint is damaged")
+    if wrong := _unsound(manifest):
+        raise FormatError(f"{path} is not sound: {wrong}")
+    return manifest
+
+
+def damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
+    """What is missing or of another size, without reading the tensors; None if nothing is."""
+    for name, size in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes and should have {size}"
+    return None
+
+
+def tensor_entries(manifest: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+    """Entries of the tensors whose names begin so, without that beginning."""
+    return {name[len(prefix) :]: entry for name, entry in manifest["tensors"].items() if name.startswith(prefix)}
+
+
+def _unsound(manifest: Mapping[str, Any]) -> str | None:
+    """What a manifest that somebody made by hand gets wrong; files stay inside the folder."""
+    files, tensors = manifest.get("files"), manifest.get("tensors")
+    if not isinstance(files, dict) or not isinstance(tensors, dict):
+        return "'files' and 'tensors' must be objects"
+    for name in files:
+        if not re.fullmatch(r"rank-\d{5,}\.safetensors", name):
+            return f"it names the file {name!r}"
+    for name, entry in tensors.items():
+        try:
+            if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
+                return f"tensor {name!r} has dtype {entry['dtype']!r}"
+            covered = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
+            if covered != math.prod(entry["shape"]):
+                return f"the parts of tensor {name!r} do not make it up"
+            if any(chunk["file"] not in files for chunk in entry["chunks"]):
+                return f"tensor {name!r} is in a file that it does not name"
+            for chunk in entry["chunks"]:
+                sizes = zip(chunk["offsets"], chunk["shape"], entry["shape"], strict=True)
+                if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in sizes):
+                    return f"a part of tensor {name!r} is outside of it"
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return f"the entry of tensor {name!r} is incomplete"
+    return None
+
+
+def _canonical(manifest: Mapping[str, Any]) -> bytes:
+    return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

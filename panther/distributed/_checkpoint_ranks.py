@@ -1,0 +1,306 @@
+"""What ranks do together for a checkpoint: agree, gather, write, read; an error of one is raised on all."""
+
+__all__ = [
+    "Collected",
+    "agreed",
+    "collect",
+    "consolidate",
+    "from_first",
+    "gathered",
+    "read",
+    "remove",
+    "side_group",
+    "write",
+]
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from panther.distributed import _checkpoint_files as files
+from panther.distributed import _checkpoint_state as states
+from panther.distributed._checkin import name_ranks
+from panther.distributed.mesh import get_rank, get_world_size
+from panther.errors import CheckpointError, FormatError, PantherError
+from panther.nn.io import module_specs, write_folder
+
+Group = dist.ProcessGroup | None
+_T = TypeVar("_T")
+
+
+def agreed(work: Callable[[], _T], group: Group) -> _T:
+    """Do the work on every rank, and raise on all of them if it fails on one."""
+    result, error = _attempt(work)
+    if get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+    errors = gathered(None if error is None else (type(error), str(error)), group)
+    if failed := {rank: found for rank, found in enumerate(errors) if found is not None}:
+        raise _common(failed, len(errors)) from error
+    return result  # type: ignore[return-value]
+
+
+def from_first(work: Callable[[], _T], group: Group) -> _T:
+    """Do the work on the first rank, and give all of them its result, or its error."""
+    if get_world_size(group) == 1:
+        return work()
+    result, error = _attempt(work) if get_rank(group) == 0 else (None, None)
+    told: list[Any] = [(result, None if error is None else (type(error), str(error)))]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    result, found = told[0]
+    if found is not None:
+        raise _common({0: found}, 1) from error
+    return result
+
+
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    try:
+        return work(), None
+    except PantherError as error:
+        return None, error
+    except OSError as error:
+        return None, CheckpointError(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+    except Exception as error:
+        return None, CheckpointError(f"{type(error).__name__}: {error}")
+
+
+def _common(failed: Mapping[int, tuple[type[Exception], str]], world: int) -> Exception:
+    """One error for all ranks: the first's kind, and every message with the ranks that had it."""
+    by_text: dict[str, list[int]] = {}
+    for rank, (_, text) in failed.items():
+        by_text.setdefault(text, []).append(rank)
+    kind = next(iter(failed.values()))[0]
+    if len(by_text) == 1 and len(failed) == world:
+        return kind(next(iter(by_text)))
+    return kind("; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()))
+
+
+def gathered(value: _T, group: Group) -> list[_T]:
+    """Every rank's value, by rank."""
+    if get_world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@dataclass
+class Collected:
+    """A checkpoint before it is written."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    header: dict[str, Any]
+    """What the manifest says besides; gathered from all ranks."""
+
+
+def collect(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    extra: Any,
+    rank_extra: Any,
+    group: Group,
+) -> Collected:
+    """This rank's tensors, and all ranks' values."""
+    rank, world = get_rank(group), get_world_size(group)
+
+    def own() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        parts = states.parts_of(model)
+        state = states.model_state(parts)
+        same = states.aliases(state)
+        tensors: dict[str, Tensor] = {}
+        values = {}
+        for name, value in state.items():
+            if name in same:
+                continue
+            if isinstance(value, Tensor):
+                tensors[states.MODEL + name] = value
+            else:
+                values[name] = states.encode(value, states.MODEL + name, tensors)
+        trained = None
+        if optimizer is not None:
+            more, trained = states.optimizer_state(optimizer, parts)
+            tensors |= more
+        generators, generator_values = states.random_state(rank)
+        tensors |= generators
+        extras = states.encode(extra, "extra", tensors if rank == 0 else {})
+        return tensors, {
+            "modules": {name: spec for part in parts for name, spec in module_specs(part).items()},
+            "aliases": same,
+            "names": [name for name in state if name not in same],
+            "model_values": values,
+            "optimizer": trained,
+            "random": generator_values,
+            "extra": extras,
+            "rank_extra": states.encode(rank_extra, f"rank_extra.{rank}.", tensors),
+        }
+
+    tensors, mine = agreed(own, group)
+    every = gathered(mine, group)
+    names = {name for one in every for name in one["names"]}
+    merged: dict[str, Any] = {
+        key: {name: value for one in every for name, value in one[key].items()}
+        for key in ("modules", "aliases", "model_values")
+    }
+    merged["aliases"] = {name: first for name, first in merged["aliases"].items() if name not in names}
+    header = {
+        "step": step,
+        "world_size": world,
+        **merged,
+        "optimizer": _merged_optimizer([one["optimizer"] for one in every if one["optimizer"] is not None]),
+        "random": [one["random"] for one in every],
+        "extra": every[0]["extra"],
+        "rank_extra": [one["rank_extra"] for one in every],
+    }
+    return Collected(step, tensors, header)
+
+
+def _merged_optimizer(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    if not parts:
+        return None
+    return {
+        "class": parts[0]["class"],
+        "values": {name: value for part in parts for name, value in part["values"].items()},
+        "settings": {name: value for part in parts for name, value in part["settings"].items()},
+    }
+
+
+def write(directory: Path, state: Collected, keep: int | None, group: Group) -> Path:
+    """Write a checkpoint under another name, and rename it when all ranks are done."""
+    temporary, final = from_first(lambda: _begin(directory, state.step), group)
+    try:
+        with _dcp_errors(f"the checkpoint of step {state.step} is not written"):
+            dcp_save(
+                dict(state.tensors),
+                storage_writer=files.Writer(temporary, state.header),
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                **_where(group),
+            )
+        from_first(lambda: files.publish(temporary, final), group)
+    except BaseException:
+        if get_rank(group) == 0:
+            remove(temporary)
+        raise
+    from_first(lambda: _tidy(directory, final, state.step, keep), group)
+    return final
+
+
+def _begin(directory: Path, step: int) -> tuple[Path, Path]:
+    """A new folder to write to, and the name it will have; what a killed process left is removed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob("step-*.tmp"):
+        remove(leftover)
+    names = {path.name for path in directory.iterdir()}
+    name, again = f"step-{step:08d}", 0
+    while (f"{name}.{again}" if again else name) in names:
+        again += 1
+    final = directory / (f"{name}.{again}" if again else name)
+    temporary = final.with_name(final.name + ".tmp")
+    temporary.mkdir()
+    return temporary, final
+
+
+def _tidy(directory: Path, final: Path, step: int, keep: int | None) -> None:
+    """Remove earlier checkpoints of this step, and what is more than to be kept."""
+    name = f"step-{step:08d}"
+    for folder in files.folders(directory):
+        if folder != final and folder.name.partition(".")[0] == name:
+            remove(folder)
+    for folder in files.folders(directory)[: -keep if keep else 0]:
+        if folder != final:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder so that a half of it never looks like a checkpoint."""
+    if not folder.exists():
+        return
+    (folder / files.MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read(folder: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor], group: Group) -> None:
+    """Fill this rank's tensors."""
+    with _dcp_errors(""):
+        dcp_load(
+            targets,
+            storage_reader=files.Reader(folder, manifest),
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            **_where(group),
+        )
+
+
+def _where(group: Group) -> dict[str, Any]:
+    return {"process_group": group} if dist.is_available() and dist.is_initialized() else {"no_dist": True}
+
+
+@contextmanager
+def _dcp_errors(what: str) -> Iterator[None]:
+    """DCP gathers the ranks' errors; say them in a sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+            yield
+    except CheckpointException as error:
+        failed = {rank: (_kind(found), _text(found)) for rank, (found, _) in error.failures.items()}
+        told = _common(failed, len(failed) if len(failed) > 1 else 0)
+        raise type(told)(f"{what}: {told}" if what else str(told)) from None
+
+
+def _kind(error: BaseException) -> type[Exception]:
+    return FormatError if isinstance(error, FormatError) else CheckpointError
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, PantherError) else f"{type(error).__name__}: {error}"
+
+
+_sides: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def side_group(group: Group) -> Group:
+    """A group of the same ranks on gloo, for a thread beside the training."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    parent = group or dist.group.WORLD
+    assert parent is not None
+    if parent not in _sides:
+        ranks = dist.get_process_group_ranks(parent)
+        _sides.clear()  # those of a process group that is gone
+        _sides[parent] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _sides[parent]
+
+
+def consolidate(folder: Path, target: Path) -> None:
+    """Write the model of a checkpoint whole, in the inference format; in one process."""
+    manifest = files.read_manifest(folder)
+    entries = files.tensor_entries(manifest, states.MODEL)
+    whole = {
+        states.MODEL + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for name, entry in entries.items()
+    }
+    with _dcp_errors(""):
+        dcp_load(
+            whole,
+            storage_reader=files.Reader(folder, manifest),
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
+    if values := [name for name in manifest["model_values"]]:
+        raise CheckpointError(f"state_dict entry {values[0]!r} is no tensor: the inference format holds tensors only")
+    tensors = {name.removeprefix(states.MODEL): value for name, value in whole.items()}
+    write_folder(target, tensors, manifest["modules"], manifest["aliases"])
