@@ -4,7 +4,18 @@ Nothing is pickled, and every part of a tensor has a checksum, so that a damaged
 executed. A folder is written under a name that ends in ``.tmp`` and renamed when all of it is on the disk.
 """
 
-__all__ = ["MANIFEST", "Reader", "Writer", "damage", "folders", "publish", "read_manifest", "tensor_entries"]
+__all__ = [
+    "MANIFEST",
+    "Reader",
+    "Writer",
+    "checksum",
+    "damage",
+    "folders",
+    "placed",
+    "publish",
+    "read_manifest",
+    "tensor_entries",
+]  # fmt: skip
 
 import json
 import math
@@ -30,6 +41,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from panther._version import __version__
@@ -94,7 +107,7 @@ class Writer(StorageWriter):
                 tensor = tensor.clone()
             key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
             tensors[key] = tensor
-            results.append(WriteResult(item.index, tensor.nbytes, _Stored(file, key, _checksum(tensor))))
+            results.append(WriteResult(item.index, tensor.nbytes, _Stored(file, key, checksum(tensor))))
         if tensors:
             save_file(tensors, self.folder / file)
             with open(self.folder / file, "rb") as written:
@@ -200,7 +213,7 @@ class Reader(StorageReader):
                 with safe_open(path, framework="pt") as opened:
                     for key, items in by_key.items():
                         tensor = opened.get_tensor(key)
-                        if _checksum(tensor) != checksums[file, key]:
+                        if checksum(tensor) != checksums[file, key]:
                             raise FormatError(f"{path} is damaged: {key!r} does not match its checksum")
                         for item in items:
                             part = tensor
@@ -313,5 +326,14 @@ def _canonical(manifest: Mapping[str, Any]) -> bytes:
     return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Where in the whole tensor this rank's part begins, and the part."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tensor.detach()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tensor.to_local().detach()
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of the contents."""
+    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

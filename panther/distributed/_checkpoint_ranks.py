@@ -34,7 +34,8 @@ from panther.distributed import _checkpoint_state as states
 from panther.distributed._checkin import name_ranks
 from panther.distributed.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError, FormatError, PantherError
-from panther.nn.io import module_specs, write_folder
+from panther.nn._specs import module_specs
+from panther.nn.io import write_folder
 
 Group = dist.ProcessGroup | None
 _T = TypeVar("_T")
@@ -151,6 +152,8 @@ def collect(
 
     tensors, mine = agreed(own, group)
     every = gathered(mine, group)
+    if not isinstance(model, nn.Module) or getattr(model, "are_stages", False):
+        _check_stages(tensors, [set(one["names"]) for one in every], group)
     names = {name for one in every for name in one["names"]}
     merged: dict[str, Any] = {
         key: {name: value for one in every for name, value in one[key].items()}
@@ -167,6 +170,26 @@ def collect(
         "rank_extra": [one["rank_extra"] for one in every],
     }
     return Collected(step, tensors, header)
+
+
+def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], group: Group) -> None:
+    """Stages must not call different tensors by one name: only one of them would be stored."""
+    common = {name for index, one in enumerate(names) for other in names[:index] for name in one & other}
+    own = {}
+    for name in sorted(common):
+        if (tensor := tensors.get(states.MODEL + name)) is not None:
+            place, local = files.placed(tensor)
+            own[name, place] = files.checksum(local)
+    by_place: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+    for rank, found in enumerate(gathered(own, group)):
+        for key, value in found.items():
+            by_place.setdefault(key, {})[rank] = value
+    for (name, _), values in by_place.items():
+        if len(set(values.values())) > 1:
+            raise CheckpointError(
+                f"{name!r} is another tensor on each of {name_ranks(list(values))}: stages must keep the names of the "
+                "whole model, as split_stages does"
+            )
 
 
 def _merged_optimizer(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -226,10 +249,11 @@ def _tidy(directory: Path, final: Path, step: int, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder so that a half of it never looks like a checkpoint."""
-    if not folder.exists():
-        return
-    (folder / files.MANIFEST).unlink(missing_ok=True)
+    """Remove a folder, under another name first, so that a half of it never looks like a checkpoint."""
+    if folder.suffix != ".tmp":
+        aside = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder = folder.rename(aside)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -30,7 +30,7 @@ from panther.distributed import _checkpoint_ranks as ranks
 from panther.distributed import _checkpoint_state as states
 from panther.distributed.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError, FormatError, check_size
-from panther.nn.io import build_modules, module_specs
+from panther.nn._specs import build_modules, module_specs
 
 Model = nn.Module | Sequence[nn.Module]
 _pending: list[tuple[dist.ProcessGroup | None, "PendingSave"]] = []

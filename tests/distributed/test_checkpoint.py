@@ -1,7 +1,8 @@
 """Checkpoints: saved in one layout, loaded in others; bad files; the inference format from any layout."""
 
 import json
-from functools import partial
+import os
+import signal
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import panther as pr
 from panther.distributed import checkpoint, data_parallel, launch, make_mesh, split_stages, tensor_parallel
 from panther.distributed.pipelining import make_schedule
-from panther.errors import CheckpointError, FormatError
+from panther.errors import CheckpointError, DistributedError, FormatError
 from panther.nn import SKLinear
 
 WIDTHS = [24, 36, 20, 28, 6]
@@ -127,3 +128,329 @@ def test_saved_in_one_layout_and_trained_on_in_others(tmp_path, saved, loaded):
         layout, world = ("tp", 4) if layout == "tp4" else (layout, LAYOUTS[layout])
         launch(go_on, str(tmp_path / "run"), layout, str(tmp_path / layout), nproc=world, start_method="fork")
         check_export(tmp_path / layout, expected)
+
+
+def test_fitted_sketches_are_saved_whole_and_cut_again(tmp_path):
+    expected = reference(fitted=True)
+    launch(save_at_three, str(tmp_path / "run"), "tp", True, nproc=2, start_method="fork")
+    launch(go_on, str(tmp_path / "run"), "fsdp", str(tmp_path / "out"), True, nproc=3, start_method="fork")
+    check_export(tmp_path / "out", expected)
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(SKLinear(24, 24, 2), nn.BatchNorm1d(24), nn.Dropout(0.3), nn.Linear(24, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]),
+        ],
+        [2],
+    )
+    return model, optimizer, scheduler
+
+
+def steps(model, optimizer, scheduler, n):
+    for _ in range(n):
+        optimizer.zero_grad()
+        model(torch.randn(8, 24)).square().mean().backward()  # data from the generator, too
+        optimizer.step()
+        scheduler.step()
+    return model.state_dict()
+
+
+def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_stopped(tmp_path):
+    model, optimizer, scheduler = small()
+    steps(model, optimizer, scheduler, 4)
+    checkpoint.save(tmp_path, model, optimizer, step=4, extra={"scheduler": scheduler.state_dict()})
+    expected = {name: value.clone() for name, value in steps(model, optimizer, scheduler, 5).items()}
+    after = torch.rand(3)
+
+    model, optimizer, scheduler = small(9)
+    restored = checkpoint.load(tmp_path, model, optimizer)
+    scheduler.load_state_dict(restored.extra["scheduler"])
+    state = steps(model, optimizer, scheduler, 5)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_every_rank_gets_its_own_generators_and_values_back(tmp_path):
+    def run(save):
+        rank = dist.get_rank()
+        model = nn.Linear(3, 3)
+        if save:
+            torch.manual_seed(10 + rank)
+            checkpoint.save(tmp_path, model, step=1, rank_extra={"place": torch.tensor([rank, 5])})
+            return torch.rand(2).tolist()
+        found = checkpoint.load(tmp_path, model).rank_extra
+        return torch.rand(2).tolist(), None if found is None else found["place"].tolist()
+
+    expected = launch(run, True, nproc=2, start_method="fork")
+    assert launch(run, False, nproc=2, start_method="fork") == [(expected[0], [0, 5]), (expected[1], [1, 5])]
+    assert all(place is None for _, place in launch(run, False, nproc=3, start_method="fork"))
+
+
+def test_values_of_all_kinds_come_back():
+    value = {"a": (1, 2.5, None, [True, "x"]), 3: {"$b": float("inf")}, "t": torch.arange(3), "e": {}, (1, 2): -0.0}
+    from panther.distributed._checkpoint_state import decode, encode
+
+    tensors = {}
+    text = json.dumps(encode(value, "extra", tensors))
+    back = decode(json.loads(text), tensors)
+    assert torch.equal(back.pop("t"), value.pop("t"))
+    assert back == value
+    assert type(back["a"]) is tuple
+    with pytest.raises(CheckpointError, match=r"extra.f is a builtin_function_or_method: a checkpoint holds numbers"):
+        encode({"f": print}, "extra", {})
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
+    first, second = Tied(), Tied()
+    optimizer = torch.optim.Adam(first.parameters())
+    folder = checkpoint.save(tmp_path / "run", first, optimizer, step=1)
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    assert manifest["aliases"] == {"head.weight": "embedding.weight"}
+    assert "model.head.weight" not in manifest["tensors"]
+    checkpoint.load(tmp_path / "run", second, torch.optim.Adam(second.parameters()))
+    assert torch.equal(first.head.weight, second.head.weight)
+    assert second.head.weight is second.embedding.weight
+    untied = Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(10, 6))
+    checkpoint.load(tmp_path / "run", untied)
+    assert torch.equal(untied.head.weight, first.head.weight)
+    checkpoint.export(tmp_path / "run", tmp_path / "out")
+    assert torch.equal(pr.load_compressed(tmp_path / "out", Tied()).head.weight, first.head.weight)
+
+
+def test_steps_are_ordered_pruned_and_written_again(tmp_path):
+    model = nn.Linear(2, 2)
+    for step in (10, 9, 100_000_000):
+        checkpoint.save(tmp_path, model, step=step)
+    (tmp_path / "step-00000500.tmp").mkdir()
+    (tmp_path / "notes").mkdir()
+    names = ["step-00000009", "step-00000010", "step-100000000"]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == names
+    assert checkpoint.latest(tmp_path).name == "step-100000000"
+    assert checkpoint.save(tmp_path, model, step=10, keep=2).name == "step-00000010.1"
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000010.1", "step-100000000"]
+    assert not (tmp_path / "step-00000500.tmp").exists()
+    assert (tmp_path / "notes").exists()
+    assert [path.name for path in checkpoint.prune(tmp_path, 1)] == ["step-00000010.1"]
+    assert checkpoint.checkpoints(tmp_path / "nothing") == []
+    assert checkpoint.latest(tmp_path / "nothing") is None
+    for wrong in ({"step": -1}, {"step": 1, "keep": 0}):
+        with pytest.raises(ValueError, match="must be at least"):
+            checkpoint.save(tmp_path, model, **wrong)
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped tensor": (lambda f: flip(f / "rank-00000.safetensors", -3), "does not match its checksum"),
+    "flipped manifest": (lambda f: flip(f / "checkpoint.json", 140), "checkpoint.json"),
+    "truncated tensor": (
+        lambda f: (f / "rank-00000.safetensors").write_bytes((f / "rank-00000.safetensors").read_bytes()[:-8]),
+        "no sound safetensors file",
+    ),
+    "empty tensor": (lambda f: (f / "rank-00000.safetensors").write_bytes(b""), "no sound safetensors file"),
+    "truncated manifest": (
+        lambda f: (f / "checkpoint.json").write_text((f / "checkpoint.json").read_text()[:300]),
+        "cannot be read as JSON",
+    ),
+    "pickle": (lambda f: torch.save({"a": 1}, f / "rank-00000.safetensors"), "no sound safetensors file"),
+    "foreign": (lambda f: (f / "checkpoint.json").write_text('{"format": "x"}'), "is not Panther's"),
+    "missing tensor": (lambda f: (f / "rank-00000.safetensors").unlink(), "is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path, kind):
+    model, optimizer, scheduler = small()
+    steps(model, optimizer, scheduler, 1)
+    good = checkpoint.save(tmp_path, model, optimizer, step=1)
+    bad = checkpoint.save(tmp_path, model, optimizer, step=2)
+    spoil, message = DAMAGE[kind]
+    spoil(bad)
+    other, other_optimizer, _ = small(5)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(FormatError, match=message):
+        checkpoint.load(bad, other, other_optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert not other_optimizer.state
+    if kind != "flipped tensor":  # contents are not read
+        with pytest.warns(UserWarning, match=r"step-00000002 is passed over: "):
+            assert checkpoint.latest(tmp_path) == good
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    model, optimizer, _ = small()
+    checkpoint.save(tmp_path, model, step=1)
+    before = model[3].weight.clone()
+
+    def message(other, optimizer=None):
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(tmp_path, other, optimizer)
+        return str(caught.value)
+
+    assert "saved without an optimizer" in message(model, optimizer)
+    assert "missing 4.weight; unexpected none" in message(nn.Sequential(*model, nn.PReLU()))
+    assert "missing none; unexpected 3.bias, 3.weight" in message(model[:3])
+    wide = nn.Sequential(*model[:3], nn.Linear(24, 5))
+    assert "3.weight (4, 24), torch.float32 for (5, 24), torch.float32" in message(wide)
+    other = nn.Sequential(SKLinear(24, 24, 3), *model[1:])
+    assert "layer '0': args" in message(other)
+    assert "restore_architecture" in message(other)
+    fitted = nn.Sequential(SKLinear.from_linear(model[0].to_linear(), 1, 2), *model[1:])
+    assert "mode seeded there, fitted here" in message(fitted)
+    assert torch.equal(model[3].weight, before)
+    checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()), step=2)
+    assert "has the state of SGD, and the optimizer is Adam" in message(model, torch.optim.Adam(model.parameters()))
+    some = torch.optim.SGD(model[3].parameters())
+    assert checkpoint.load(tmp_path, model, some).step == 2
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    assert "2 of the optimizer's 2 parameters are not the model's" in message(model, stranger)
+    checkpoint.save(tmp_path, model, some, step=3)
+    assert "did not train 0.S1" in message(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(FormatError, match="is no checkpoint and has none"):
+        checkpoint.load(tmp_path / "elsewhere", model)
+
+
+def test_the_architecture_is_built_from_the_checkpoint(tmp_path):
+    model, _, _ = small()
+    model[3] = SKLinear.from_linear(model[3], 1, 2)
+    checkpoint.save(tmp_path, model, step=1)
+    dense = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Dropout(0.3), nn.Linear(24, 4))
+    checkpoint.restore_architecture(tmp_path, dense)
+    checkpoint.load(tmp_path, dense)
+    x = torch.randn(4, 24)
+    assert torch.equal(model.eval()(x), dense.eval()(x))
+    with pytest.raises(FormatError, match="module '0' is sketched and the model has none"):
+        checkpoint.restore_architecture(tmp_path, nn.Bilinear(2, 2, 2))
+
+
+def test_asynchronous_checkpoints_hold_what_was_there_when_they_were_asked_for(tmp_path):
+    def run():
+        model = nn.Linear(40, 40)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        data_parallel(model)
+        first = checkpoint.async_save(tmp_path, model, step=1)
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+        second = checkpoint.async_save(tmp_path, model, step=2)
+        dist.all_reduce(torch.ones(3))
+        return first.done(), first.result().name, second.result().name
+
+    assert launch(run, nproc=2, start_method="fork") == [(True, "step-00000001", "step-00000002")] * 2
+    model = nn.Linear(40, 40)
+    for step in (1, 2):
+        checkpoint.load(tmp_path / f"step-0000000{step}", model)
+        assert torch.all(model.weight == step)
+
+
+def test_a_rank_that_cannot_write_is_named_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
+    def run():
+        model = nn.Linear(4, 4)
+        checkpoint.save(tmp_path, data_parallel(model, strategy="fsdp"), step=1)
+        if dist.get_rank() == 1:
+
+            def full(*args, **kwargs):
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr("panther.distributed._checkpoint_files.save_file", full)
+        messages = []
+        for save in (checkpoint.save, lambda *a, **k: checkpoint.async_save(*a, **k).result()):
+            with pytest.raises(CheckpointError) as caught:
+                save(tmp_path, model, step=2)
+            messages.append(str(caught.value))
+        return messages
+
+    results = launch(run, nproc=2, start_method="fork")
+    expected = "the checkpoint of step 2 is not written: rank 1: OSError: [Errno 28] No space left on device"
+    assert results == [[expected] * 2] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_directory_that_is_a_file_is_said(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises((CheckpointError, OSError), match="run"):
+        checkpoint.save(tmp_path / "run", nn.Linear(2, 2), step=1)
+
+
+def test_ranks_with_what_cannot_be_stored_all_hear_of_it(tmp_path):
+    def run():
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(tmp_path, nn.Linear(2, 2), step=1, rank_extra=print if dist.get_rank() else 1)
+        return str(caught.value)
+
+    first, second = launch(run, nproc=2, start_method="fork")
+    assert first == second
+    assert first.startswith("rank 1: rank_extra.1. is a builtin_function_or_method")
+    assert not list(tmp_path.iterdir())
+
+
+def test_stages_that_share_a_name_are_refused(tmp_path):
+    def run():
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(tmp_path, [nn.Linear(2, 2)], step=1)
+        return str(caught.value)
+
+    first, second = launch(run, nproc=2, start_method="fork")
+    assert first == second
+    assert first.startswith("'bias' is another tensor on each of ranks 0, 1: stages must keep")
+
+
+def before_manifest(monkeypatch, die):
+    monkeypatch.setattr("panther.distributed._checkpoint_files.Writer.finish", die)
+
+
+def in_a_file(monkeypatch, die):
+    def torn(tensors, path):
+        path.write_bytes(b"\0" * 100)
+        die()
+
+    monkeypatch.setattr("panther.distributed._checkpoint_files.save_file", torn)
+
+
+def before_rename(monkeypatch, die):
+    monkeypatch.setattr("panther.distributed._checkpoint_files.publish", die)
+
+
+def in_removing(monkeypatch, die):
+    monkeypatch.setattr("panther.distributed._checkpoint_ranks.shutil.rmtree", die)
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim", "left"),
+    [(in_a_file, 0, 2), (in_a_file, 1, 2), (before_manifest, 0, 2), (before_rename, 0, 2), (in_removing, 0, 3)],
+)
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path, monkeypatch, moment, victim, left):
+    def run():
+        model = data_parallel(nn.Linear(4, 4), strategy="fsdp")
+        for step in (1, 2):
+            checkpoint.save(tmp_path, model, step=step)
+        if dist.get_rank() == victim:
+            moment(monkeypatch, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+        checkpoint.save(tmp_path, model, step=3, keep=2)
+
+    with pytest.raises(DistributedError, match=f"rank {victim}"):
+        launch(run, nproc=2, start_method="fork")
+    assert checkpoint.load(tmp_path, nn.Linear(4, 4)).step == left
+    checkpoint.save(tmp_path, nn.Linear(4, 4), step=4, keep=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"step-0000000{left}", "step-00000004"]  # and nothing half written
