@@ -1,5 +1,7 @@
 """Sketched models on many processes, on torch's own engines."""
 
+from . import checkpoint
+from ._unsharding import unshard_module
 from .advanced import AdvancedDistributedTrainer
 from .advisor import choose_parallelism_strategy
 from .bandwidth import CommunicationProfile, profile_communication_overhead
@@ -11,9 +13,10 @@ from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_siz
 from .metrics import DistributedMetricsCollector
 from .microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
 from .models import DistributedSketchedModel
-from .pipelining import PipelineSchedule, make_schedule, split_stages
+from .pipelining import PipelineSchedule, make_schedule
 from .planning import TensorParallelReport, tensor_parallel
 from .profiling import CommunicationCounter
+from .stages import split_stages
 from .sync import sync_sketches, verify_sketches
 from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
 
@@ -36,6 +39,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "checkpoint",
     "choose_parallelism_strategy",
     "cleanup_distributed",
     "data_parallel",
@@ -53,5 +57,6 @@ __all__ = [
     "split_stages",
     "sync_sketches",
     "tensor_parallel",
+    "unshard_module",
     "verify_sketches",
 ]

@@ -206,7 +206,7 @@ def write(directory: Path, state: Collected, keep: int | None, group: Group) -> 
     """Write a checkpoint under another name, and rename it when all ranks are done."""
     temporary, final = from_first(lambda: _begin(directory, state.step), group)
     try:
-        with _dcp_errors(f"the checkpoint of step {state.step} is not written"):
+        with _dcp_errors(f"the checkpoint of step {state.step} is not written: ", get_world_size(group)):
             dcp_save(
                 dict(state.tensors),
                 storage_writer=files.Writer(temporary, state.header),
@@ -259,7 +259,7 @@ def remove(folder: Path) -> None:
 
 def read(folder: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor], group: Group) -> None:
     """Fill this rank's tensors."""
-    with _dcp_errors(""):
+    with _dcp_errors("", get_world_size(group)):
         dcp_load(
             targets,
             storage_reader=files.Reader(folder, manifest),
@@ -273,7 +273,7 @@ def _where(group: Group) -> dict[str, Any]:
 
 
 @contextmanager
-def _dcp_errors(what: str) -> Iterator[None]:
+def _dcp_errors(what: str, world: int) -> Iterator[None]:
     """DCP gathers the ranks' errors; say them in a sentence."""
     try:
         with warnings.catch_warnings():
@@ -281,8 +281,8 @@ def _dcp_errors(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         failed = {rank: (_kind(found), _text(found)) for rank, (found, _) in error.failures.items()}
-        told = _common(failed, len(failed) if len(failed) > 1 else 0)
-        raise type(told)(f"{what}: {told}" if what else str(told)) from None
+        told = _common(failed, world)
+        raise type(told)(f"{what}{told}") from None
 
 
 def _kind(error: BaseException) -> type[Exception]:
@@ -317,7 +317,7 @@ def consolidate(folder: Path, target: Path) -> None:
         states.MODEL + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         for name, entry in entries.items()
     }
-    with _dcp_errors(""):
+    with _dcp_errors("", 1):
         dcp_load(
             whole,
             storage_reader=files.Reader(folder, manifest),
