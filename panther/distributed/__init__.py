@@ -17,6 +17,7 @@ from .pipelining import PipelineSchedule, make_schedule
 from .planning import TensorParallelReport, tensor_parallel
 from .profiling import CommunicationCounter
 from .stages import split_stages
+from .stages import split_stages
 from .sync import sync_sketches, verify_sketches
 from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
 

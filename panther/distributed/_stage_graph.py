@@ -100,7 +100,7 @@ class StageGraph:
         if end == len(self):
             self._keep_unused(stage, model)
         _save_as(stage, model)
-        stage.train(model.training)
+        stage.training = model.training  # its parts keep their own
         return stage
 
     def _graph(self, begin: int, end: int) -> fx.Graph:

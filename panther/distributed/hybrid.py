@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from panther.distributed.data import data_parallel, shard_whole
 from panther.distributed.mesh import get_world_size, make_mesh
-from panther.distributed.pipelining import PipelineSchedule, make_schedule, split_stages
+from panther.distributed.pipelining import PipelineSchedule, make_schedule
 from panther.distributed.planning import TensorParallelReport, tensor_parallel
+from panther.distributed.stages import split_stages
 from panther.distributed.sync import start_alike
 from panther.distributed.tensor import check_configs
 from panther.errors import DistributedError, ShapeError, check_size

@@ -1,18 +1,26 @@
 """Keep the sketches of all ranks one and the same, at the price of a seed a layer."""
 
-__all__ = ["start_alike", "sync_sketches", "verify_sketches"]
+__all__ = ["check_alike", "start_alike", "sync_sketches", "verify_sketches"]
 
-import hashlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from panther.distributed._checkin import name_ranks
-from panther.errors import DistributedError, SketchMismatchError
+from panther.distributed._agreement import (
+    LAYER,
+    agree,
+    describe_library,
+    describe_tensors,
+    in_words,
+    ranks_of,
+    transport,
+)
+from panther.distributed._faults import watched
+from panther.errors import DistributedError
 from panther.nn._sketched import SketchedModule
 
 _FITTED = -1
@@ -45,33 +53,10 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
         >>> sync_sketches(pr.nn.SKLinear(256, 256, 4))
         >>> pr.distributed.shutdown()
     """
-    ranks = _ranks(group)
-    layers = _sketched_layers(model)
-
-    def describe() -> dict[str, str]:
-        if src not in ranks:
-            raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
-        if dist.get_rank() == src:  # the others' seeds do not matter
-            for layer in layers.values():
-                layer.check_record()
-        return {f"layer {name!r}": _describe(layer) for name, layer in layers.items()} | {"src": str(src)}
-
-    _agree(describe, group, ranks, "build the same model on every rank, and pass the same src")
-    if not layers:
-        return
-    device = _transport(group)
-    seeds = [_FITTED if layer.seed is None else layer.seed for layer in layers.values()]
-    packed = torch.tensor(seeds, dtype=torch.int64, device=device)
-    dist.broadcast(packed, src, group=group)
-    for layer, seed in zip(layers.values(), packed.tolist(), strict=True):
-        if seed == _FITTED:
-            for name in layer.sketch_names:
-                sketch = getattr(layer, name).detach()
-                sent = sketch.to(device).contiguous()
-                dist.broadcast(sent, src, group=group)
-                sketch.copy_(sent)
-        else:
-            layer.set_seeded_(seed)
+    layers = sketched_layers(model)
+    fix = "build the same model on every rank, and pass the same src"
+    agree("sync_sketches", lambda: _describe_source(layers, src, group), group, fix)
+    _send(layers, src, group)
 
 
 def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -96,54 +81,93 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         >>> verify_sketches(pr.nn.SKLinear(256, 256, 4))
         >>> pr.distributed.shutdown()
     """
-    ranks = _ranks(group)
 
     def describe() -> dict[str, str]:
         described = {}
-        for name, layer in _sketched_layers(model).items():
+        for name, layer in sketched_layers(model).items():
             layer.check_record()
-            described[f"layer {name!r}"] = f"{_describe(layer)}, {_contents(layer)}"
+            described[f"{LAYER}{name!r}"] = f"{_describe(layer)}, {_contents(layer)}"
         return described
 
-    _agree(describe, group, ranks, "call sync_sketches(model) on every rank before training")
+    agree("verify_sketches", describe, group, "call sync_sketches(model) on every rank before training")
 
 
-def start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the sketches, parameters and buffers of the group's first rank."""
+def start_alike(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    what: str = "start_alike",
+    settings: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
+    """Give every rank the sketches, parameters and buffers of the group's first rank.
+
+    Args:
+        model: Built alike on every rank.
+        group: The ranks.
+        what: The public call that does this, for errors.
+        settings: Checks what the call was given and returns what must be the same on every rank; what it raises, all
+            ranks hear of.
+
+    Raises:
+        DistributedError: On every rank, before anything is changed, if models, settings or versions differ.
+        SketchMismatchError: The same, for sketched layers.
+    """
+    check_alike(model, group, what, settings)
     src = dist.get_process_group_ranks(group)[0]
-    sync_sketches(model, src=src, group=group)
-    for tensor in (*model.parameters(), *model.buffers()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        dist.broadcast(local.detach(), src, group=group)
+    with watched(what, group):
+        _send(sketched_layers(model), src, group)
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            dist.broadcast(local.detach(), src, group=group)
     verify_sketches(model, group)
 
 
-def _sketched_layers(model: nn.Module) -> dict[str, SketchedModule]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, SketchedModule)}
+def check_alike(
+    model: nn.Module, group: dist.ProcessGroup | None, what: str, settings: Callable[[], Mapping[str, Any]] = dict
+) -> None:
+    """Compare models, settings and versions; see :func:`start_alike`."""
+
+    def describe() -> dict[str, str]:
+        given = in_words(settings())
+        ranks = ranks_of(group)
+        layers = _describe_source(sketched_layers(model), ranks[0], group)
+        return {**given, **describe_library(), **layers, **describe_tensors(model)}
+
+    fix = "build the same model and pass the same arguments on every rank"
+    agree(what, describe, group, fix, "models or settings")
 
 
-def _agree(describe: Callable[[], dict[str, str]], group: dist.ProcessGroup | None, ranks: list[int], fix: str) -> None:
-    """Raise the same error on every rank unless all give the same description."""
-    failure, described = None, {}
-    try:
-        described = describe()
-    except Exception as error:  # the other ranks are about to wait for this one, so it must not leave now
-        failure = str(error)
-    digest = hashlib.blake2b(json.dumps(list(described.items())).encode(), digest_size=8).digest()
-    device = _transport(group)
-    mine = torch.tensor([int.from_bytes(digest, signed=True), failure is not None], dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(gathered, mine, group=group)
-    prints = [tensor.tolist() for tensor in gathered]
-    if all(print_ == prints[0] for print_ in prints) and not prints[0][1]:
+def _describe_source(layers: dict[str, SketchedModule], src: int, group: dist.ProcessGroup | None) -> dict[str, str]:
+    ranks = ranks_of(group)
+    if src not in ranks:
+        raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
+    if dist.get_rank() == src:  # the others' seeds do not matter
+        for layer in layers.values():
+            layer.check_record()
+    return {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()} | {"src": str(src)}
+
+
+def _send(layers: dict[str, SketchedModule], src: int, group: dist.ProcessGroup | None) -> None:
+    """Seeds and fitted sketches of ``src``, to layers that are known to be alike."""
+    if not layers:
         return
-    answers: list[tuple[str | None, dict[str, str]]] = [(None, {})] * len(ranks)
-    dist.all_gather_object(answers, (failure, described), group=group)
-    failures = [f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, answers, strict=True) if text is not None]
-    if failures:
-        raise SketchMismatchError("; ".join(failures))
-    differences = _differences({rank: described for rank, (_, described) in zip(ranks, answers, strict=True)})
-    raise SketchMismatchError(f"sketches differ between ranks: {differences}: {fix}")
+    device = transport(group)
+    seeds = [_FITTED if layer.seed is None else layer.seed for layer in layers.values()]
+    packed = torch.tensor(seeds, dtype=torch.int64, device=device)
+    dist.broadcast(packed, src, group=group)
+    for layer, seed in zip(layers.values(), packed.tolist(), strict=True):
+        if seed == _FITTED:
+            for name in layer.sketch_names:
+                sketch = getattr(layer, name).detach()
+                sent = sketch.to(device).contiguous()
+                dist.broadcast(sent, src, group=group)
+                sketch.copy_(sent)
+        else:
+            layer.set_seeded_(seed)
+
+
+def sketched_layers(model: nn.Module) -> dict[str, SketchedModule]:
+    """Sketched layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SketchedModule)}
 
 
 def _describe(layer: SketchedModule) -> str:
@@ -169,32 +193,3 @@ def _digest(sketch: Tensor) -> int:
     for shift in (30, 27, 31):  # multiplying alone is linear, and patterns of signs would cancel
         mixed = (mixed ^ (mixed >> shift)) * _ODD
     return int(mixed.sum()) % (1 << 64)
-
-
-def _differences(described: dict[int, dict[str, str]]) -> str:
-    parts = []
-    for name in dict.fromkeys(name for descriptions in described.values() for name in descriptions):
-        by_value: dict[str, list[int]] = {}
-        for rank, descriptions in described.items():
-            by_value.setdefault(descriptions.get(name, "missing"), []).append(rank)
-        if len(by_value) > 1:
-            found = " and ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
-            parts.append(f"{name} is {found}")
-    more = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
-    return "; ".join(parts[:5]) + more or "the layers are the same in another order"
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of the group, in its order."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DistributedError("there is no process group: call panther.distributed.init() first")
-    if dist.get_rank(group) < 0:
-        raise DistributedError(f"rank {dist.get_rank()} is not in the group: only the group's ranks may call this")
-    return dist.get_process_group_ranks(group)
-
-
-def _transport(group: dist.ProcessGroup | None) -> torch.device:
-    """The device on which the group exchanges small tensors."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
