@@ -1,9 +1,11 @@
-"""What subcommands share: types of arguments, which argparse reports with exit code 2, and folders to write to."""
+"""What subcommands share: types of arguments, which argparse reports with exit code 2, and checks before the work."""
 
-__all__ = ["positive", "positive_float", "seed", "writable"]
+__all__ = ["check_file", "note_if_wide", "positive", "positive_float", "seed", "writable"]
 
 import argparse
 import math
+import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -46,6 +48,25 @@ def writable(out: str) -> Path:
     except OSError as error:
         raise PantherError(f"--out {out} cannot be written to ({error.strerror}): give another folder") from None
     return folder
+
+
+def check_file(flag: str, path: str | None) -> None:
+    """Refuse a file that could not be written after the work."""
+    if path is None:
+        return
+    parent = Path(path).parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
+        raise PantherError(f"{flag} {path} cannot be written: name a file in a folder that is there and open to you")
+
+
+def note_if_wide(sketch_size: int, hidden: int) -> None:
+    """Say once if sketched layers cannot pay at these sizes."""
+    if 4 * sketch_size >= hidden:
+        print(
+            f"panther: note: --sketch-size {sketch_size} at --hidden {hidden} multiplies by no fewer "
+            "numbers than a dense layer: sketching pays while --hidden is more than four times --sketch-size",
+            file=sys.stderr,
+        )
 
 
 def _at_least(text: str, least: int) -> int:

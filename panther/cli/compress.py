@@ -19,7 +19,7 @@ from torch import nn
 
 import panther as pr
 from panther.cli import _transformers
-from panther.cli._arguments import positive, positive_float, seed, writable
+from panther.cli._arguments import check_file, positive, positive_float, seed, writable
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
 
 _METHODS = ("two_sided", "activation", "svd", "random")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             )
         out = writable(args.out)
         for flag, path in (("--report", args.report), ("--plot", args.plot)):
-            _check_file(flag, path)
+            check_file(flag, path)
         report = _compress(args, source)
     try:
         pr.save_compressed(source.model, out)
@@ -273,14 +273,6 @@ def _check_plot(path: str | None) -> None:
     known = require_extra("matplotlib.figure", "demo").Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in known:
         raise PantherError(f"--plot {path} must end in one of {', '.join('.' + suffix for suffix in sorted(known))}")
-
-
-def _check_file(flag: str, path: str | None) -> None:
-    if path is None:
-        return
-    parent = Path(path).parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
-        raise PantherError(f"{flag} {path} cannot be written: name a file in a folder that is there and open to you")
 
 
 def _fraction(text: str) -> float:

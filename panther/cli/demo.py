@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from panther.cli._arguments import positive, seed, writable
+from panther.cli._arguments import note_if_wide, positive, seed, writable
 from panther.errors import DistributedError, FormatError, PantherError, require_extra
 
 _RELOAD = (
@@ -48,12 +48,7 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device, args.nproc)
     _check_processes(args.nproc, device)
     out = writable(args.out)
-    if 4 * args.sketch_size >= args.hidden:
-        print(
-            f"panther: note: --sketch-size {args.sketch_size} at --hidden {args.hidden} multiplies by no fewer "
-            "numbers than a dense layer: sketching pays while --hidden is more than four times --sketch-size",
-            file=sys.stderr,
-        )
+    note_if_wide(args.sketch_size, args.hidden)
     from panther.cli._digits import Settings, train_all
     from panther.distributed import launch
 
