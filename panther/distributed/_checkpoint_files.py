@@ -96,6 +96,7 @@ class Writer(StorageWriter):
         """Write one file with all parts that the plan leaves to this rank."""
         file = f"rank-{plan.storage_data:05d}.safetensors"
         tensors: dict[str, Tensor] = {}
+        memories: set[int] = set()
         results = []
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
@@ -103,8 +104,10 @@ class Writer(StorageWriter):
             resolved = planner.resolve_data(item)
             assert isinstance(resolved, Tensor)
             tensor = resolved.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:  # parts of one memory cannot stand in one file
+            memory = tensor.untyped_storage()
+            if memory.nbytes() != tensor.nbytes or memory.data_ptr() in memories:  # safetensors wants them apart
                 tensor = tensor.clone()
+            memories.add(memory.data_ptr())
             key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
             tensors[key] = tensor
             results.append(WriteResult(item.index, tensor.nbytes, _Stored(file, key, checksum(tensor))))

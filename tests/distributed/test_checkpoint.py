@@ -454,3 +454,80 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path, monkeypatch, 
     checkpoint.save(tmp_path, nn.Linear(4, 4), step=4, keep=2)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"step-0000000{left}", "step-00000004"]  # and nothing half written
+
+
+OPTIMIZERS = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=3, history_size=4),
+    "Adafactor": torch.optim.Adafactor,
+    "Adam, a tensor as lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "Adam, amsgrad, fused": lambda p: torch.optim.Adam(p, amsgrad=True, fused=True),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "two groups": lambda p: torch.optim.SGD([{"params": p[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.01, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_goes_on_bit_for_bit(tmp_path, kind):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        return model, OPTIMIZERS[kind](list(model.parameters()))
+
+    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(3))
+
+    def train(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, optimizer = build(0)
+    train(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer, step=3)
+    expected = train(model, optimizer)
+    model, optimizer = build(1)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert all(map(torch.equal, train(model, optimizer), expected))
+    assert all(not torch.equal(before, after) for before, after in zip(expected, train(model, optimizer), strict=True))
+
+
+class Factored(torch.optim.Optimizer):
+    """Divides by a second moment of each row, a state of another shape than the parameter's."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            square = parameter.grad.square().mean(-1, keepdim=True)
+            state = self.state[parameter]
+            state["rows"] = square if "rows" not in state else 0.9 * state["rows"] + 0.1 * square
+            parameter.sub_(parameter.grad / (state["rows"].sqrt() + 1e-3), alpha=0.1)
+
+
+def test_states_of_another_shape_than_their_sharded_parameters(tmp_path):
+    def run(layout, save):
+        torch.manual_seed(0 if save else 9)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        if layout == "fsdp":
+            model = data_parallel(model, strategy="fsdp")
+        optimizer = Factored(model.parameters(), {})
+        if not save:
+            checkpoint.load(tmp_path, model, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            model(x).square().sum().backward()
+            optimizer.step()
+        if save:
+            checkpoint.save(tmp_path, model, optimizer, step=1)
+        return [p.full_tensor().detach() if layout == "fsdp" else p.detach() for p in model.parameters()]
+
+    run("one", True)
+    expected = run("one", False)
+    [sharded, _] = launch(run, "fsdp", False, nproc=2, start_method="fork")
+    assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(sharded, expected, strict=True))
