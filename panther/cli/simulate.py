@@ -220,9 +220,10 @@ def _print_gradients(settings: Any, ranks: list[dict[str, Any]], single: dict[st
     named = [(f"rank {index}, before the all-reduce", rank["local"]) for index, rank in enumerate(ranks)]
     named += [("mean of these", mean), ("every rank, after the all-reduce", ranks[0]["averaged"])]
     named += [("one process, on the whole batch", single["gradient"])]
-    rows = [["", "norm", "first entries, times 1000"]]
+    row = int(mean.norm(dim=1).argmax())  # where units are active, on most ranks at least
+    rows = [["", "norm", f"first entries of row {row}, times 1000"]]
     for name, gradient in named:
-        entries = "".join(f"{1000 * value:>9.4f}" for value in gradient.flatten()[:4].tolist())
+        entries = "".join(f"{1000 * value:>9.4f}" for value in gradient[row, :4].tolist())
         rows.append([name, f"{gradient.norm():.6f}", entries])
     print(aligned(rows))
     print("The mean over ranks is the mean over the whole batch, as each rank has as many samples of it.")
@@ -271,9 +272,9 @@ def _print_bytes(settings: Any, ranks: list[dict[str, Any]], dense: int) -> None
 def _dealt(world: int, per_rank: int, repeated: int) -> str:
     from panther.cli._digits import TRAIN_SAMPLES
 
-    more = f", and repeats {repeated:,} so that each of them has {per_rank:,}" if repeated else ""
+    more = f"; it repeats {repeated:,}, so that each of them has {per_rank:,}" if repeated else ""
     return (
-        f"The sampler shuffles the {TRAIN_SAMPLES:,} samples anew in each epoch, deals them to {world:,} ranks in turn"
+        f"The sampler shuffles the {TRAIN_SAMPLES:,} samples anew in each epoch and deals them to {world:,} ranks in turn"
         f"{more}."
     )
 

@@ -34,7 +34,7 @@ def test_two_ranks(capfd, tmp_path):
     title, samples, gradients, training, sent, checks = sections
     assert code == 0
     assert "2 processes of this machine" in title
-    assert "1,347 samples anew in each epoch, deals them to 2 ranks in turn, and repeats 1 so" in samples
+    assert "1,347 samples anew in each epoch and deals them to 2 ranks in turn; it repeats 1, so" in samples
     assert "A step takes 64 samples, 32 of each rank, the last of an epoch 4; an epoch has 22 steps." in samples
     assert "S1 of the first SKLinear" in gradients
     assert len(training.splitlines()) == 1 + 1 + 2 + 1 + 3 + 1
@@ -86,7 +86,7 @@ def test_a_dry_run_starts_nothing(capfd, tmp_path, monkeypatch):
     assert code == 0
     assert "1,024 ranks, counted and not run" in sections[0]
     assert "\n...\n1,023" in sections[1]
-    assert "repeats 701 so that each of them has 2." in sections[1]
+    assert "repeats 701, so that each of them has 2." in sections[1]
     assert "Note: Of an epoch's work 34 % would go to repeated samples." in sections[2]
     assert report["samples_per_rank"] == report["steps_per_epoch"] == 2
     assert report["gradient_bytes"] == 8 * PARAMETERS
