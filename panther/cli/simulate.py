@@ -274,8 +274,8 @@ def _dealt(world: int, per_rank: int, repeated: int) -> str:
 
     more = f"; it repeats {repeated:,}, so that each of them has {per_rank:,}" if repeated else ""
     return (
-        f"The sampler shuffles the {TRAIN_SAMPLES:,} samples anew in each epoch and deals them to {world:,} ranks in turn"
-        f"{more}."
+        f"The sampler shuffles the {TRAIN_SAMPLES:,} samples anew in each epoch and deals them to {world:,} ranks in "
+        f"turn{more}."
     )
 
 
