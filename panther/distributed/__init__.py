@@ -17,9 +17,8 @@ from .pipelining import PipelineSchedule, make_schedule
 from .planning import TensorParallelReport, tensor_parallel
 from .profiling import CommunicationCounter
 from .stages import split_stages
-from .stages import split_stages
 from .sync import sync_sketches, verify_sketches
-from .tensor import ColwiseSKParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
+from .tensor import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
 
 __all__ = [
     "AdvancedDistributedTrainer",
@@ -29,6 +28,7 @@ __all__ = [
     "DistributedInfo",
     "DistributedMetricsCollector",
     "DistributedSketchedModel",
+    "HeadwiseParallel",
     "HybridParallelTrainer",
     "MicrobatchPipelineTrainer",
     "PipelineParallelSketchedModel",

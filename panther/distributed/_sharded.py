@@ -3,15 +3,15 @@ r"""SKLinear cut over the ranks of one mesh axis.
 Column-wise, outputs are cut: S1 and U2 are whole on every rank, S2, U1 and the bias hold this rank's outputs. Row-wise,
 inputs are cut: S1 and U2 hold this rank's inputs, S2, U1 and the bias are whole. Either way what ranks exchange is
 :math:`h = x [S_1 | U_2]`, 2R numbers a row: its sum forward if inputs are cut, the sum of its gradient backward if
-outputs are. Factors are DTensors, so that checkpoints and gradient norms know what they are parts of; products are of
-local tensors. Each rank draws its own part of the sketches.
+outputs are. Where the sequence is cut outside of the layer, h is gathered or scattered along it, and ranks sum the
+gradients of the factors that see a part of the sequence. Factors are DTensors, so that checkpoints and gradient norms
+know what they are parts of; products are of local tensors. Each rank draws its own part of the sketches.
 """
 
-__all__ = ["ColwiseSKLinear", "RowwiseSKLinear", "ShardedSKLinear", "shard_", "unshard"]
+__all__ = ["ColwiseSKLinear", "CopiedSKLinear", "RowwiseSKLinear", "ShardedSKLinear", "copy_", "shard_", "unshard"]
 
-import copy
-import itertools
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,32 +19,31 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from panther.distributed.collectives import all_reduce, chunk_sizes, sum_in_backward
+from panther.distributed._cutting import CutModule, check_mesh, copied_, cut_parameter_, remember_
+from panther.distributed._layouts import Layouts
+from panther.distributed._unsharding import unshard_module
+from panther.distributed.collectives import chunk_ranges
 from panther.distributed.sync import sync_sketches
-from panther.errors import ShapeError
 from panther.nn import SKLinear
+from panther.nn.functional import sketched_linear
 from panther.sketch import signs
 
 
-class ShardedSKLinear(SKLinear):
-    """What both ways of cutting share; made by :func:`shard_` from a plain layer, never constructed."""
+class ShardedSKLinear(CutModule, SKLinear):
+    """What all ways of cutting share; made by :func:`shard_` from a plain layer, never constructed."""
 
-    placements: dict[str, Placement]
+    placements: ClassVar[Mapping[str, Placement]]
     """Of every factor and sketch, and of the bias."""
 
-    tp_mesh: DeviceMesh
     part: range
     """The outputs or inputs of this rank."""
 
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that share the layer."""
-        return self.tp_mesh.get_group()
+    layouts: Layouts
 
-    def local(self, name: str) -> Tensor:
-        """This rank's part of a factor or sketch, for autograd too."""
-        whole = getattr(self, name)
-        return whole.to_local() if isinstance(whole, DTensor) else whole
+    @classmethod
+    def cut_size(cls, layer: SKLinear) -> int:
+        """The size that is cut."""
+        raise NotImplementedError
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
         """Make the layer fitted, with the given whole sketches, which are cut."""
@@ -78,30 +77,72 @@ class ShardedSKLinear(SKLinear):
         return unshard(self).weight
 
 
+_REPLICATE = Replicate()
+
+
 class ColwiseSKLinear(ShardedSKLinear):
     """Outputs are cut: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
+    placements: ClassVar[Mapping[str, Placement]] = {
+        "S1": _REPLICATE,
+        "U2": _REPLICATE,
+        "S2": Shard(1),
+        "U1": Shard(1),
+        "bias": Shard(0),
+    }
+
+    @classmethod
+    def cut_size(cls, layer: SKLinear) -> int:
+        """Outputs."""
+        return layer.out_features
+
     def forward(self, input: Tensor) -> Tensor:
-        """Map the whole input to this rank's outputs."""
-        return self.expanded(sum_in_backward(self.sketched_input(input), self.tp_group))
+        """Map the input to this rank's outputs."""
+        h = self.layouts.gather_or_sum_in_backward(self.sketched_input(self.layouts.take(input)))
+        return self.layouts.give_columns(self.expanded(h), self.out_features)
 
 
 class RowwiseSKLinear(ShardedSKLinear):
     """Inputs are cut: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
+    placements: ClassVar[Mapping[str, Placement]] = {
+        "S1": Shard(0),
+        "U2": Shard(0),
+        "S2": _REPLICATE,
+        "U1": _REPLICATE,
+        "bias": _REPLICATE,
+    }
+
+    @classmethod
+    def cut_size(cls, layer: SKLinear) -> int:
+        """Inputs."""
+        return layer.in_features
+
     def forward(self, input: Tensor) -> Tensor:
-        """Map this rank's inputs to the whole output."""
-        return self.expanded(all_reduce(self.sketched_input(input), group=self.tp_group))
+        """Map this rank's inputs to the output."""
+        h = self.sketched_input(self.layouts.take_columns(input, self.part))
+        return self.layouts.give(self.expanded(self.layouts.scatter_or_sum(h)), h.shape)
 
 
-_REPLICATE = Replicate()
-_PLACEMENTS: dict[type[ShardedSKLinear], dict[str, Placement]] = {
-    ColwiseSKLinear: {"S1": _REPLICATE, "U2": _REPLICATE, "S2": Shard(1), "U1": Shard(1), "bias": Shard(0)},
-    RowwiseSKLinear: {"S1": Shard(0), "U2": Shard(0), "S2": _REPLICATE, "U1": _REPLICATE, "bias": _REPLICATE},
-}
+class CopiedSKLinear(ShardedSKLinear):
+    """Nothing is cut."""
+
+    placements: ClassVar[Mapping[str, Placement]] = dict.fromkeys(("S1", "U2", "S2", "U1", "bias"), _REPLICATE)
+
+    @classmethod
+    def cut_size(cls, layer: SKLinear) -> int:
+        """Nothing, whatever the number of ranks."""
+        return 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map the whole input to the whole output."""
+        S1, S2, U1, U2, bias = (self.local(name) for name in ("S1", "S2", "U1", "U2", "bias"))
+        return sketched_linear(input, S1, U1.to(S1.dtype), S2, U2.to(S1.dtype), bias, scale=self.scale)
 
 
-def shard_(layer: SKLinear, mesh: DeviceMesh, kind: type[ShardedSKLinear]) -> ShardedSKLinear:
+def shard_(
+    layer: SKLinear, mesh: DeviceMesh, kind: type[ShardedSKLinear], layouts: Layouts | None = None
+) -> ShardedSKLinear:
     """Cut a layer over the ranks of a one-dimensional mesh, in place; every rank must call it.
 
     Weights and sketches are those of the mesh's first rank.
@@ -112,23 +153,23 @@ def shard_(layer: SKLinear, mesh: DeviceMesh, kind: type[ShardedSKLinear]) -> Sh
     """
     if type(layer) is not SKLinear:
         raise TypeError(f"only a plain SKLinear can be cut over ranks, not a {type(layer).__name__}")
-    if mesh.ndim != 1:
-        raise ShapeError(f"a layer is cut over one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']")
+    check_mesh(mesh)
+    group, size = mesh.get_group(), kind.cut_size(layer)
+    part = chunk_ranges(size, mesh.size())[mesh.get_local_rank()] if size else range(0)
     if layer.packed:
         layer.unpack_()
-    group = mesh.get_group()
-    size = layer.out_features if kind is ColwiseSKLinear else layer.in_features
-    starts = [0, *itertools.accumulate(chunk_sizes(size, mesh.size()))]
     sync_sketches(layer, src=dist.get_process_group_ranks(group)[0], group=group)
-    rank = mesh.get_local_rank()
+    remember_(layer, ("tp_mesh", "part", "layouts", "summed"))
     layer.__class__ = kind
     assert isinstance(layer, ShardedSKLinear)
-    layer.tp_mesh, layer.placements = mesh, _PLACEMENTS[kind]
-    layer.part = range(starts[rank], starts[rank + 1])
+    layer.tp_mesh, layer.part = mesh, part
+    layer.layouts = layouts or Layouts(mesh)
+    if kind is ColwiseSKLinear and layer.layouts.input_dim is not None:
+        layer.summed = ("S1", "U2") if layer.is_fitted else ("S1",)
+    elif kind is RowwiseSKLinear and layer.layouts.output_dim is not None:
+        layer.summed = ("S2", "bias", "U1") if layer.is_fitted else ("S2", "bias")
     for name in ("S1", "S2", "bias"):
-        if (whole := layer._parameters.get(name)) is not None:
-            cut = distribute_tensor(whole.detach(), mesh, [layer.placements[name]])
-            layer.register_parameter(name, nn.Parameter(cut, requires_grad=whole.requires_grad))
+        cut_parameter_(layer, name, mesh, layer.placements[name])
     if layer.seed is None:
         layer.set_fitted_({name: getattr(layer, name).detach() for name in layer.sketch_names})
     else:
@@ -136,21 +177,16 @@ def shard_(layer: SKLinear, mesh: DeviceMesh, kind: type[ShardedSKLinear]) -> Sh
     return layer
 
 
+def copy_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str:
+    """Put a module's own parameters on the mesh, whole on every rank; see :func:`copied_`."""
+    if type(module) is SKLinear:
+        shard_(module, mesh, CopiedSKLinear)
+        return "computed whole by every rank"
+    return copied_(module, mesh, summed)
+
+
 def unshard(layer: ShardedSKLinear) -> SKLinear:
     """A plain layer with the whole factors, on every rank; every rank must call it."""
-
-    def whole(name: str) -> Any:
-        value = getattr(layer, name)
-        return value.full_tensor().detach() if isinstance(value, DTensor) else value
-
-    plain = SKLinear(
-        layer.in_features, layer.out_features, layer.num_terms, layer.low_rank, bias=layer.bias is not None,
-        dtype=layer.S1.dtype, device=layer.S1.device, seed=layer.seed,
-    )  # fmt: skip
-    if layer.seed is None:
-        plain.set_fitted_({name: copy.deepcopy(whole(name)) for name in layer.sketch_names})
-    with torch.no_grad():
-        for name in ("S1", "S2", "bias"):
-            if (parameter := plain._parameters.get(name)) is not None:
-                parameter.copy_(whole(name))
-    return plain.train(layer.training)
+    plain = unshard_module(layer)
+    assert isinstance(plain, SKLinear)
+    return plain

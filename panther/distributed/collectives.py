@@ -9,6 +9,7 @@ gradients wrong by the number of ranks, and nothing else shows it.
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
+import itertools
 from typing import Any
 
 import torch
@@ -134,6 +135,20 @@ def chunk_sizes(size: int, n: int) -> list[int]:
     if not all(sizes):
         raise ShapeError(f"a dimension of {size} cannot be cut into {n} chunks as torch.chunk does: use fewer ranks")
     return sizes
+
+
+def chunk_ranges(size: int, n: int) -> list[range]:
+    """The n chunks that :func:`torch.chunk` cuts.
+
+    Raises:
+        ShapeError: If it cuts fewer than n.
+
+    Example:
+        >>> chunk_ranges(10, 4)
+        [range(0, 3), range(3, 6), range(6, 9), range(9, 10)]
+    """
+    ends = list(itertools.accumulate(chunk_sizes(size, n)))
+    return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
 class _AllReduce(torch.autograd.Function):

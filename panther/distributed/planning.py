@@ -3,44 +3,25 @@
 __all__ = ["Placed", "TensorParallelReport", "tensor_parallel"]
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from panther.distributed.collectives import chunk_sizes
+from panther.distributed._attention import HeadwiseRandAttention, draw_alike_
+from panther.distributed._cutting import remember_
+from panther.distributed._dense import ColwiseLinear, RowwiseLinear, VocabularyEmbedding
+from panther.distributed._pairing import Plan, plan_automatically, plan_pairs, shared_parameters
+from panther.distributed._sharded import ColwiseSKLinear, RowwiseSKLinear, copy_
 from panther.distributed.sync import start_alike
-from panther.distributed.tensor import ColwiseSKParallel, RowwiseSKParallel
+from panther.distributed.tensor import RowwiseSKParallel
 from panther.errors import ShapeError
-from panther.nn import SKLinear
 
-# Feed-forward blocks by the names of their layers: those that widen, whose outputs are cut, and the one that narrows.
-# Between them stand only functions of single entries.
-_FEED_FORWARD = (
-    (("linear1",), "linear2"),  # torch
-    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its kin
-    (("up_proj",), "down_proj"),
-    (("w1", "w3"), "w2"),
-    (("fc1",), "fc2"),
-    (("lin1",), "lin2"),
-    (("up",), "down"),
-)
-_ELEMENTWISE = (
-    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish, nn.Hardswish, nn.ReLU6,
-    nn.Dropout, nn.Identity,
-)  # fmt: skip
-
-
-_ON_MESH = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)  # DTensor has all their operations
+_ON_MESH = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 
 
 class Placed(NamedTuple):
@@ -49,7 +30,7 @@ class Placed(NamedTuple):
     name: str
     kind: str
     action: str
-    """``"outputs cut"``, ``"inputs cut"``, ``"copied"``, or the style that the plan named."""
+    """``"outputs cut"``, ``"inputs cut"``, ``"rows cut"``, ``"heads cut"``, ``"copied"``, or the style of the plan."""
     reason: str
 
 
@@ -67,32 +48,44 @@ class TensorParallelReport:
 
 
 def tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, ParallelStyle] = "auto"
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: str | Mapping[str, ParallelStyle] = "auto",
+    *,
+    sequence_parallel: bool = False,
 ) -> TensorParallelReport:
     """Share a model's layers over the ranks of a mesh axis, in place. Every rank must call it.
 
-    ``"auto"`` looks for pairs of linear layers, sketched or dense, between which only functions of single entries
-    stand: neighbours in an nn.Sequential, and feed-forward blocks that name their layers as torch's and common
-    transformers do (linear1 and linear2; gate_proj, up_proj and down_proj; fc1 and fc2; ...). The outputs of the first
-    and the inputs of the second are cut, so that one sum a pair is all that is sent; widths that the ranks do not
-    divide are cut as :func:`torch.chunk` cuts them if all layers of the pair are sketched. Everything else is copied:
-    each rank computes it whole, attention too. Weights and sketches are those of the axis's first rank.
+    ``"auto"`` cuts, and copies the rest, which each rank computes whole:
 
-    Ranks must draw the same random numbers where dropout acts on what is not cut: seed them alike along the axis.
+    - pairs of linear layers, sketched or dense, between which only functions of single entries stand: neighbours in an
+      nn.Sequential, and feed-forward blocks that name their layers as torch's and common transformers do (linear1 and
+      linear2; gate_proj, up_proj and down_proj; fc1 and fc2; ...). The outputs of the first and the inputs of the
+      second are cut, as :func:`torch.chunk` cuts them, so that one sum a pair is all that is sent;
+    - attention by whole heads, if the ranks divide them: :class:`~panther.nn.RandMultiHeadAttention`, and blocks that
+      name their projections as transformers do (q_proj, k_proj, v_proj and o_proj; query, key, value and dense; ...).
+      Attributes that count heads become each rank's own;
+    - tables of 4096 rows or more (nn.Embedding), and linear layers without a partner of so many outputs and more than
+      four times their inputs, whose outputs are gathered. Weights that such layers share stay shared.
+
+    Weights, sketches and random features are those of the axis's first rank. Ranks must draw the same random numbers
+    where dropout acts on what is not cut: seed them alike along the axis. :func:`unshard_module` undoes it all.
 
     Args:
         model: Built alike on every rank, on its device.
         mesh: One-dimensional, ``mesh["tp"]``.
-        plan: ``"auto"``, or styles by globs of names, :class:`ColwiseSKParallel`, :class:`RowwiseSKParallel` or
-            torch's.
+        plan: ``"auto"``, or styles by globs of names: :class:`ColwiseSKParallel`, :class:`RowwiseSKParallel`,
+            :class:`HeadwiseParallel`, or torch's.
+        sequence_parallel: Whether to cut the sequence, the second dimension, where in an nn.Sequential only norms and
+            functions of single entries stand between two pairs; for inputs (batch, sequence, features).
 
     Returns:
         What was done to every module that has parameters of its own, and why.
 
     Raises:
-        ShapeError: If the mesh has several dimensions, a name of the plan matches nothing, or a layer that it names has
-            fewer outputs or inputs than ranks.
-        ValueError: If ``plan`` is another string.
+        ShapeError: If the mesh has several dimensions, a name of the plan matches nothing, a layer that it names has
+            fewer outputs or inputs than ranks, or it names one of several layers that share a parameter.
+        ValueError: If ``plan`` is another string, or ``sequence_parallel`` is asked for beside a plan of styles.
         DistributedError: If there is no process group.
 
     Example:
@@ -109,136 +102,95 @@ def tensor_parallel(
         raise ShapeError(f"tensor_parallel takes one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']")
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f"plan={plan!r} must be 'auto', or a mapping of names to styles")
-    start_alike(model, mesh.get_group())
+    if sequence_parallel and not isinstance(plan, str):
+        raise ValueError("sequence_parallel=True goes with plan='auto': give the styles of a plan Shard(1) as a layout")
     if isinstance(plan, str):
-        styles, why = _automatic(model, mesh.size())
+        made = plan_automatically(model, mesh.size(), sequence_parallel=sequence_parallel)
     else:
-        styles, why = _named(model, plan)
+        made = _named(model, plan)
+    start_alike(model, mesh.get_group())
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    parallelize_module(model, mesh, dict(styles))
-    placed = []
-    for name, module in list(model.named_modules()):
-        if name in styles:
-            style = type(styles[name])
-            placed.append(Placed(name, kinds[name], _ACTIONS.get(style, style.__name__), why[name]))
-        elif any(name.startswith(other + ".") for other in styles):
-            continue
-        elif any(parameter is not None for parameter in module._parameters.values()):
-            how = _copy(module, mesh)
-            placed.append(Placed(name, kinds[name], "copied", why.get(name, how)))
+    tied = shared_parameters(model)
+    for module in model.modules():
+        draw_alike_(module, mesh)
+    parallelize_module(model, mesh, dict(made.styles))
+    for name, attributes in made.attributes.items():
+        module = model.get_submodule(name)
+        remember_(module, **{key: getattr(module, key) for key in attributes})
+        vars(module).update(attributes)
+    placed = [
+        Placed(name, kinds[name], *_place(name, module, mesh, made))
+        for name, module in list(model.named_modules())
+        if name in made.styles or any(parameter is not None for parameter in module._parameters.values())
+    ]
+    _tie(model, tied)
     return TensorParallelReport(tuple(placed))
 
 
-_ACTIONS = {
-    ColwiseSKParallel: "outputs cut",
-    RowwiseSKParallel: "inputs cut",
-    ColwiseParallel: "outputs cut",
-    RowwiseParallel: "inputs cut",
+def _place(name: str, module: nn.Module, mesh: DeviceMesh, plan: Plan) -> tuple[str, str]:
+    """What was done to a module, copying it if nothing was, and why."""
+    if name in plan.styles:
+        named = type(plan.styles[name]).__name__
+        action = next((action for kind, action in _ACTIONS.items() if isinstance(module, kind)), None)
+        return action or _ACTIONS_OF_STYLES.get(type(plan.styles[name]), named), plan.why[name]
+    if all(parameter is None or isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+        owner = name.rpartition(".")[0]
+        while owner and owner not in plan.styles:
+            owner = owner.rpartition(".")[0]
+        return "copied", f"with {owner!r}" if owner in plan.styles else "with the module that it is part of"
+    how = copy_(module, mesh, name in plan.summed)
+    return "copied", plan.why.get(name, how) if "plain" not in how else f"{plan.why.get(name, '')} {how}".strip()
+
+
+_ACTIONS: dict[type, str] = {
+    ColwiseSKLinear: "outputs cut",
+    ColwiseLinear: "outputs cut",
+    RowwiseSKLinear: "inputs cut",
+    RowwiseLinear: "inputs cut",
+    VocabularyEmbedding: "rows cut",
+    HeadwiseRandAttention: "heads cut",
 }
+_ACTIONS_OF_STYLES: dict[type, str] = {ColwiseParallel: "outputs cut", RowwiseParallel: "inputs cut"}
 
 
-def _named(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> tuple[dict[str, ParallelStyle], dict[str, str]]:
+def _named(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Plan:
     names = [name for name, _ in model.named_modules() if name]
-    styles, why = {}, {}
+    made = Plan()
     for pattern, style in plan.items():
         matched = fnmatch.filter(names, pattern)
         if not matched:
             raise ShapeError(f"plan names {pattern!r}, which matches no module of {', '.join(names[:10])}")
         for name in matched:
-            styles[name], why[name] = style, f"by the plan's {pattern!r}"
-    return styles, why
+            made.styles[name], made.why[name] = style, f"by the plan's {pattern!r}"
+    for places in shared_parameters(model):
+        owners = [owner for owner, _ in places]
+        if 0 < sum(owner in made.styles for owner in owners) < len(owners):
+            raise ShapeError(
+                f"{', '.join(map(repr, owners))} share a parameter, and the plan names only some of them: name all, "
+                "with styles that cut it alike, or none"
+            )
+    return made
+
+
+def _tie(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
+    """Let parameters that were shared be shared again: every layer has been given one of its own."""
+    for places in tied:
+        owners: list[tuple[Any, str]] = [(model.get_submodule(owner), name) for owner, name in places]
+        first = getattr(*owners[0])
+        for owner, name in owners[1:]:
+            other = getattr(owner, name)
+            if getattr(first, "placements", None) != getattr(other, "placements", None):
+                raise ShapeError(
+                    f"{', '.join(repr(owner) for owner, _ in places)} share a parameter, and the plan's styles cut it "
+                    "in different ways: give them styles that cut it alike"
+                )
+            owner.register_parameter(name, first)
 
 
 def _automatic(model: nn.Module, ranks: int) -> tuple[dict[str, ParallelStyle], dict[str, str]]:
-    """Styles for the layers of every pair, and for the rest of the linear layers why they have none."""
-    styles: dict[str, ParallelStyle] = {}
-    why: dict[str, str] = {}
-    uses: dict[nn.Module, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        uses[module] = uses.get(module, 0) + 1
-    for firsts, last in _pairs(model):
-        layers = [*firsts, last]
-        modules = [model.get_submodule(name) for name in layers]
-        widths = {_sizes(module)[1] for module in modules[:-1]}
-        if any(name in styles for name in layers):
-            continue
-        if any(uses[module] > 1 for module in modules):
-            reason = "stands in several places"
-        elif widths != {_sizes(modules[-1])[0]}:
-            reason = (
-                f"gives {', '.join(map(str, sorted(widths)))} features, and {last!r} takes {_sizes(modules[-1])[0]}"
-            )
-        elif not _can_cut(next(iter(widths)), ranks):
-            reason = f"has {next(iter(widths))} features between, too few for {ranks} ranks"
-        elif next(iter(widths)) % ranks and not all(isinstance(module, SKLinear) for module in modules):
-            # torch's RowwiseParallel takes all ranks' parts to be as large as its own.
-            reason = f"has {next(iter(widths))} features between, which {ranks} ranks do not divide, and is dense"
-        else:
-            for name, module in zip(firsts, modules, strict=False):
-                styles[name] = ColwiseSKParallel() if isinstance(module, SKLinear) else ColwiseParallel()
-                why[name] = f"paired with {last!r}"
-            styles[last] = RowwiseSKParallel() if isinstance(modules[-1], SKLinear) else RowwiseParallel()
-            why[last] = f"paired with {' and '.join(map(repr, firsts))}"
-            continue
-        for name in layers:
-            why[name] = reason
-    for name, module in model.named_modules():
-        if _is_linear(module) and name not in why:
-            why[name] = "has no partner across functions of single entries"
-    return styles, why
-
-
-def _pairs(model: nn.Module) -> Iterator[tuple[list[str], str]]:
-    """Names of layers whose outputs are to be cut, and of the one whose inputs are."""
-    for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        children = dict(module.named_children())
-        for firsts, last in _FEED_FORWARD:
-            if last in children and all(_is_linear(children.get(name)) for name in (*firsts, last)):
-                yield [dot + name for name in firsts], dot + last
-                break
-        if isinstance(module, nn.Sequential):
-            before: str | None = None
-            for name, child in children.items():
-                if _is_linear(child):
-                    if before is None:
-                        before = name
-                    else:
-                        yield [dot + before], dot + name
-                        before = None
-                elif not isinstance(child, _ELEMENTWISE):
-                    before = None
-
-
-def _is_linear(module: Any) -> bool:
-    return type(module) in (nn.Linear, SKLinear)
-
-
-def _sizes(module: Any) -> tuple[int, int]:
-    return module.in_features, module.out_features
-
-
-def _can_cut(size: int, ranks: int) -> bool:
-    try:
-        chunk_sizes(size, ranks)
-    except ShapeError:
-        return False
-    return True
-
-
-def _copy(module: nn.Module, mesh: DeviceMesh) -> str:
-    """Put a module's own parameters on the mesh, as norms of gradients over several axes need them, and say so."""
-    if type(module) not in _ON_MESH:
-        return "computed whole by every rank; its parameters stay plain tensors"
-
-    def to_mesh(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return tuple(
-            DTensor.from_local(x, mesh, [Replicate()], run_check=False) if isinstance(x, Tensor) else x for x in inputs
-        )
-
-    def to_local(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        # A copy: of a view, changed in place, FSDP2 would lose the hook that gathers its parameters in backward.
-        return output.to_local().clone() if isinstance(output, DTensor) else output
-
-    distribute_module(module, mesh, None, to_mesh, to_local)
-    return "computed whole by every rank"
+    """The pairs of layers alone, with torch's styles for dense ones, and for the rest why they have none."""
+    plan = plan_pairs(model, ranks)
+    for name, style in plan.styles.items():
+        if type(model.get_submodule(name)) is nn.Linear:
+            plan.styles[name] = RowwiseParallel() if isinstance(style, RowwiseSKParallel) else ColwiseParallel()
+    return plan.styles, plan.why

@@ -40,20 +40,21 @@ def optimal_shift(phi: float, d: int) -> float:
     return (1 - 1 / rho) / 8
 
 
-def orthogonal_gaussian(rows: int, d: int, *, heads: int, seed: int, stream: int) -> Tensor:
+def orthogonal_gaussian(rows: int, d: int, *, heads: int, seed: int, stream: int, only: range | None = None) -> Tensor:
     """Directions (heads, rows, d) in float64 on the CPU, each normal, those of a block of d orthogonal to one another.
 
     Drawn from ``stream`` and the one after. Q of a QR factorisation with a positive diagonal is distributed as a random
-    rotation; lengths are those of independent normal vectors.
+    rotation; lengths are those of independent normal vectors. Of some heads ``only``, none of the others is drawn.
     """
     blocks = -(-rows // d)
-    shape = (heads, blocks, d, d)
+    only = range(heads) if only is None else only
+    shape = (len(only), blocks, d, d)
 
     def draw(stream: int) -> Tensor:
         sketch = GaussianSketch(
             heads * blocks * d, d, seed=seed, stream=stream, scale=False, dtype=torch.float64, device="cpu"
         )
-        return sketch.dense().view(shape)
+        return sketch.block(range(only.start * blocks * d, only.stop * blocks * d), range(d)).view(shape)
 
     Q, R = torch.linalg.qr(draw(stream))
     Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]

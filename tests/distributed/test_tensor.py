@@ -233,7 +233,7 @@ def test_what_is_refused():
         mesh = make_mesh(tp=2)["tp"]
         messages = []
         for call in (
-            lambda: parallelize_module(nn.Linear(4, 4), mesh, ColwiseSKParallel()),
+            lambda: parallelize_module(nn.ReLU(), mesh, ColwiseSKParallel()),
             lambda: parallelize_module(SKLinear(40, 1, 2), mesh, ColwiseSKParallel()),
             lambda: TensorParallelModel([], mesh),
             lambda: TensorParallelModel([{"in_features": 3}], mesh),
@@ -247,7 +247,7 @@ def test_what_is_refused():
         return messages
 
     messages = on_ranks(rank)[0]
-    assert messages[0] == "ColwiseSKParallel cuts an SKLinear, not a Linear: name its layers"
+    assert messages[0] == "ColwiseSKParallel cuts SKLinear or Linear, not a ReLU: name its layers"
     assert messages[1].startswith("a dimension of 1 cannot be cut into 2 chunks")
     assert messages[2] == "layer_configs is empty and must have at least one layer"
     assert messages[3] == "layer_configs[0] must have the keys in_features, out_features, sketch_size, not in_features"
