@@ -1,0 +1,129 @@
+"""Bytes that a rank hands to collective operations, counted, beside what the formulas say."""
+
+__all__ = ["Sizes", "byte_rows"]
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from panther.distributed import (
+    ColwiseSKParallel,
+    CommunicationCounter,
+    RowwiseSKParallel,
+    data_parallel,
+    launch,
+    make_mesh,
+    sync_sketches,
+)
+from panther.nn import SKLinear
+
+_FLOAT = 4
+_RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the layers and the batch."""
+
+    width: int = 4096
+    sketch_size: int = 64
+    batch: int = 256
+
+    def layer(self, kind: str) -> nn.Module:
+        """SKLinear or nn.Linear, of the width on both sides."""
+        if kind == "SKLinear":
+            return SKLinear(self.width, self.width, self.sketch_size)
+        return nn.Linear(self.width, self.width)
+
+    def parameter_bytes(self, kind: str) -> int:
+        """Of the layer: its trained numbers in float32."""
+        weights = 2 * self.width * self.sketch_size if kind == "SKLinear" else self.width**2
+        return _FLOAT * (weights + self.width)
+
+    @property
+    def sketch_bytes(self) -> int:
+        """Of a layer's buffers: two sketches, and the record of the seed, four int64."""
+        return _FLOAT * 2 * self.width * self.sketch_size + 32
+
+
+def byte_rows(sizes: Sizes) -> list[dict[str, Any]]:
+    """Count on two processes.
+
+    Returns:
+        Rows of ``case``, ``layer``, ``stage``, ``calls``, ``bytes`` and ``formula``, the last two equal if all is well.
+    """
+    return launch(_count, sizes, nproc=_RANKS, start_method="fork")[0]
+
+
+def _count(sizes: Sizes) -> list[dict[str, Any]]:
+    rows = []
+    for kind in ("SKLinear", "nn.Linear"):
+        rows += _tensor_parallel(sizes, kind)
+    for strategy in ("ddp", "replicate", "fsdp"):
+        for kind in ("SKLinear", "nn.Linear"):
+            rows += _data_parallel(sizes, kind, strategy)
+    model = nn.Sequential(sizes.layer("SKLinear"))
+    plain = DistributedDataParallel(model)
+    first = _counted(lambda: plain(torch.zeros(sizes.batch, sizes.width)))
+    rows.append(_row("DistributedDataParallel as it comes", "SKLinear", "each forward", first, sizes.sketch_bytes))
+    for layers in (1, 8):
+        model = nn.Sequential(*(sizes.layer("SKLinear") for _ in range(layers)))
+        once = _counted(lambda model=model: sync_sketches(model))  # type: ignore[misc]
+        rows.append(_row("sync_sketches", f"{layers} SKLinear", "once", once, 16 + 8 * layers))
+    return rows
+
+
+def _tensor_parallel(sizes: Sizes, kind: str) -> list[dict[str, Any]]:
+    """A pair, cut column-wise and row-wise: one sum forward, behind the second layer, and one backward."""
+    sketched = kind == "SKLinear"
+    pair = nn.Sequential(sizes.layer(kind), sizes.layer(kind))
+    plan: dict[str, ParallelStyle] = (
+        {"0": ColwiseSKParallel(), "1": RowwiseSKParallel()}
+        if sketched
+        else {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    )
+    parallelize_module(pair, make_mesh(tp=_RANKS)["tp"], plan)
+    x = torch.zeros(sizes.batch, sizes.width, requires_grad=True)
+    results: list[Tensor] = []
+    forward = _counted(lambda: results.append(pair(x)))
+    backward = _counted(lambda: results[0].sum().backward())
+    formula = _FLOAT * sizes.batch * (2 * sizes.sketch_size if sketched else sizes.width)
+    case = "tensor parallel, a pair of layers"
+    return [_row(case, kind, "forward", forward, formula), _row(case, kind, "backward", backward, formula)]
+
+
+def _data_parallel(sizes: Sizes, kind: str, strategy: str) -> list[dict[str, Any]]:
+    """FSDP2 gathers the shards, forward and again backward, and scatters the sums of the gradients."""
+    model = data_parallel(nn.Sequential(sizes.layer(kind)), strategy=strategy)
+    x = torch.zeros(sizes.batch, sizes.width)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step()
+    step()  # DDP arranges its buckets anew in the second one
+    whole = sizes.parameter_bytes(kind)
+    formula = whole // _RANKS * 2 + whole if strategy == "fsdp" else whole
+    return [_row(f"data parallel, {strategy}", kind, "a step", _counted(step), formula)]
+
+
+def _counted(function: Callable[[], object]) -> CommunicationCounter:
+    with CommunicationCounter() as traffic:
+        function()
+    return traffic
+
+
+def _row(case: str, layer: str, stage: str, traffic: CommunicationCounter, formula: int) -> dict[str, Any]:
+    return {
+        "case": case,
+        "layer": layer,
+        "stage": stage,
+        "operations": " ".join(f"{name}:{count}" for name, count in traffic.calls_by_operation.items()),
+        "bytes": traffic.bytes,
+        "formula": formula,
+    }
