@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.modules.conv import _ConvNd
 
 from panther.distributed._attention import cannot_cut_heads
 from panther.distributed._heads import find_attention
 from panther.distributed.collectives import chunk_sizes
 from panther.distributed.tensor import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
-from panther.nn import RandMultiHeadAttention, SKLinear
+from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d, SKLinear
 
 # Feed-forward blocks by the names of their layers: those that widen, whose outputs are cut, and the one that narrows.
 # Between them stand only functions of single entries.
@@ -39,7 +40,7 @@ _ELEMENTWISE = (
     nn.Dropout, nn.Identity,
 )  # fmt: skip
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
-_CONVOLUTIONS = ("Conv", "SKConv")
+_CONVOLUTIONS = (_ConvNd, SKConv1d, SKConv2d, SKConv3d)
 
 _LARGE = 4096
 """Rows of a table, or outputs of a layer without a partner, from which cutting them pays."""
@@ -80,7 +81,7 @@ def plan_automatically(model: nn.Module, ranks: int, *, sequence_parallel: bool)
             continue
         if _is_linear(module):
             plan.why[name] = "has no partner across functions of single entries"
-        elif type(module).__name__.startswith(_CONVOLUTIONS):
+        elif isinstance(module, _CONVOLUTIONS):
             plan.why[name] = "channels are not cut"
         elif isinstance(module, nn.MultiheadAttention):
             plan.why[name] = "packs its projections into one parameter: RandMultiHeadAttention can be cut by heads"

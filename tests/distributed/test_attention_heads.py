@@ -1,0 +1,330 @@
+"""Attention cut by heads against the same layers in one piece."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from panther.distributed import (
+    HeadwiseParallel,
+    data_parallel,
+    launch,
+    make_mesh,
+    tensor_parallel,
+    unshard_module,
+)
+from panther.errors import ShapeError
+from panther.nn import RandMultiHeadAttention, SKLinear, sinSRPE
+
+pytestmark = pytest.mark.distributed
+NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(ours, theirs, tolerance, floor=0.0):
+    assert (ours - theirs).norm() <= tolerance * theirs.norm() + floor
+
+
+def random_attention(seed, dtype=torch.float64, **kwargs):
+    torch.manual_seed(seed)
+    return RandMultiHeadAttention(24, 12, 5, **{"seed": seed, **kwargs}).to(dtype)
+
+
+def attend(module, query, key, value, **kwargs):
+    """Outputs, and gradients of inputs and weights, of the sum of squares."""
+    leaves = {id(x): x.clone().requires_grad_() for x in (query, key, value)}
+    out, _ = module(*(leaves[id(x)] for x in (query, key, value)), **kwargs)
+    out.square().sum().backward()
+    gradients = {name: whole(p.grad).detach() for name, p in module.named_parameters()}
+    return out.detach(), [leaf.grad for leaf in leaves.values()], gradients
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"kernel_fn": "oprf", "iscausal": True},
+        pytest.param({"kernel_fn": "relu", "bias": False, "batch_first": False}, marks=pytest.mark.slow),
+        {"kernel_fn": "taylor", "kdim": 10, "vdim": 7},
+    ],
+)
+def test_random_attention(n, dtype, kwargs):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, 24, generator=generator, dtype=torch.float64).to(dtype)
+    key = torch.randn(3, 6, 10, generator=generator, dtype=torch.float64).to(dtype)
+    value = torch.randn(3, 6, 7, generator=generator, dtype=torch.float64).to(dtype)
+    inputs = (x, key, value) if "kdim" in kwargs else (x, x, x)
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[0, 4:] = True
+    options = {"key_padding_mask": mask} if kwargs.get("batch_first", True) else {}
+
+    def rank():
+        module = random_attention(dist.get_rank() + 5, dtype, **kwargs)
+        module = parallelize_module(module, make_mesh(tp=n)["tp"], HeadwiseParallel())
+        parts = {name: tuple(tensor.to_local().shape) for name, tensor in module.named_parameters()}
+        return *attend(module, *inputs, **options), parts
+
+    single = random_attention(5, dtype, **kwargs)
+    expected = attend(single, *inputs, **options)
+    for out, dx, gradients, parts in on_ranks(rank, n):
+        close(out, expected[0], NORMWISE[dtype])
+        for ours, theirs in zip(dx, expected[1], strict=True):
+            close(ours, theirs, NORMWISE[dtype])
+        assert set(gradients) == set(expected[2])
+        for name, gradient in gradients.items():
+            # Some are zero but for rounding: a bias of keys does not change softmax weights.
+            close(gradient, expected[2][name], NORMWISE[dtype], floor=1e-6 if dtype is torch.float32 else 1e-14)
+        assert parts["Wq"] == (24 // n, 24)
+        assert parts["W0"] == (24, 24 // n)
+
+
+class Block(nn.Module):
+    """Norms, random attention, a residual, and a sketched pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(24), RandMultiHeadAttention(24, 4, 5, seed=3, redraw_interval=3)
+        self.ff = nn.Sequential(nn.LayerNorm(24), SKLinear(24, 50, 2), nn.GELU(), SKLinear(50, 24, 2))
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y)[0]
+        return x + self.ff(x)
+
+
+def train(model, x, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses, norms = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, {name: whole(parameter).detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_ten_steps_with_redrawn_features(dp):
+    """Over dp = 2 the mean loss over halves of a batch of equal halves is that of the batch."""
+    x = torch.randn(2, 6, 24, generator=torch.Generator().manual_seed(0)).double().repeat(2, 1, 1)
+
+    def rank():
+        mesh = make_mesh(dp=dp, tp=2)
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(Block(), Block()).double()
+        if mesh["tp"].get_local_rank() == 1:
+            model[0].attention.seed = 77  # the first rank's counts
+        report = tensor_parallel(model, mesh["tp"])
+        if dp > 1:
+            model = data_parallel(model, mesh["dp"], "fsdp")
+        result = train(model, x[:2] if dp > 1 else x)
+        plain = unshard_module(model)
+        return *result, {entry.name: entry for entry in report.placed}, plain[0].attention.state_dict()
+
+    torch.manual_seed(0)
+    single = nn.Sequential(Block(), Block()).double()
+    losses, norms, weights = train(single, x)
+    for their_losses, their_norms, theirs, report, state in on_ranks(rank, 2 * dp):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        assert their_norms == pytest.approx(norms, rel=1e-9)
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
+        assert report["0.attention"][2:] == ("heads cut", "2 of 4 heads a rank")
+        mine = single[0].attention.state_dict()
+        assert torch.equal(state["directions"], mine["directions"])
+        assert torch.equal(state["_extra_state"], mine["_extra_state"])
+
+
+class Grouped(nn.Module):
+    """Grouped queries, with numbers of heads among its attributes, which its forward reads."""
+
+    def __init__(self, make=nn.Linear):
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.layer_idx = 12, 6, 6
+        self.q_proj, self.k_proj, self.v_proj = make(40, 48), make(40, 24), make(40, 24)
+        self.out_proj = make(48, 40)
+
+    def forward(self, x):
+        return self.out_proj(self.attend(x))
+
+    def attend(self, x):
+        q = self.q_proj(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+        k = self.k_proj(x).view(*x.shape[:2], self.num_key_value_heads, -1).transpose(1, 2)
+        v = self.v_proj(x).view(*x.shape[:2], self.num_key_value_heads, -1).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("sketched", [True, False])
+def test_separate_projections(n, sketched):
+    x = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(1)).double()
+
+    def build(seed):
+        torch.manual_seed(seed)
+        return Grouped((lambda n, m: SKLinear(n, m, 2)) if sketched else nn.Linear).double()
+
+    def rank():
+        model = build(dist.get_rank())
+        report = tensor_parallel(model, make_mesh(tp=n)["tp"])
+        heads = model.num_heads, model.num_key_value_heads, model.layer_idx
+        leaf = x.clone().requires_grad_()
+        out = model(leaf)
+        out.square().sum().backward()
+        gradients = {name: whole(p.grad).detach() for name, p in model.named_parameters()}
+        plain = unshard_module(model)
+        same = plain.num_heads == 12 and plain.num_key_value_heads == 6 and torch.allclose(plain(x), out)
+        return out.detach(), leaf.grad, gradients, heads, same, [entry.action for entry in report.placed]
+
+    single = build(0)
+    leaf = x.clone().requires_grad_()
+    expected = single(leaf)
+    expected.square().sum().backward()
+    for out, dx, gradients, heads, same, actions in on_ranks(rank, n):
+        assert heads == (12 // n, 6 // n, 6)
+        assert same
+        assert actions == ["outputs cut"] * 3 + ["inputs cut"]
+        close(out, expected.detach(), 1e-12)
+        close(dx, leaf.grad, 1e-12)
+        for name, parameter in single.named_parameters():
+            close(gradients[name], parameter.grad, 1e-12, floor=1e-12)
+
+
+class Odd(Grouped):
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class ReadsConfig(Odd):
+    def forward(self, x):
+        return self.attend(x) * self.config.num_attention_heads
+
+
+class TakesBias(Odd):
+    def forward(self, x, position_bias=None):
+        return self.attend(x)
+
+
+class ReadsWidth(Odd):
+    def forward(self, x):
+        return self.attend(x).view(*x.shape[:2], self.embed_dim)
+
+
+class Nameless(Odd):
+    def __init__(self):
+        super().__init__()
+        del self.num_heads, self.num_key_value_heads
+
+
+ODD = {
+    "config": (ReadsConfig(), "its attention reads 'num_attention_heads' from its config"),
+    "bias": (TakesBias(), "its attention takes 'position_bias', which is one of all heads"),
+    "width": (ReadsWidth(embed_dim=48), "its attention reads embed_dim=48, which may be of all heads"),
+    "count": (Odd(n_heads=5), "its attention has n_heads=5, which is no number of its heads"),
+    "norm": (Odd(norm=nn.LayerNorm(48)), "its attention has parameters besides its projections, in 'norm'"),
+    "slopes": (Odd(slopes=nn.Buffer(torch.ones(12))), "its attention has the buffer 'slopes', which may be one of all"),
+    "nameless": (Nameless(), "its attention has its number of heads under no known name"),
+    "heads": (Odd(), "its attention has 12 heads and 6 of keys, which 4 ranks do not divide"),
+}
+
+
+def test_what_is_left_and_what_is_refused():
+    def rank():
+        half = make_mesh(dp=2, tp=2)["tp"]
+        mesh = make_mesh(tp=4)["tp"]
+        reasons = {}
+        for name, (module, _) in ODD.items():
+            report = tensor_parallel(nn.ModuleDict({"block": module}), mesh if name == "heads" else half)
+            reasons[name] = {entry.name: entry for entry in report.placed}["block.out_proj"]
+        relative = RandMultiHeadAttention(8, 2, 4, SRPE=sinSRPE(2, 4, 2, 4))
+        report = tensor_parallel(nn.Sequential(relative, nn.MultiheadAttention(8, 2)), half)
+        reasons["relative"], reasons["packed"] = report.placed[0], report.placed[2]
+        messages = []
+        for module in (nn.Linear(4, 4), RandMultiHeadAttention(6, 3, 4)):
+            with pytest.raises((TypeError, ShapeError)) as caught:
+                parallelize_module(module, half, HeadwiseParallel())
+            messages.append(str(caught.value))
+        return reasons, messages
+
+    reasons, messages = on_ranks(rank, 4)[0]
+    for name, (_, reason) in ODD.items():
+        assert reasons[name].action == "copied"
+        assert reasons[name].reason.startswith(reason)
+    assert reasons["relative"].reason == "has relative positions of all heads"
+    assert reasons["packed"].reason.startswith("packs its projections into one parameter")
+    assert messages[0] == "Linear is no attention whose heads can be cut: name its projections"
+    assert messages[1] == "RandMultiHeadAttention has 3 heads, which 2 ranks do not divide"
+
+
+def transformer(kind, seed):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if kind == "bert":
+        return transformers.BertModel(transformers.BertConfig(vocab_size=60, **still, **sizes)).double()
+    if kind == "vit":
+        return transformers.ViTModel(transformers.ViTConfig(image_size=8, patch_size=4, **still, **sizes)).double()
+    config = {"num_key_value_heads": 2, "vocab_size": 4101, "tie_word_embeddings": kind == "llama", **sizes}
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).double()
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=8, **config)).double()
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "vit", "qwen3"])
+def test_transformers_models(kind):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(60, (2, 7), generator=generator)
+    pixels = torch.randn(2, 3, 8, 8, generator=generator).double()
+    inputs = {"pixel_values": pixels} if kind == "vit" else {"input_ids": tokens}
+
+    def run(model):
+        return train(FirstOutput(model), inputs, steps=3)
+
+    def rank():
+        model = transformer(kind, dist.get_rank())
+        report = {entry.name: entry.action for entry in tensor_parallel(model, make_mesh(tp=2)["tp"]).placed}
+        tied = kind == "llama" and model.lm_head.weight is model.model.embed_tokens.weight
+        names = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+        result = run(model)
+        plain = unshard_module(model)
+        return *result, report, tied, names, torch.allclose(plain(**inputs)[0], model(**inputs)[0])
+
+    losses, norms, weights = run(transformer(kind, 0))
+    for their_losses, their_norms, theirs, report, tied, names, same in on_ranks(rank):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        assert their_norms == pytest.approx(norms, rel=1e-9)
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
+        assert set(report) == names
+        cut = [name for name, action in report.items() if action == "inputs cut"]
+        assert len(cut) == 2  # of the attention and of the feed-forward block
+        assert same
+        assert tied == (kind == "llama")
+        if kind in ("llama", "qwen3"):
+            assert (report["model.embed_tokens"], report["lm_head"]) == ("rows cut", "outputs cut")
+
+
+class FirstOutput(nn.Module):
+    """A model as a function of one mapping, that gives its first output."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        return self.model(**inputs)[0]
