@@ -1,6 +1,6 @@
 """What of a model is cut over ranks, and how: pairs of linear layers, attention, large tables and output layers."""
 
-__all__ = ["Plan", "plan_automatically", "plan_pairs", "shared_parameters"]
+__all__ = ["Plan", "plan_automatically", "shared_parameters"]
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -85,16 +85,6 @@ def plan_automatically(model: nn.Module, ranks: int, *, sequence_parallel: bool)
             plan.why[name] = "channels are not cut"
         elif isinstance(module, nn.MultiheadAttention):
             plan.why[name] = "packs its projections into one parameter: RandMultiHeadAttention can be cut by heads"
-    return plan
-
-
-def plan_pairs(model: nn.Module, ranks: int) -> Plan:
-    """The pairs of linear layers alone."""
-    plan = Plan()
-    _plan_pairs(plan, model, ranks, _in_several_places(model), set(_shared(model)))
-    for name, module in model.named_modules():
-        if _is_linear(module):
-            plan.why.setdefault(name, "has no partner across functions of single entries")
     return plan
 
 

@@ -177,7 +177,7 @@ class _AllGather(torch.autograd.Function):
             padded = torch.cat((padded, padded.new_zeros(largest - len(padded), *padded.shape[1:])))
         parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
         dist.all_gather(parts, padded.contiguous(), group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
+        return torch.cat([part[:size].movedim(0, dim) for part, size in zip(parts, sizes, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -197,7 +197,7 @@ class _ReduceScatter(torch.autograd.Function):
             whole = x.movedim(dim, 0).contiguous()
             mine = torch.empty_like(whole[: sizes[rank]])
             dist.reduce_scatter(mine, list(whole.split(sizes)), group=group)
-            return mine.movedim(0, dim)
+            return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else mine
         total = x.contiguous().clone()  # collectives know no uneven parts
         dist.all_reduce(total, group=group)
         return total.split(sizes, dim)[rank].clone()

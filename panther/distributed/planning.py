@@ -15,13 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from panther.distributed._attention import HeadwiseRandAttention, draw_alike_
 from panther.distributed._cutting import remember_
 from panther.distributed._dense import ColwiseLinear, RowwiseLinear, VocabularyEmbedding
-from panther.distributed._pairing import Plan, plan_automatically, plan_pairs, shared_parameters
+from panther.distributed._pairing import Plan, plan_automatically, shared_parameters
 from panther.distributed._sharded import ColwiseSKLinear, RowwiseSKLinear, copy_
 from panther.distributed.sync import start_alike
-from panther.distributed.tensor import RowwiseSKParallel
+from panther.distributed.tensor import ColwiseSKParallel, RowwiseSKParallel
 from panther.errors import ShapeError
-
-_ON_MESH = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 
 
 class Placed(NamedTuple):
@@ -84,7 +82,7 @@ def tensor_parallel(
 
     Raises:
         ShapeError: If the mesh has several dimensions, a name of the plan matches nothing, a layer that it names has
-            fewer outputs or inputs than ranks, or it names one of several layers that share a parameter.
+            fewer outputs or inputs than ranks, or it cuts a parameter that layers share in several ways.
         ValueError: If ``plan`` is another string, or ``sequence_parallel`` is asked for beside a plan of styles.
         DistributedError: If there is no process group.
 
@@ -163,34 +161,28 @@ def _named(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Plan:
         for name in matched:
             made.styles[name], made.why[name] = style, f"by the plan's {pattern!r}"
     for places in shared_parameters(model):
-        owners = [owner for owner, _ in places]
-        if 0 < sum(owner in made.styles for owner in owners) < len(owners):
+        cut = {_cut_dim(model.get_submodule(owner), made.styles.get(owner)) for owner, _ in places}
+        if len(cut) > 1 or (cut == {"unknown"}):
             raise ShapeError(
-                f"{', '.join(map(repr, owners))} share a parameter, and the plan names only some of them: name all, "
-                "with styles that cut it alike, or none"
+                f"{', '.join(repr(owner) for owner, _ in places)} share a parameter, and the plan does not cut it in "
+                "one way: name all of them, with styles that cut it alike, or none"
             )
     return made
+
+
+def _cut_dim(module: nn.Module, style: ParallelStyle | None) -> int | str | None:
+    """The dimension along which a style cuts a layer's weight."""
+    if style is None:
+        return None
+    if not isinstance(style, ColwiseSKParallel | ColwiseParallel | RowwiseParallel):
+        return "unknown"
+    by_rows = isinstance(style, RowwiseSKParallel | RowwiseParallel) == isinstance(module, nn.Embedding)
+    return 0 if by_rows else 1
 
 
 def _tie(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
     """Let parameters that were shared be shared again: every layer has been given one of its own."""
     for places in tied:
         owners: list[tuple[Any, str]] = [(model.get_submodule(owner), name) for owner, name in places]
-        first = getattr(*owners[0])
         for owner, name in owners[1:]:
-            other = getattr(owner, name)
-            if getattr(first, "placements", None) != getattr(other, "placements", None):
-                raise ShapeError(
-                    f"{', '.join(repr(owner) for owner, _ in places)} share a parameter, and the plan's styles cut it "
-                    "in different ways: give them styles that cut it alike"
-                )
-            owner.register_parameter(name, first)
-
-
-def _automatic(model: nn.Module, ranks: int) -> tuple[dict[str, ParallelStyle], dict[str, str]]:
-    """The pairs of layers alone, with torch's styles for dense ones, and for the rest why they have none."""
-    plan = plan_pairs(model, ranks)
-    for name, style in plan.styles.items():
-        if type(model.get_submodule(name)) is nn.Linear:
-            plan.styles[name] = RowwiseParallel() if isinstance(style, RowwiseSKParallel) else ColwiseParallel()
-    return plan.styles, plan.why
+            owner.register_parameter(name, getattr(*owners[0]))

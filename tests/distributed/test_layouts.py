@@ -1,0 +1,298 @@
+"""Layers whose inputs and outputs are cut along the sequence, gathered or whole, against one process."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from panther.distributed import (
+    ColwiseSKParallel,
+    CommunicationCounter,
+    RowwiseSKParallel,
+    launch,
+    make_mesh,
+    tensor_parallel,
+    unshard_module,
+)
+from panther.distributed.collectives import all_gather
+from panther.errors import ShapeError
+from panther.nn import SKLinear
+
+pytestmark = pytest.mark.distributed
+NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+def on_ranks(fn, n=2):
+    return launch(fn, nproc=n, start_method="fork")
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(ours, theirs, dtype=torch.float64):
+    assert (ours - theirs).norm() <= NORMWISE[dtype] * theirs.norm() + 1e-30
+
+
+def sketched(n, m):
+    return SKLinear(n, m, 3)
+
+
+def fitted(n, m):
+    return SKLinear.from_linear(nn.Linear(n, m), 1, 3)
+
+
+MAKERS = {
+    "sketched": (sketched, sketched),
+    "fitted": (fitted, fitted),
+    "dense": (nn.Linear, nn.Linear),
+    "sketched, dense": (sketched, nn.Linear),
+    "dense, sketched": (nn.Linear, sketched),
+}
+
+
+def pair(kind, seed, dtype=torch.float64, width=50):
+    torch.manual_seed(seed)
+    first, second = MAKERS[kind]
+    return nn.Sequential(first(40, width), nn.GELU(), second(width, 30)).to(dtype)
+
+
+def data(dtype=torch.float64, length=7):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(3, length, 40, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def results(model, x):
+    leaf = x.clone().requires_grad_()
+    out = model(leaf)
+    out.square().mean().backward()
+    return out.detach(), leaf.grad, {name: whole(p.grad).detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["dense", "sketched, dense", "dense, sketched"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dense_and_mixed_pairs_of_any_width(n, kind, dtype):
+    x = data(dtype)
+
+    def rank():
+        plan = {"0": ColwiseSKParallel(), "2": RowwiseSKParallel()}
+        return results(parallelize_module(pair(kind, dist.get_rank(), dtype, 256), make_mesh(tp=n)["tp"], plan), x)
+
+    expected = results(pair(kind, 0, dtype, 256), x)
+    for out, dx, gradients in on_ranks(rank, n):
+        close(out, expected[0], dtype)
+        close(dx, expected[1], dtype)
+        for name, gradient in expected[2].items():
+            close(gradients[name], gradient, dtype)
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", list(MAKERS))
+@pytest.mark.parametrize(
+    ("dim", "dtensors"),
+    [(1, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, False), (0, True)]), (1, True)],
+)
+def test_the_sequence_cut_before_and_after(n, kind, dim, dtensors):
+    """7 positions, or 3 samples, are uneven over the ranks."""
+    x = data()
+    layout = Shard(dim)
+
+    def rank():
+        mesh = make_mesh(tp=n)["tp"]
+        plan = {
+            "0": ColwiseSKParallel(input_layouts=layout, use_local_output=not dtensors),
+            "2": RowwiseSKParallel(output_layouts=layout, use_local_output=not dtensors),
+        }
+        model = parallelize_module(pair(kind, dist.get_rank()), mesh, plan)
+        leaf = x.chunk(n, dim)[dist.get_rank()].clone().requires_grad_()
+        given = DTensor.from_local(leaf, mesh, [layout], shape=x.shape, stride=x.stride()) if dtensors else leaf
+        out = model(given)
+        if dtensors:
+            assert tuple(out.shape) == (3, 7, 30)
+            assert tuple(out.placements) == (layout,)
+            out = out.to_local()
+        (out.square().sum() / (21 * 30)).backward()
+        gradients = {name: whole(p.grad).detach() for name, p in model.named_parameters()}
+        gather = [all_gather(part, dim) for part in (out.detach(), leaf.grad)]
+        return *gather, gradients
+
+    expected = results(pair(kind, 0), x)
+    for out, dx, gradients in on_ranks(rank, n):
+        close(out, expected[0])
+        close(dx, expected[1])
+        for name, gradient in expected[2].items():
+            close(gradients[name], gradient)
+
+
+@pytest.mark.parametrize("kind", ["sketched", "dense"])
+def test_each_layer_alone_between_whole_tensors(kind):
+    x = data()
+
+    def rank():
+        mesh = make_mesh(tp=2)["tp"]
+        plan = {
+            "0": ColwiseSKParallel(output_layouts=Replicate()),
+            "2": RowwiseSKParallel(input_layouts=Replicate()),
+        }
+        return results(parallelize_module(pair(kind, dist.get_rank()), mesh, plan), x)
+
+    expected = results(pair(kind, 0), x)
+    for out, dx, gradients in on_ranks(rank):
+        close(out, expected[0])
+        close(dx, expected[1])
+        for name, gradient in expected[2].items():
+            close(gradients[name], gradient)
+
+
+class Transformer(nn.Module):
+    """A table, a block with separate projections, a feed-forward block, norms, and an output layer."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.embed, self.norm1, self.norm2 = nn.Embedding(30, 24), nn.LayerNorm(24), nn.RMSNorm(24)
+        self.q, self.k, self.v, self.o = (make(24, 24) for _ in range(4))
+        self.up, self.down = make(24, 50), make(50, 24)
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 31)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, 6)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.down(nn.functional.silu(self.up(self.norm2(x))))
+        return self.head(self.norm(x))
+
+
+def sequence_plan():
+    colwise = ColwiseSKParallel(input_layouts=Shard(1))
+    rowwise = RowwiseSKParallel(output_layouts=Shard(1))
+    norm = SequenceParallel(use_local_output=True)
+    return {
+        "embed": rowwise, "norm*": norm, "[qkv]": colwise, "o": rowwise, "up": colwise, "down": rowwise,
+        "head": ColwiseSKParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["sketched", "dense"])
+def test_a_transformer_by_a_plan(n, kind):
+    """Everything but attention and feed-forward sees a part of the sequence; torch's style for the norms."""
+    tokens = torch.randint(30, (3, 9), generator=torch.Generator().manual_seed(1))
+
+    def build(seed):
+        torch.manual_seed(seed)
+        return Transformer(MAKERS[kind][0]).double()
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, {name: whole(p).detach() for name, p in model.named_parameters()}
+
+    def rank():
+        model = build(dist.get_rank())
+        report = tensor_parallel(model, make_mesh(tp=n)["tp"], sequence_plan())
+        return *train(model), {entry.name: entry.action for entry in report.placed}, unshard_module(model)(tokens)
+
+    single = build(0)
+    losses, weights = train(single)
+    for their_losses, theirs, actions, out in on_ranks(rank, n):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
+        assert actions["embed"] == "rows cut"
+        assert actions["norm1"] == "SequenceParallel"
+        torch.testing.assert_close(out, single(tokens))
+
+
+def chain(kind, seed):
+    torch.manual_seed(seed)
+    make = MAKERS[kind][0]
+    return nn.Sequential(
+        make(40, 50), nn.GELU(), make(50, 40), nn.LayerNorm(40), nn.Dropout(0.0),
+        make(40, 50), nn.GELU(), make(50, 40), nn.RMSNorm(40), nn.Linear(40, 8),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sketched", "dense"])
+def test_sequences_are_cut_between_pairs(kind):
+    x = data()
+
+    def rank():
+        model = chain(kind, dist.get_rank())
+        report = tensor_parallel(model, make_mesh(tp=2)["tp"], sequence_parallel=True)
+        shapes = []
+        model[3].register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+        found = results(model, x)
+        with pytest.raises(ShapeError) as caught:
+            model(x[0])
+        with pytest.raises(ValueError, match="sequence_parallel=True goes with plan='auto'"):
+            tensor_parallel(chain(kind, 0), make_mesh(tp=2)["tp"], {"0": ColwiseSKParallel()}, sequence_parallel=True)
+        return *found, shapes[0], {entry.name: entry.reason for entry in report.placed}, str(caught.value)
+
+    expected = results(chain(kind, 0), x)
+    for i, (out, dx, gradients, shape, reasons, message) in enumerate(on_ranks(rank)):
+        assert shape == (3, 4 - i, 40)
+        assert reasons["3"] == "acts on a part of the sequence; gradients are summed"
+        assert reasons["8"] == "computed whole by every rank"
+        close(out, expected[0])
+        close(dx, expected[1])
+        for name, gradient in expected[2].items():
+            close(gradients[name], gradient)
+        assert message.startswith("a layout of Shard(1) cuts a dimension before the features")
+
+
+def test_layouts_that_are_refused():
+    for call, message in {
+        lambda: ColwiseSKParallel(input_layouts=Shard(-1)): "input_layouts=S(-1) must be Replicate() or Shard(dim)",
+        lambda: ColwiseSKParallel(output_layouts=Shard(1)): "output_layouts=S(1) must be Replicate() or Shard(-1)",
+        lambda: RowwiseSKParallel(input_layouts=Shard(1)): "input_layouts=S(1) must be Replicate() or Shard(-1)",
+        lambda: RowwiseSKParallel(output_layouts=Shard(-1)): "output_layouts=S(-1) must be Replicate() or Shard(dim)",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["sketched", "dense"])
+def test_bytes_sent(kind):
+    """Gathering or scattering hands over a part of what a sum does, and factors that see parts are summed."""
+    x, rows, R = data(length=8).float(), 24, 3
+
+    def rank():
+        sent = []
+        for layout in (None, Shard(1)):
+            model = pair(kind, 0).float()
+            plan = {
+                "0": ColwiseSKParallel(input_layouts=layout),
+                "2": RowwiseSKParallel(output_layouts=layout),
+            }
+            model = parallelize_module(model, make_mesh(tp=2)["tp"], plan)
+            leaf = (x if layout is None else x.chunk(2, 1)[dist.get_rank()]).clone().requires_grad_()
+            with CommunicationCounter() as forward:
+                y = model(leaf)
+            with CommunicationCounter() as backward:
+                y.sum().backward()
+            sent.append((forward.bytes, backward.bytes))
+        return sent
+
+    for whole_, part in on_ranks(rank):
+        shape = 9 * 8  # what all_gather asks first
+        if kind == "sketched":
+            h = rows * 2 * R * 4
+            assert whole_ == (h, h)
+            assert part == (h // 2 + shape + h, h // 2 + h + (40 * R + R * 30 + 30) * 4)
+        else:
+            assert whole_ == (rows * 30 * 4, rows * 40 * 4)
+            assert part[0] == rows * 40 * 4 // 2 + shape + rows * 30 * 4
+            assert part[1] == rows * 30 * 4 // 2 + rows * 40 * 4 + 30 * 4
