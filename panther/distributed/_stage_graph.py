@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from panther.errors import ShapeError
@@ -62,8 +63,13 @@ def tensor_leaf(outputs: Any, i: int) -> Tensor:
 
 
 def hand_on(x: Tensor) -> Tensor:
-    """A tensor that passes a stage as it is; a view, so that it has a place of its own in autograd's graph."""
-    return x.view_as(x)
+    """A tensor that passes a stage as it is, with a place of its own in autograd's graph."""
+    return x.clone()
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's copy of a parameter that tensor parallelism put on its mesh."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @dataclass
@@ -121,7 +127,7 @@ class StageGraph:
             if begin <= segment_of[node] < end and node.op not in ("get_attr", "output"):
                 for used in node.all_input_nodes:
                     if used.op == "get_attr" and used not in copied:
-                        copied[used] = graph.node_copy(used)
+                        copied[used] = graph.call_function(local, (graph.node_copy(used),))
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         if end == len(self):
             (result,) = self.nodes[-1].all_input_nodes
@@ -202,7 +208,9 @@ def _on_fake(model: nn.Module, units: dict[str, nn.Module], sample: tuple[Tensor
 
     handles = [module.register_forward_hook(note(name)) for name, module in units.items()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = {name: mode.from_tensor(t.detach()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    state: dict[str, Tensor] = {
+        name: mode.from_tensor(t.detach()) for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
     try:
         with mode, torch.no_grad():
             torch.func.functional_call(model, state, tuple(mode.from_tensor(x) for x in sample))
@@ -258,12 +266,13 @@ def _changes(node: fx.Node) -> bool:
 
 def _cut(exported: fx.GraphModule, cuts: Sequence[str], units: list[str]) -> StageGraph:
     graph = exported.graph
+    graph.owning_module = None  # which lacks modules without parameters
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif node.target is torch.ops.panther.call_unit.default:
             _put_call(graph, node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _changes(node))
     nodes = list(graph.nodes)
     (output,) = nodes[-1].args
     if not (isinstance(output, tuple | list) and len(output) == 1 and isinstance(output[0], fx.Node)):

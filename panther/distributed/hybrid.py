@@ -14,7 +14,7 @@ from panther.distributed.data import data_parallel, shard_whole
 from panther.distributed.mesh import get_world_size, make_mesh
 from panther.distributed.pipelining import PipelineSchedule, make_schedule
 from panther.distributed.planning import TensorParallelReport, tensor_parallel
-from panther.distributed.stages import split_stages
+from panther.distributed.stages import StagePlan, plan_stages
 from panther.distributed.sync import start_alike
 from panther.distributed.tensor import check_configs
 from panther.errors import DistributedError, ShapeError, check_size
@@ -32,11 +32,13 @@ class HybridParallelTrainer:
     every stage is copied or sharded along dp. Weights and sketches are those of rank 0.
 
     Args:
-        model_config: A module, an nn.Sequential if there are several stages; or ``{"layers": [...]}``, for each
-            SKLinear a mapping with ``in_features``, ``out_features`` and ``sketch_size``, with ReLU between them.
+        model_config: A module; or ``{"layers": [...]}``, for each SKLinear a mapping with ``in_features``,
+            ``out_features`` and ``sketch_size``, with ReLU between them.
         parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (what
             is left of the world), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``), ``gradient_clipping``
-            (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``).
+            (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``). For the stages of a model that is no
+            nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``pipeline_sample``, the inputs of one
+            microbatch, both as :func:`split_stages` takes them.
 
     Attributes:
         model: This rank's part: the module, or an nn.ModuleList of its stages. The optimizer is made from
@@ -76,24 +78,39 @@ class HybridParallelTrainer:
         self.dp_group, self.tp_group = self.mesh["dp"].get_group(), self.mesh["tp"].get_group()
         self._schedule: tuple[Any, PipelineSchedule] | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
-        start_alike(model, dist.group.WORLD)  # type: ignore[arg-type]
+        given = {name: value for name, value in config.items() if name != "pipeline_sample"}
+        start_alike(model, dist.group.WORLD, "HybridParallelTrainer", lambda: given)  # type: ignore[arg-type]
         self.report: TensorParallelReport | None = None
+        stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
+        plan = self._plan(model, config) if stages > 1 else None  # traced while its layers are whole
         if config["tensor_parallel_size"] > 1:
             self.report = tensor_parallel(model, self.mesh["tp"])
-        stages = config["pipeline_parallel_size"]
-        strategy = config["data_parallel"]
-        if stages == 1:
+        if plan is None:
             self.stages: list[Any] = []
             self.model = data_parallel(model, self.mesh["dp"], strategy)
             return
-        per_rank = _STAGES_A_RANK.get(self.schedule_name, 2)
-        order = "v" if self.schedule_name in _IN_V else "loop"
-        if not isinstance(model, nn.Sequential):
-            raise ShapeError(f"a pipeline cuts an nn.Sequential, not a {type(model).__name__}: put its parts into one")
-        self.stages = split_stages(model, stages * per_rank, mesh=self.mesh["pp"], order=order)
+        self.stages = plan.stages(model)
         for stage in self.stages:  # as a whole: sharded block by block, zero-bubble schedules make wrong gradients
             shard_whole(stage.submod, self.mesh["dp"], strategy)
         self.model = nn.ModuleList(stage.submod for stage in self.stages)
+
+    def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
+        layers, sample = config["pipeline_layers"], config["pipeline_sample"]
+        if layers is None and not isinstance(model, nn.Sequential):
+            raise ShapeError(
+                f"a pipeline cuts an nn.Sequential, not a {type(model).__name__}: put its parts into one, or name its "
+                "ModuleList in pipeline_layers"
+            )
+        return plan_stages(
+            model,
+            config["pipeline_parallel_size"] * _STAGES_A_RANK.get(self.schedule_name, 2),
+            None,
+            mesh=self.mesh["pp"],
+            order="v" if self.schedule_name in _IN_V else "loop",
+            layers=layers,
+            balance="parameters",
+            sample=sample,
+        )
 
     def train_step(
         self,
@@ -160,6 +177,8 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         "schedule": "1f1b",
         "gradient_clipping": None,
         "data_parallel": "fsdp",
+        "pipeline_layers": None,
+        "pipeline_sample": None,
     }
     unknown = sorted(set(given) - set(known))
     if unknown:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.distributed.stages import balanced_cuts
+from panther.distributed._balancing import balanced_cuts
 from panther.distributed.tensor import check_configs
 from panther.errors import ShapeError, check_size
 from panther.nn import SKLinear

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from panther.distributed._agreement import agree, in_words
+from panther.distributed._faults import watched
 from panther.errors import ShapeError, check_size
 
 
@@ -47,47 +49,83 @@ class PipelineSchedule:
         self.schedule, self.stages, self.n_microbatches, self._mean = schedule, stages, n_microbatches, mean
         self.is_first = any(stage.is_first for stage in stages)
         self.is_last = any(stage.is_last for stage in stages)
+        self._agreed: dict[str, str] | None = None
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank's stages, for its optimizer."""
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
-    def step(self, x: Tensor, target: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def step(self, x: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Forward and backward of a batch; every rank must call it, with the same batch.
 
         Gradients are added to those that are there, as those of the loss over the whole batch.
 
         Args:
-            x: The input, (samples, ...).
+            x: The input, (samples, ...), or several for a model that takes them.
             target: What the loss compares with, (samples, ...).
 
         Returns:
             The output and the loss of the batch on the rank of the last stage, None elsewhere.
 
         Raises:
-            ShapeError: If the microbatches do not divide the samples.
+            ShapeError: If the microbatches do not divide the samples, or are not of the size that the stages were
+                traced for.
+            DistributedError: If the ranks' batches differ in shape or dtype, which is seen when they change, or a rank
+                is gone or late.
         """
-        samples = len(x)
-        if samples == 0 or samples % self.n_microbatches:
-            divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
-            raise ShapeError(
-                f"{samples} samples cannot be cut into n_microbatches={self.n_microbatches} of one size: use one of "
-                f"{', '.join(divisors) or 'no samples'}, or another batch"
-            )
+        inputs = x if isinstance(x, tuple) else (x,)
+        group = self.stages[0].group
+        described = {"the input": _in_short(inputs), "the target": _in_short((target,))}
+        if described != self._agreed:
+
+            def check() -> dict[str, str]:
+                self._check(inputs, target)
+                return described
+
+            agree("PipelineSchedule.step", check, group, "pass every rank of the axis the same batch", "batches")
+            self._agreed = described
         losses: list[Tensor] = []
-        given = (x,) if self.is_first else ()
+        given = inputs if self.is_first else ()
         wanted = {"target": target, "losses": losses} if self.is_last else {}
-        output = self.schedule.step(*given, **wanted)
+        with watched(f"a step of {described['the input']}", group):
+            output = self.schedule.step(*given, **wanted)
         if not self.is_last:
             return None, None
         total = torch.stack(losses).sum()
         return output, total / self.n_microbatches if self._mean else total
 
+    def _check(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
+        counts = sorted({len(tensor) for tensor in (*inputs, target)})
+        samples, n = counts[0], self.n_microbatches
+        if len(counts) > 1:
+            raise ShapeError(f"inputs and target must have as many samples, and have {', '.join(map(str, counts))}")
+        if samples == 0 or samples % n:
+            divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
+            raise ShapeError(
+                f"{samples} samples cannot be cut into n_microbatches={n} of one size: use one of "
+                f"{', '.join(divisors) or 'no samples'}, or another batch"
+            )
+        traced = getattr(self.stages[0], "traced_shapes", None)
+        found = tuple((samples // n, *tensor.shape[1:]) for tensor in inputs)
+        if traced is not None and found != traced:
+            raise ShapeError(
+                f"the stages were traced with a sample of {_shapes(traced)}, and microbatches are {_shapes(found)}: "
+                "pass batches of this size, or split_stages a sample of one microbatch"
+            )
+
+
+def _in_short(tensors: tuple[Tensor, ...]) -> str:
+    return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " and ".join(map(str, shapes))
+
 
 def make_schedule(
     name: str, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineSchedule:
-    """How the microbatches of a batch go through the stages.
+    """How the microbatches of a batch go through the stages. Every rank of the axis must call it.
 
     Args:
         name: ``"gpipe"`` or ``"1f1b"``, of one stage a rank; ``"interleaved"``, ``"looped_bfs"`` or ``"zero_bubble"``,
@@ -102,6 +140,7 @@ def make_schedule(
     Raises:
         ValueError: If the schedule is unknown or does not fit the stages, or ``loss_fn`` reduces nothing.
         ShapeError: If ``n_microbatches`` is not what the schedule needs.
+        DistributedError: If ranks ask for different schedules.
 
     Example:
         >>> import panther as pr
@@ -113,9 +152,24 @@ def make_schedule(
         torch.Size([6, 2])
         >>> pr.distributed.shutdown()
     """
+    made: list[PipelineSchedule] = []
+
+    def check() -> dict[str, str]:
+        made[:] = [_make(name, list(stages), n_microbatches, loss_fn)]
+        return in_words({"name": name, "n_microbatches": n_microbatches, "stages": stages[0].num_stages}) | {
+            "the loss's reduction": str(getattr(loss_fn, "reduction", "mean"))
+        }
+
+    agree("make_schedule", check, stages[0].group, "pass the same on every rank of the axis", "schedules")
+    return made[0]
+
+
+def _make(
+    name: str, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> PipelineSchedule:
     if name not in _SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, _SCHEDULES))}")
-    kind, stages = _SCHEDULES[name], list(stages)
+    kind = _SCHEDULES[name]
     check_size("n_microbatches", n_microbatches, least=1)
     indices = [stage.stage_index for stage in stages]
     ranks = stages[0].group_size

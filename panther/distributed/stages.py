@@ -1,62 +1,27 @@
 """Stages of a pipeline: any model cut into as many parts, this rank's ones kept, names those of the whole model."""
 
-__all__ = ["balanced_cuts", "split_stages"]
+__all__ = ["split_stages"]
 
-import copy
-import statistics
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_map_only
 
 from panther.distributed._agreement import in_words
-from panther.distributed._faults import watched
+from panther.distributed._balancing import Segments, balanced_cuts, check_shared, sizes_in_parameters, timed_cuts
 from panther.distributed._stage_graph import trace_stages
 from panther.distributed.sync import start_alike
-from panther.errors import DistributedError, ShapeError, check_size
+from panther.errors import ShapeError, check_size
 
 _ORDERS = ("loop", "v")
 _BALANCES = ("parameters", "time")
-_REPEATS = 5
-
-
-def balanced_cuts(costs: Sequence[float], n: int) -> list[int]:
-    """Where to begin each of n runs of consecutive items, none empty, so that the dearest run is as cheap as it can be.
-
-    Raises:
-        ShapeError: If there are fewer items than runs.
-
-    Cost: O(n len(costs)^2).
-
-    Example:
-        >>> balanced_cuts([4, 1, 1, 1, 3], 2)
-        [0, 2]
-    """
-    if len(costs) < n:
-        raise ShapeError(f"{len(costs)} layers cannot make {n} stages of at least one layer: use fewer stages")
-    before = [0, *accumulate(costs)]
-    # best[j]: the least dearest run for the first j items, and where its last run begins
-    best = [(float(total), 0) for total in before]
-    begins = []
-    for run in range(1, n):
-        longer = [(float("inf"), 0)] * len(before)
-        for j in range(run + 1, len(before)):
-            longer[j] = min((max(best[i][0], before[j] - before[i]), i) for i in range(run, j))
-        begins.append([begin for _, begin in longer])
-        best = longer
-    cuts, end = [], len(costs)
-    for table in reversed(begins):
-        end = table[end]
-        cuts.append(end)
-    return [0, *reversed(cuts)]
 
 
 def split_stages(
@@ -123,16 +88,6 @@ def split_stages(
     return plan.stages(model)
 
 
-class _Segments(Protocol):
-    """What a model is cut into."""
-
-    def __len__(self) -> int: ...
-
-    def names_in(self, begin: int, end: int) -> set[str]: ...
-
-    def module(self, model: nn.Module, begin: int, end: int) -> nn.Module: ...
-
-
 @dataclass
 class _Elements:
     """Those of an nn.Sequential."""
@@ -153,23 +108,38 @@ class _Elements:
 class StagePlan:
     """Where to cut a model, and which stages are this rank's."""
 
-    segments: _Segments
+    segments: Segments
     begins: list[int]
     mine: list[int]
     group: dist.ProcessGroup
+    traced_shapes: tuple[tuple[int, ...], ...] | None
+    """Of the sample that the model was traced with; of no other can it be run."""
 
     def stages(self, model: nn.Module) -> list[PipelineStage]:
         """This rank's stages of the model that was planned for, whose layers may since be cut over ranks."""
         ends = [*self.begins[1:], len(self.segments)]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        return [
-            _Stage(self.segments.module(model, self.begins[i], ends[i]), i, len(self.begins), device, group=self.group)
-            for i in self.mine
-        ]
+        stages: list[PipelineStage] = []
+        for i in self.mine:
+            module = self.segments.module(model, self.begins[i], ends[i])
+            stage = _Stage(module, i, len(self.begins), device, group=self.group)
+            stage.traced_shapes = self.traced_shapes
+            stages.append(stage)
+        return stages
 
 
 class _Stage(PipelineStage):
-    """Before the first step torch runs every stage once on unset memory, to see what shapes it gives."""
+    """Torch's stage, without two of its faults.
+
+    Before the first step it runs every stage once on unset memory, to see what shapes it gives; and schedules that part
+    the backward in two cannot take a view from a stage, whose graph they cut off in place.
+    """
+
+    traced_shapes: tuple[tuple[int, ...], ...] | None = None
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward_maybe_with_nosync(*args, **kwargs)
+        return outputs if self.is_last else tree_map_only(Tensor, lambda x: x.clone() if x._is_view() else x, outputs)
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -201,7 +171,7 @@ def plan_stages(
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     inputs = (sample,) if isinstance(sample, Tensor) else sample
-    found: list[_Segments] = []
+    found: list[Segments] = []
 
     def check() -> dict[str, Any]:
         _check(model, n, points, order, layers, balance, inputs, dist.get_world_size(group) if group else 1)
@@ -222,13 +192,14 @@ def plan_stages(
         if isinstance(segments, _Elements):
             begins = [0, *(segments.names.index(point) for point in points)]
     elif balance == "parameters":
-        begins = balanced_cuts([_numel(model, segments, i) for i in range(len(segments))], n)
+        begins = balanced_cuts(sizes_in_parameters(model, segments), n)
     else:
-        begins = _timed_cuts(model, segments, n, inputs or (), group)
-    _check_shared(model, segments, [*begins, len(segments)])
+        begins = timed_cuts(model, segments, n, inputs or (), group)
+    check_shared(model, segments, [*begins, len(segments)])
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     mine = [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))
-    return StagePlan(segments, begins, mine, group)
+    traced = None if isinstance(segments, _Elements) or inputs is None else tuple(tuple(x.shape) for x in inputs)
+    return StagePlan(segments, begins, mine, group, traced)
 
 
 def _check(
@@ -269,7 +240,7 @@ def _check(
 
 def _segments(
     model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None, sample: tuple[Tensor, ...] | None
-) -> _Segments:
+) -> Segments:
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
         names = list(model._modules)
@@ -301,81 +272,3 @@ def _segments(
             raise ShapeError(f"points={cuts} must be {n - 1} different names of modules that begin stages: {fault}")
     assert sample is not None
     return trace_stages(model, cuts, sample)
-
-
-def _tensors(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
-    """Parameters of modules, or parameters themselves, by name."""
-    inside = tuple(f"{name}." for name in names)
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: parameter for name, parameter in named if name in names or name.startswith(inside)}
-
-
-def _numel(model: nn.Module, segments: _Segments, i: int) -> int:
-    return sum(parameter.numel() for parameter in set(_tensors(model, segments.names_in(i, i + 1)).values()))
-
-
-def _check_shared(model: nn.Module, segments: _Segments, begins: list[int]) -> None:
-    """Refuse parameters that several stages train: each would have a part of the gradient."""
-    seen: dict[nn.Parameter, tuple[str, int]] = {}
-    for stage in range(len(begins) - 1):
-        for name, parameter in _tensors(model, segments.names_in(begins[stage], begins[stage + 1])).items():
-            other, first = seen.setdefault(parameter, (name, stage))
-            if first != stage and parameter.requires_grad:
-                alias = "" if other == name else f", which is also {name!r},"
-                raise ShapeError(
-                    f"parameter {other!r}{alias} is used by the stages {first} and {stage}, and torch's pipelines do "
-                    "not add up gradients across stages: cut so that one stage has all its uses, or untie it"
-                )
-
-
-def _timed_cuts(
-    model: nn.Module, segments: _Segments, n: int, sample: tuple[Tensor, ...], group: dist.ProcessGroup
-) -> list[int]:
-    """Cuts by the times that the first rank measures; all take its word, or its failure."""
-    answer: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            answer = [balanced_cuts(_times(model, segments, sample), n)]
-        except Exception as error:
-            answer = [f"{type(error).__name__}: {str(error) or 'no message'}"]
-    src = dist.get_process_group_ranks(group)[0]
-    with watched("split_stages, which waits for the times that its first rank measures,", group):
-        dist.broadcast_object_list(answer, src, group=group)
-    if isinstance(answer[0], str):
-        raise DistributedError(
-            f"rank {src} could not run the model on the sample to measure it ({answer[0].splitlines()[0]}): pass the "
-            "inputs of one microbatch as sample=, or balance='parameters'"
-        )
-    return answer[0]
-
-
-def _times(model: nn.Module, segments: _Segments, sample: tuple[Tensor, ...]) -> list[float]:
-    """Median seconds of each segment, forward and backward; the model's buffers and random numbers stay as they are."""
-    device = next((x.device for x in chain(sample, model.parameters())), torch.device("cpu"))
-    with torch.random.fork_rng(
-        [device] if device.type == "cuda" else [], device_type=device.type if device.type == "cuda" else "cuda"
-    ):
-        inputs, medians = sample, []
-        for i in range(len(segments)):
-            part = copy.deepcopy(segments.module(model, i, i + 1))
-            seconds = []
-            for _ in range(_REPEATS + 1):
-                given = tuple(x.detach().requires_grad_(i > 0 and x.is_floating_point()) for x in inputs)
-                begun = _now(device)
-                outputs = part(*given)
-                results = outputs if isinstance(outputs, tuple | list) else (outputs,)
-                wanted = [x for x in (*given, *part.parameters()) if x.requires_grad]
-                ends = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
-                if wanted and ends:
-                    ones = [torch.ones_like(x) for x in ends]
-                    torch.autograd.grad(ends, wanted, ones, allow_unused=True)
-                seconds.append(_now(device) - begun)
-            inputs = tuple(x.detach() for x in results)
-            medians.append(statistics.median(seconds[1:]))  # the first warms up
-    return medians
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -158,6 +158,7 @@ def _send(layers: dict[str, SketchedModule], src: int, group: dist.ProcessGroup 
         if seed == _FITTED:
             for name in layer.sketch_names:
                 sketch = getattr(layer, name).detach()
+                sketch = sketch.to_local() if isinstance(sketch, DTensor) else sketch
                 sent = sketch.to(device).contiguous()
                 dist.broadcast(sent, src, group=group)
                 sketch.copy_(sent)
