@@ -13,10 +13,14 @@ from .compression import CompressionReport, HealConfig, SketchConfig, compress, 
 from .nn.io import load_compressed, save_compressed
 
 if TYPE_CHECKING:
-    from . import distributed
+    from . import distributed, train
     from .distributed import choose_parallelism_strategy
 
-_LAZY = {"distributed": "distributed", "choose_parallelism_strategy": "distributed"}  # PEP 562: when first asked for
+_LAZY = {  # PEP 562: when first asked for
+    "distributed": "distributed",
+    "train": "train",
+    "choose_parallelism_strategy": "distributed",
+}
 
 __all__ = [
     "CompressionReport",
@@ -34,6 +38,7 @@ __all__ = [
     "save_compressed",
     "sketch",
     "sketch_layers_",
+    "train",
 ]
 
 

@@ -7,6 +7,7 @@ exception a torch user would expect, so ``except ValueError`` and the like keep 
 __all__ = [
     "CheckpointError",
     "CompressionError",
+    "ConfigError",
     "DTypeError",
     "DistributedError",
     "FormatError",
@@ -16,6 +17,7 @@ __all__ = [
     "PerformanceWarning",
     "ShapeError",
     "SketchMismatchError",
+    "TrainingError",
     "check_floating",
     "check_size",
     "require_extra",
@@ -54,6 +56,14 @@ class CheckpointError(PantherError, RuntimeError):
 
 class CompressionError(PantherError, ValueError):
     """A model, its calibration batches or the budget do not allow the compression that was asked for."""
+
+
+class ConfigError(PantherError, ValueError):
+    """A setting is unknown, of the wrong kind, or does not go with another or with what it is for."""
+
+
+class TrainingError(PantherError, RuntimeError):
+    """Training cannot go on."""
 
 
 class DistributedError(PantherError, RuntimeError):

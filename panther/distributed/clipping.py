@@ -1,0 +1,74 @@
+"""The norm of a gradient whose parts are on many ranks, at the price of one number sent."""
+
+__all__ = ["clip_gradients", "gradient_norm"]
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, stages: int = 1
+) -> Tensor:
+    """Euclidean norm of the gradient of a whole model, the same number on every rank.
+
+    Gradients that every rank has whole, as under DDP, cost nothing to send. Where some are cut (FSDP2, tensor
+    parallelism) or belong to other stages, every rank of the group must call it.
+
+    Args:
+        parameters: Those of this rank, after backward.
+        group: The ranks that have the model between them; None is the world.
+        stages: Stages of a pipeline over the ranks of the group.
+
+    Returns:
+        A tensor without dimensions, on the gradients' device; 0 where there is no gradient.
+
+    Cost: a pass over this rank's gradients, and an all-reduce of one number.
+
+    Example:
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> layer(torch.tensor([3.0, 4.0])).backward()
+        >>> gradient_norm(layer.parameters()).item()
+        5.0
+    """
+    parameters = list(parameters)
+    by_shards: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            by_shards[_shards(gradient)].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    cut = stages > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
+    if not cut:
+        whole = by_shards.get(1, [])
+        return get_total_norm(whole) if whole else torch.zeros((), device=device)
+    copies = dist.get_world_size(group) // stages
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for shards, gradients in by_shards.items():  # a part that several ranks have is counted by each of them
+        square += get_total_norm(gradients).double() ** 2 * shards / copies
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients so that their norm, from :func:`gradient_norm`, is at most ``max_norm``; nothing is sent."""
+    parameters = list(parameters)
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.to_local().mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    plain = [p for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
+    clip_grads_with_norm_(plain, max_norm, norm)
+
+
+def _shards(gradient: Tensor) -> int:
+    """Into how many parts a gradient is cut."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    shards = 1
+    for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+        shards *= 1 if placement.is_replicate() else size
+    return shards

@@ -1,0 +1,103 @@
+"""What ranks agree on in every step, in one small message: the loss, whether it is finite, and who was told to stop."""
+
+__all__ = ["Control", "agree", "on_first", "signals"]
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from panther.distributed import get_distributed_info, get_world_size
+from panther.distributed._checkpoint_ranks import from_first, gathered
+from panther.train.batches import Batch
+
+_T = TypeVar("_T")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHOWN = 16
+
+
+class Control:
+    """One message a step, sent while backward runs."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        """Signals this process got."""
+        self.stopped = 0
+        """The signal that some rank got, as of the last step; 0 for none."""
+        self._device = get_distributed_info().device
+        self._own_loss = 0.0
+        self._row = torch.zeros(5, dtype=torch.float64)
+        self._work: Any = None
+
+    def start(self, loss: Tensor, samples: int, counted: bool) -> None:
+        """Send this rank's sum of losses over its samples."""
+        self._own_loss = value = loss.item()
+        finite = value - value == 0.0
+        told = [float(number in self.received) for number in _SIGNALS]
+        row = [*told, float(not finite), value if finite and counted else 0.0, float(samples if counted else 0)]
+        self._row = torch.tensor(row, dtype=torch.float64, device=self._device)
+        if get_world_size() > 1:
+            self._work = dist.all_reduce(self._row, async_op=True)
+
+    def finish(self) -> tuple[float, float]:
+        """The mean loss over all samples of the step, NaN if one rank's is not finite, and the samples."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        *told, nonfinite, loss, samples = self._row.tolist()
+        self.stopped = next((int(number) for number, count in zip(_SIGNALS, told, strict=True) if count), 0)
+        return (float("nan") if nonfinite else loss / max(samples, 1.0)), samples
+
+    def nonfinite(self, window: list[Batch]) -> str:
+        """Which ranks had it, on which samples; every rank must call it."""
+        value = self._own_loss
+        indices = [index for batch in window for index in batch.indices or ()]
+        found = gathered((value, indices), None)
+        told = []
+        for rank, (loss, own) in enumerate(found):
+            if loss - loss != 0.0:
+                samples = ", ".join(map(str, own[:_SHOWN])) + (
+                    f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+                )
+                told.append(f"the loss is {loss} on rank {rank}" + (f", on the samples {samples}" if own else ""))
+        return "; ".join(told) or "the norm of the gradient is not finite, and the losses are"
+
+
+def agree(values: list[float]) -> list[float]:
+    """Sums over all ranks."""
+    if get_world_size() == 1:
+        return list(values)
+    row = torch.tensor(values, dtype=torch.float64, device=get_distributed_info().device)
+    dist.all_reduce(row)
+    return row.tolist()
+
+
+def on_first(work: Callable[[], _T]) -> _T:
+    """Do the work on the first rank; all get its result, or its error."""
+    return from_first(work, None)
+
+
+@contextmanager
+def signals() -> Iterator[Control]:
+    """A control that hears SIGTERM and SIGINT; a second SIGINT interrupts at once, as ever."""
+    control = Control()
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield control
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if number in control.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        control.received.append(number)
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield control
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,244 @@
+"""What does a window's forward and backward: the whole model on this rank, or stages of a pipeline."""
+
+__all__ = ["Engine", "PipelineEngine", "WholeEngine"]
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from panther.distributed import HybridParallelTrainer, make_schedule
+from panther.distributed.clipping import clip_gradients, gradient_norm
+from panther.errors import ConfigError
+from panther.train.batches import Batch
+
+Metrics = Mapping[str, Callable[[Any, Any], Any]]
+
+
+class Engine(ABC):
+    """A model in its layout."""
+
+    parts: Any
+    """What checkpoints take: the model, or the modules of this rank's stages."""
+    device: torch.device
+    rank: int
+    """Among those that split the data."""
+    size: int
+    stages: int = 1
+    speaks: bool
+    """Whether this rank's losses are counted: one of those that see the same samples."""
+
+    @abstractmethod
+    def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:
+        """Add the gradients of a window; ``before_backward`` gets the sum of this rank's losses over its samples."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:
+        """Loss and metrics of a batch times its samples, and the samples; zeros where this rank does not speak."""
+
+    @abstractmethod
+    def modules(self) -> list[nn.Module]:
+        """The modules of this rank."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank."""
+        for module in self.modules():
+            yield from module.parameters()
+
+    def gradient_norm(self) -> Tensor:
+        """Of the whole model, on every rank."""
+        return gradient_norm(self.parameters(), stages=self.stages)
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients down to a norm."""
+        clip_gradients(self.parameters(), max_norm, norm)
+
+
+class WholeEngine(Engine):
+    """The model is called as a whole: alone, copied, sharded, or with its layers cut."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        *,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+        speaks: bool = True,
+        precision: torch.dtype | None = None,
+        scaler: Any = None,
+    ) -> None:
+        self.parts = self.model = model
+        self.loss_fn, self.device, self.rank, self.size, self.speaks = loss_fn, device, rank, size, speaks
+        self.precision, self.scaler = precision, scaler
+        self._sum = getattr(loss_fn, "reduction", "mean") == "sum"
+
+    def modules(self) -> list[nn.Module]:  # noqa: D102 (said by Engine)
+        return [self.model]
+
+    def _forward(self, data: Any) -> tuple[Tensor, Any, Any]:
+        """Loss, output and target of a batch."""
+        data = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), data)
+        with self._autocast():
+            if self.loss_fn is None:
+                output = self._call(data)
+                return _own_loss(output), output, data
+            if not isinstance(data, tuple | list) or len(data) != 2:
+                raise ConfigError(
+                    f"with a loss_fn a batch must be (input, target), and is a {type(data).__name__}"
+                    f"{f' of {len(data)}' if isinstance(data, tuple | list) else ''}: leave loss_fn out if the model "
+                    "returns its loss"
+                )
+            output = self._call(data[0])
+            return self.loss_fn(output, data[1]), output, data[1]
+
+    def _call(self, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return self.model(**given)
+        return self.model(*given) if isinstance(given, tuple | list) else self.model(given)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision)
+
+    def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:  # noqa: D102
+        total = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(window):
+            last = number == len(window) - 1
+            with self._synchronised(last):
+                loss, _, _ = self._forward(batch.data)
+                if loss.dim():
+                    raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be one number: reduce it")
+                if batch.samples:
+                    total = total.to(loss.device) + loss.detach().double() * (1 if self._sum else batch.samples)
+                if last:
+                    before_backward(total)
+                # Averaged over ranks, this is the gradient of the mean over the window's samples, or of their sum.
+                weight = self.size * (bool(batch.samples) if self._sum else batch.share)
+                scaled = loss * weight if batch.samples else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+
+    def _synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        """Gradients are averaged over ranks in the last backward of a window."""
+        if isinstance(self.model, DistributedDataParallel):
+            return nullcontext() if last else self.model.no_sync()
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102
+        loss, output, target = self._forward(batch.data)
+        values = [loss / (batch.samples or 1) if self._sum else loss]
+        values += [_number(name, metric(output, target)) for name, metric in metrics.items()]
+        row = torch.stack(
+            [*(value.detach().double().to("cpu") for value in values), torch.ones((), dtype=torch.float64)]
+        )
+        return row * batch.samples if batch.samples and self.speaks else torch.zeros_like(row)
+
+
+class PipelineEngine(Engine):
+    """Stages on the ranks of an axis; batches are of one size."""
+
+    def __init__(
+        self,
+        built: HybridParallelTrainer,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        device: torch.device,
+        microbatches: int,
+        windows: int,
+        precision: torch.dtype | None,
+    ) -> None:
+        self.built, self.device = built, device
+        self.parts = [stage.submod for stage in built.stages]
+        dp, tp = built.mesh["dp"], built.mesh["tp"]
+        self.rank, self.size, self.stages = dp.get_local_rank(), dp.size(), built.mesh["pp"].size()
+        self.precision, self.loss_fn = precision, loss_fn
+        self._sum = getattr(loss_fn, "reduction", "mean") == "sum"
+        shared = _Shared(loss_fn, 1 / self.size if self._sum else windows)
+        self._divisor = shared.divisor
+        self.schedule = make_schedule(built.schedule_name, built.stages, microbatches, shared)
+        self.speaks = self.schedule.is_last and tp.get_local_rank() == 0
+        self._batch_size: int | None = None
+
+    def modules(self) -> list[nn.Module]:  # noqa: D102 (said by Engine)
+        return list(self.parts)
+
+    def _pair(self, data: Any) -> tuple[Any, Any]:
+        data = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), data)
+        if not isinstance(data, tuple | list) or len(data) != 2:
+            raise ConfigError("a pipeline's batch must be (input, target), the input a tensor or a tuple of tensors")
+        return (tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)), data[1]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision)
+
+    def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:  # noqa: D102
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in window:
+            inputs, target = self._pair(batch.data)
+            self._batch_size = len(target)
+            with self._autocast():
+                _, loss = self.schedule.step(inputs, target)
+            if loss is not None:
+                total = total + loss.detach().double().cpu() * self._divisor * (1 if self._sum else batch.samples)
+        before_backward(total if self.speaks else torch.zeros_like(total))
+
+    def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102
+        inputs, target = self._pair(batch.data)
+        size = self._batch_size or len(target)
+        row = torch.zeros(len(metrics) + 2, dtype=torch.float64)
+        for begin in range(0, len(target), size):
+            piece = slice(begin, min(begin + size, len(target)))
+            count = min(piece.stop, batch.samples) - begin
+            place = torch.arange(begin, begin + size, device=target.device).clamp(max=len(target) - 1)
+            with self._autocast():
+                output = self._outputs(tuple(x[place] for x in inputs), target[place])
+            if self.speaks and count > 0:
+                kept, wanted = output[:count], target[begin : begin + count]
+                loss = self.loss_fn(kept, wanted)
+                values = [loss / count if self._sum else loss]
+                values += [_number(name, metric(kept, wanted)) for name, metric in metrics.items()]
+                row += torch.tensor([*(float(value) for value in values), 1.0], dtype=torch.float64) * count
+        return row
+
+    def _outputs(self, inputs: tuple[Tensor, ...], target: Tensor) -> Any:
+        given = inputs if self.schedule.is_first else ()
+        wanted = {"target": target, "losses": []} if self.schedule.is_last else {}
+        return self.schedule.schedule.eval(*given, **wanted)
+
+
+class _Shared:
+    """A loss divided: by the batches of a window for a mean over all of them, by a share of ranks for a sum."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], divisor: float) -> None:
+        self.loss_fn, self.reduction, self.divisor = loss_fn, getattr(loss_fn, "reduction", "mean"), divisor
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        return self.loss_fn(output, target) / self.divisor
+
+
+def _own_loss(output: Any) -> Tensor:
+    """The loss that a model returns: itself, or under the name ``loss``."""
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise ConfigError(
+            f"there is no loss_fn, and the model returned a {type(output).__name__} without a loss: pass loss_fn, or "
+            "let the model return its loss"
+        )
+    return loss
+
+
+def _number(name: str, value: Any) -> Tensor:
+    value = torch.as_tensor(value)
+    if value.numel() != 1:
+        raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)} and must be one number: the batch's mean")
+    return value.reshape(())

@@ -1,0 +1,117 @@
+"""What happened in a run, as rows; to a table, a file or a plot."""
+
+__all__ = ["History"]
+
+import csv
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from panther.errors import require_extra
+
+
+class History:
+    """Records of a run: every one a mapping with ``step``, ``epoch``, and what was measured then.
+
+    Training records have ``loss`` (the mean over the samples since the last one, over all ranks), ``learning_rate``,
+    ``gradient_norm``, ``samples_per_s``, ``memory_bytes`` (the most this process has had) and ``skipped``; validation
+    records ``validation_loss`` and ``validation_<metric>``.
+
+    Example:
+        >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}])
+        >>> history.best
+        {'step': 2, 'validation_loss': 1.5}
+        >>> history["loss"]
+        ([1], [2.0])
+    """
+
+    def __init__(self, records: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._records = [dict(record) for record in records]
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record."""
+        self._records.append(dict(record))
+
+    def __len__(self) -> int:
+        """Number of records."""
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The records, in order."""
+        return iter(self._records)
+
+    def __getitem__(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one quantity.
+
+        Raises:
+            KeyError: If no record has it.
+        """
+        rows = [row for row in self._records if row.get(name) is not None]
+        if not rows:
+            raise KeyError(f"no record has {name!r}: there are {', '.join(self.names)}")
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    @property
+    def names(self) -> list[str]:
+        """All quantities, in the order in which they first came."""
+        return list(dict.fromkeys(name for row in self._records for name in row))
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The latest value of everything."""
+        return {name: value for row in self._records for name, value in row.items() if value is not None}
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The record of the least validation loss; of the least training loss where nothing was validated.
+
+        Raises:
+            ValueError: If there are no records.
+        """
+        for name in ("validation_loss", "loss"):
+            rows = [row for row in self._records if row.get(name) is not None]
+            if rows:
+                return min(rows, key=lambda row: row[name])
+        raise ValueError("the history has no records: train first")
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The records, for :class:`History` to be made from again."""
+        return [dict(record) for record in self._records]
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write a row a record, and a column a quantity; what a record lacks is empty."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.names)
+            writer.writeheader()
+            writer.writerows(self._records)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draw the losses, and beside them the metrics, over the steps.
+
+        Args:
+            path: Image to write; None writes nothing.
+
+        Returns:
+            The matplotlib Figure.
+
+        Raises:
+            MissingExtraError: If matplotlib is not installed.
+        """
+        figure_module = require_extra("matplotlib.figure", "demo")
+        skipped = ("validation_loss", "loss")
+        metrics = [name for name in self.names if name.startswith("validation_") and name not in skipped]
+        figure = figure_module.Figure(figsize=(5 * (1 + bool(metrics)), 3.5), layout="constrained")
+        panels = figure.subplots(1, 1 + bool(metrics), squeeze=False)[0]
+        for panel, names, label in zip(
+            panels, (["loss", "validation_loss"], metrics), ("loss", "metric"), strict=False
+        ):
+            for name in names:
+                if name in self.names:
+                    steps, values = self[name]
+                    panel.plot(steps, values, marker="." if len(steps) < 50 else "", label=name.replace("_", " "))
+            panel.set(xlabel="step", ylabel=label)
+            panel.grid(alpha=0.3)
+            panel.legend()
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure

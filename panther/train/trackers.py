@@ -1,0 +1,169 @@
+"""Where records of a run go: a progress bar, JSON lines, TensorBoard, MLflow; on the first rank only."""
+
+__all__ = ["open_trackers"]
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from panther.distributed import get_rank
+from panther.errors import require_extra
+from panther.train.config import TrainConfig
+
+
+class _Tracker:
+    """One place; does nothing by itself."""
+
+    def expect(self, total: int | None, step: int) -> None:
+        """The run has so many steps, and begins after ``step``."""
+
+    def advance(self, step: int, loss: float) -> None:
+        """A step is over."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A record was made."""
+
+    def close(self) -> None:
+        """The run is over, or has failed."""
+
+
+class _All(_Tracker):
+    def __init__(self, trackers: list[_Tracker]) -> None:
+        self.trackers = trackers
+
+    def expect(self, total: int | None, step: int) -> None:
+        for tracker in self.trackers:
+            tracker.expect(total, step)
+
+    def advance(self, step: int, loss: float) -> None:
+        for tracker in self.trackers:
+            tracker.advance(step, loss)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        for tracker in self.trackers:
+            tracker.record(record)
+
+
+class _Bar(_Tracker):
+    """tqdm, where it is installed and the output is a terminal."""
+
+    def __init__(self) -> None:
+        self._tqdm = require_extra("tqdm", "demo").tqdm
+        self._bar: Any = None
+
+    def expect(self, total: int | None, step: int) -> None:
+        self._bar = self._tqdm(total=total, initial=step, unit="step", disable=None)
+
+    def advance(self, step: int, loss: float) -> None:
+        self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _JsonLines(_Tracker):
+    """One line a record in ``log.jsonl``; records after the step from which a run goes on are taken out."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _before(line, step)]
+            beside = path.with_suffix(".tmp")
+            beside.write_text("".join(kept), encoding="utf-8")
+            os.replace(beside, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _before(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):  # half a line, from a process that was killed
+        return False
+
+
+class _TensorBoard(_Tracker):
+    """Event files in ``tensorboard/``; what a run that goes on repeats is hidden by TensorBoard's purge_step."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        module = require_extra("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        for name, value in _numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _MLflow(_Tracker):
+    """A run in ``mlflow.db``, or where MLFLOW_TRACKING_URI says; its name is kept, and a restart goes on with it."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        self._mlflow = mlflow = require_extra("mlflow", "mlflow")
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
+        self._client = client = mlflow.MlflowClient(tracking_uri=uri)
+        kept = folder / "mlflow-run"
+        if kept.exists():
+            self._run = kept.read_text(encoding="utf-8").strip()
+            client.update_run(self._run, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(config.run_name)
+            place = (folder / "mlflow-artifacts").resolve().as_uri()
+            experiment = found.experiment_id if found else client.create_experiment(config.run_name, place)
+            self._run = client.create_run(experiment, run_name=config.run_name).info.run_id
+            kept.write_text(self._run, encoding="utf-8")
+            for name, value in config.to_dict().items():
+                client.log_param(self._run, name, str(value)[:500])
+        self._folder, self._status = folder, "FINISHED"
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        for name, value in _numbers(record).items():
+            self._client.log_metric(self._run, name, value, step=record["step"])
+
+    def close(self) -> None:
+        if (log := self._folder / "log.jsonl").exists():
+            self._client.log_artifact(self._run, str(log))
+        self._client.set_terminated(self._run, self._status)
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name != "step" and isinstance(value, int | float)}
+
+
+@contextmanager
+def open_trackers(config: TrainConfig, step: int) -> Iterator[_All]:
+    """The trackers that the configuration names, on the first rank; elsewhere none.
+
+    Args:
+        config: The settings.
+        step: Where the run begins.
+    """
+    with ExitStack() as stack:
+        found: list[_Tracker] = []
+        if get_rank() == 0:
+            if config.progress:
+                found.append(_Bar())
+            if config.checkpoint_dir is not None:
+                folder = Path(config.checkpoint_dir)
+                makers = {
+                    "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),
+                    "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
+                    "mlflow": lambda: _MLflow(config, folder),
+                }
+                found += [makers[name]() for name in config.trackers]
+            for tracker in reversed(found):
+                stack.callback(tracker.close)
+        yield _All(found)
