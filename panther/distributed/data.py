@@ -19,7 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from panther.distributed.sync import start_alike, sync_sketches, verify_sketches
+from panther.distributed._faults import watched
+from panther.distributed.sync import check_alike, send_alike, send_sketches, start_alike, verify_sketches
 from panther.errors import DistributedError, ShapeError
 from panther.nn._sketched import SketchedModule
 
@@ -65,9 +66,10 @@ def data_parallel(
         ValueError: If ``strategy`` or ``comm_hook`` is unknown, an option is another strategy's, or nothing in the
             model can be trained or has values.
         ShapeError: If ``mesh`` has too many axes.
-        SketchMismatchError: If the models differ; see :func:`~panther.distributed.sync_sketches`.
-        DistributedError: If there is no process group, or layers are cut over ranks by tensor parallelism and the
-            strategy is ``"ddp"``, which loses their parameters.
+        SketchMismatchError: On every rank, if sketched layers differ between ranks.
+        DistributedError: On every rank, if anything else of the models, the arguments or the libraries' versions does,
+            or a rank is gone or late. If there is no process group, or layers are cut over ranks by tensor parallelism
+            and the strategy is ``"ddp"``, which loses their parameters.
 
     Cost: a broadcast of the model here. A step sends the gradients of the trained factors once with ``"ddp"`` and
     ``"replicate"``; ``"fsdp"`` gathers the factors twice and scatters the gradients.
@@ -80,12 +82,21 @@ def data_parallel(
         torch.Size([8, 256])
         >>> pr.distributed.shutdown()
     """
-    _check(model, strategy, comm_hook, mixed_precision, cpu_offload)
+
+    def settings() -> dict[str, Any]:
+        _check(model, strategy, comm_hook, mixed_precision, cpu_offload)
+        axes = _check_axes(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
+        given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
+        return {**given, "cpu_offload": cpu_offload, **options}
+
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)] if isinstance(mesh, DeviceMesh) else [mesh]
+    for group in groups:
+        check_alike(model, group, "data_parallel", settings)
     if strategy == "ddp":
-        return _ddp(model, _group_of(mesh), comm_hook, options)
+        return _ddp(model, groups[0], comm_hook, options)
     mesh = _mesh_of(mesh, strategy)
     for axis in range(mesh.ndim):  # along one axis, then the other
-        start_alike(model, mesh.get_group(axis))
+        send_alike(model, mesh.get_group(axis), "data_parallel")
     half = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32) if mixed_precision else None
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
@@ -132,14 +143,18 @@ def _check(
         )
 
 
-def _group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if not isinstance(mesh, DeviceMesh):
-        return mesh
-    if mesh.ndim != 1:
+def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
+    """Names and sizes of the mesh's axes, if they suit the strategy."""
+    if strategy == "ddp" and mesh.ndim != 1:
         raise ShapeError(
             f"mesh must have one axis and has {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp'], say"
         )
-    return mesh.get_group()
+    if mesh.ndim > (2 if strategy == "fsdp" else 1):
+        raise ShapeError(
+            f"mesh has the axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}, which are too many for "
+            f"strategy={strategy!r}: pass mesh['dp']" + (", or mesh['replicate', 'dp']" if strategy == "fsdp" else "")
+        )
+    return mesh.mesh_dim_names, tuple(mesh.shape)
 
 
 def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> DeviceMesh:
@@ -149,11 +164,7 @@ def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> Devi
             raise DistributedError("there is no process group: call panther.distributed.init() first")
         kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
         mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
-    if mesh.ndim > (2 if strategy == "fsdp" else 1):
-        raise ShapeError(
-            f"mesh has the axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}, which are too many for "
-            f"strategy={strategy!r}: pass mesh['dp']" + (", or mesh['replicate', 'dp']" if strategy == "fsdp" else "")
-        )
+    _check_axes(mesh, strategy)
     if strategy == "replicate":
         return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
     return mesh
@@ -197,8 +208,7 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
 def _ddp(
     model: nn.Module, group: dist.ProcessGroup | None, comm_hook: str | None, options: dict[str, Any]
 ) -> DistributedDataParallel:
-    src = dist.get_process_group_ranks(group)[0] if dist.is_initialized() and dist.get_rank(group) >= 0 else 0
-    sync_sketches(model, src=src, group=group)
+    send_sketches(model, group)
     fixed = [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -210,9 +220,10 @@ def _ddp(
     users = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*users, *fixed])
     try:
-        parallel = DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, process_group=group, **options
-        )
+        with watched("data_parallel", group):
+            parallel = DistributedDataParallel(
+                model, device_ids=[device] if device.type == "cuda" else None, process_group=group, **options
+            )
     finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
     verify_sketches(model, group)

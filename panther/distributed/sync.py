@@ -1,6 +1,6 @@
 """Keep the sketches of all ranks one and the same, at the price of a seed a layer."""
 
-__all__ = ["check_alike", "start_alike", "sync_sketches", "verify_sketches"]
+__all__ = ["check_alike", "send_alike", "send_sketches", "start_alike", "sync_sketches", "verify_sketches"]
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -112,13 +112,23 @@ def start_alike(
         SketchMismatchError: The same, for sketched layers.
     """
     check_alike(model, group, what, settings)
+    send_alike(model, group, what)
+
+
+def send_alike(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
+    """The second half of :func:`start_alike`, for models that are known to be alike."""
     src = dist.get_process_group_ranks(group)[0]
     with watched(what, group):
-        _send(sketched_layers(model), src, group)
+        send_sketches(model, group)
         for tensor in (*model.parameters(), *model.buffers()):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             dist.broadcast(local.detach(), src, group=group)
     verify_sketches(model, group)
+
+
+def send_sketches(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of the group its first one's sketches."""
+    _send(sketched_layers(model), ranks_of(group)[0], group)
 
 
 def check_alike(
