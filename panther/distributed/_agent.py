@@ -5,7 +5,7 @@ worker that ends with exit code 0 and without a result (the agent waits for it f
 workers, of which the agent reports one, often not the one that failed first.
 """
 
-__all__ = ["Failure", "run_agent"]
+__all__ = ["Failure", "own_signal_handlers", "quiet", "run_agent"]
 
 import json
 import logging
@@ -154,7 +154,7 @@ def run_agent(
         KeyboardInterrupt: On SIGINT, once the workers have ended.
         SignalException: On SIGTERM and the like, once the workers have ended.
     """
-    with _quiet(), _own_signal_handlers():
+    with quiet(), own_signal_handlers():
         spec = WorkerSpec(
             role="worker",
             local_world_size=nproc,
@@ -180,7 +180,7 @@ def run_agent(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the agent's log off the terminal; handlers that a user attaches to these loggers still get it."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     before = [logger.propagate for logger in loggers]
@@ -197,7 +197,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
+def own_signal_handlers() -> Iterator[None]:
     """Put back the handlers that the agent replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -37,8 +37,9 @@ def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) ->
     each other.
 
     Args:
-        backend: ``"gloo"``, ``"nccl"`` or another of torch's; None is nccl if every rank has a GPU of its own, else
-            gloo, decided jointly. With nccl the current CUDA device becomes the rank's own.
+        backend: ``"gloo"``, ``"nccl"`` or another of torch's; None is that of ``panther launch --backend``, else nccl
+            if every rank has a GPU of its own, else gloo, decided jointly. With nccl the current CUDA device becomes
+            the rank's own.
         timeout: Seconds to wait for the other ranks, and afterwards for each collective operation.
 
     Raises:
@@ -54,7 +55,7 @@ def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) ->
         >>> shutdown()
     """
     rank, world_size = _ranks_from_environment()
-    start_group(rank, world_size, backend, timeout, open_store)
+    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout, open_store)
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:

@@ -1,0 +1,31 @@
+"""``panther launch``: a script on several processes, on one node or several."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import sys
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    # Every argument is left to torchrun's parser, whose import takes a while: none begins with this prefix.
+    parser = commands.add_parser(
+        "launch", help="start a script on several processes, as torchrun does", add_help=False, prefix_chars="\0"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the processes; their exit code."""
+    from panther.distributed.launcher import Interrupted, LaunchError, run_launch
+
+    try:
+        run_launch(args.arguments)
+    except LaunchError as error:
+        print(f"panther: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except Interrupted as interrupt:
+        return 128 + interrupt.number
+    return 0
