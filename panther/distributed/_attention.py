@@ -1,4 +1,4 @@
-"""Attention with packed or plain parameters, cut by heads over the ranks of one mesh axis.
+"""Panther's attention by random features, cut by heads over the ranks of one mesh axis.
 
 Every rank projects, attends and projects back with some of the heads, whole ones, and the outputs are summed.
 """
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from panther.distributed._cutting import CutModule, check_mesh, cut_parameter_, local_parameters, remember_
+from panther.distributed._packed_attention import cannot_cut_packed_heads, shard_packed_heads_
 from panther.distributed.collectives import all_reduce, chunk_ranges, sum_in_backward
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, sinSRPE
@@ -76,6 +77,8 @@ def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     check_mesh(mesh)
     if reason := cannot_cut_heads(module, mesh.size()):
         raise (ShapeError if "ranks" in reason else TypeError)(f"{type(module).__name__} {reason}")
+    if isinstance(module, nn.MultiheadAttention):
+        return shard_packed_heads_(module, mesh)
     heads = chunk_ranges(module.num_heads, mesh.size())[mesh.get_local_rank()]  # type: ignore[arg-type]
     draw_alike_(module, mesh)
     remember_(module, ("tp_mesh", "heads", "summed"))
@@ -99,10 +102,10 @@ def draw_alike_(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def cannot_cut_heads(module: nn.Module, ranks: int) -> str | None:
     """Why such an attention cannot be cut over so many ranks, None if it can."""
-    if type(module) is not RandMultiHeadAttention:
+    if type(module) not in (RandMultiHeadAttention, nn.MultiheadAttention):
         return "is no attention whose heads can be cut: name its projections"
-    if module.num_heads % ranks:
+    if module.num_heads % ranks:  # type: ignore[operator]
         return f"has {module.num_heads} heads, which {ranks} ranks do not divide"
-    if module.SRPE is not None:
-        return "has relative positions of all heads"
-    return None
+    if isinstance(module, nn.MultiheadAttention):
+        return cannot_cut_packed_heads(module)
+    return "has relative positions of all heads" if module.SRPE is not None else None

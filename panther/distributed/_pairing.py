@@ -83,8 +83,6 @@ def plan_automatically(model: nn.Module, ranks: int, *, sequence_parallel: bool)
             plan.why[name] = "has no partner across functions of single entries"
         elif isinstance(module, _CONVOLUTIONS):
             plan.why[name] = "channels are not cut"
-        elif isinstance(module, nn.MultiheadAttention):
-            plan.why[name] = "packs its projections into one parameter: RandMultiHeadAttention can be cut by heads"
     return plan
 
 
@@ -103,13 +101,15 @@ def _shared(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
 
 def _plan_attention(plan: Plan, model: nn.Module, ranks: int, several: set[str], tied: set[str]) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, RandMultiHeadAttention):
+        if isinstance(module, RandMultiHeadAttention | nn.MultiheadAttention):
             reason = cannot_cut_heads(module, ranks)
             if reason is None:
                 reason = _elsewhere([name], several, tied)
             if reason is None:
                 plan.styles[name] = HeadwiseParallel()
                 plan.why[name] = f"{module.num_heads // ranks} of {module.num_heads} heads a rank"
+                if isinstance(module, nn.MultiheadAttention) and module._qkv_same_embed_dim:
+                    plan.why[name] += "; its packed projection is whole on each"
             else:
                 plan.why[name] = reason
     for block in find_attention(model, ranks):

@@ -11,18 +11,26 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
 import itertools
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from panther.distributed._agreement import agree, in_words, ranks_of
+from panther.distributed._faults import watched
 from panther.distributed.mesh import get_world_size
-from panther.errors import DistributedError, ShapeError
+from panther.errors import ShapeError
 
 _OPERATIONS = ("sum", "mean")
 _GRADS = ("replicate", "partial")
 
 Group = dist.ProcessGroup | None
+
+_agreed: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
+"""What the ranks of a group were found to mean alike: names, shapes, dtypes and settings of calls."""
 
 
 def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "replicate") -> Tensor:
@@ -36,7 +44,8 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "
 
     Raises:
         ValueError: If ``op`` or ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
+            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
 
     Cost: the bytes of ``x``, once; backward nothing, or the same with ``"partial"``.
 
@@ -49,8 +58,9 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "
     """
     if op not in _OPERATIONS:
         raise ValueError(f"op={op!r} is unknown: use one of {', '.join(map(repr, _OPERATIONS))}")
-    n = _check(group, grad)
-    total = _AllReduce.apply(x, group, grad)
+    n = _check("all_reduce", x, group, grad, op=op)
+    with watched("all_reduce", group):
+        total = _AllReduce.apply(x, group, grad)
     return total / n if op == "mean" else total
 
 
@@ -66,16 +76,19 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
     Raises:
         ShapeError: On every rank, if shapes differ in another dimension than ``dim``.
         ValueError: If ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
+            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
 
     Cost: the bytes of ``x`` to every other rank, and first those of its shape.
     """
-    _check(group, grad)
     dim = dim % max(x.dim(), 1)
-    shapes = _shapes(x, group)
+    _check("all_gather", x, group, grad, dim=dim)
+    with watched("all_gather", group):
+        shapes = _shapes(x, group)
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise ShapeError(f"all_gather along dim={dim} takes shapes that differ only there, not {shapes}")
-    return _AllGather.apply(x, dim, [shape[dim] for shape in shapes], group, grad)
+    with watched("all_gather", group):
+        return _AllGather.apply(x, dim, [shape[dim] for shape in shapes], group, grad)
 
 
 def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
@@ -88,14 +101,16 @@ def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
 
     Raises:
         ShapeError: If there are fewer chunks than ranks.
-        DistributedError: If there is no process group, or this rank is not in it.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
+            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
 
     Cost: the bytes of ``x``; backward as many, for the gradients of all chunks are gathered.
     """
-    n = _check(group, "replicate")
     dim = dim % max(x.dim(), 1)
+    n = _check("reduce_scatter", x, group, "replicate", dim=dim)
     sizes = chunk_sizes(x.shape[dim], n)
-    return _ReduceScatter.apply(x, dim, sizes, group)
+    with watched("reduce_scatter", group):
+        return _ReduceScatter.apply(x, dim, sizes, group)
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
@@ -109,10 +124,12 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
 
     Raises:
         ValueError: If ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
+            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
     """
-    _check(group, grad)
-    return _Broadcast.apply(x, src, group, grad)
+    _check("broadcast", x, group, grad, src=src)
+    with watched("broadcast", group):
+        return _Broadcast.apply(x, src, group, grad)
 
 
 def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
@@ -233,15 +250,19 @@ class _SumInBackward(torch.autograd.Function):
         return _AllReduce.apply(gradient, ctx.group, "replicate"), None
 
 
-def _check(group: Group, grad: str) -> int:
-    """World size of the group, if this rank is in it."""
+def _check(name: str, x: Tensor, group: Group, grad: str, **settings: Any) -> int:
+    """World size of the group, if this rank is in it and the others mean the same, which is asked once a case."""
     if grad not in _GRADS:
         raise ValueError(f"grad={grad!r} is unknown: use one of {', '.join(map(repr, _GRADS))}")
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DistributedError("there is no process group: call panther.distributed.init() first")
-    if dist.get_rank(group) < 0:
-        raise DistributedError(f"rank {dist.get_rank()} is not in the group: only the group's ranks may call this")
-    return get_world_size(group)
+    ranks = ranks_of(group)
+    shape = f"{x.dim()} dimensions" if name == "all_gather" else str(tuple(x.shape))
+    case = {"the tensor": f"{x.dtype} {shape}", **in_words({**settings, "grad": grad})}
+    agreed = _agreed.setdefault(group or dist.group.WORLD, set())
+    if len(ranks) > 1 and (key := (name, *case.values())) not in agreed and not isinstance(x, FakeTensor):
+        with _disable_current_modes():  # not what CommunicationCounter is to count: it comes once
+            agree(name, lambda: case, group, "pass every rank the same", "tensors or settings")
+        agreed.add(key)
+    return len(ranks)
 
 
 def _shapes(x: Tensor, group: Group) -> list[tuple[int, ...]]:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from panther.distributed._attention import HeadwiseRandAttention, draw_alike_
 from panther.distributed._cutting import remember_
 from panther.distributed._dense import ColwiseLinear, RowwiseLinear, VocabularyEmbedding
+from panther.distributed._packed_attention import HeadwiseMultiheadAttention
 from panther.distributed._pairing import Plan, plan_automatically, shared_parameters
 from panther.distributed._sharded import ColwiseSKLinear, RowwiseSKLinear, copy_
 from panther.distributed.sync import start_alike
@@ -28,7 +29,8 @@ class Placed(NamedTuple):
     name: str
     kind: str
     action: str
-    """``"outputs cut"``, ``"inputs cut"``, ``"rows cut"``, ``"heads cut"``, ``"copied"``, or the style of the plan."""
+    """``"outputs cut"``, ``"inputs cut"``, ``"rows cut"``, ``"heads cut"``, ``"cut"`` with the module that it is in,
+    ``"copied"``, or the style of the plan."""
     reason: str
 
 
@@ -60,7 +62,8 @@ def tensor_parallel(
       nn.Sequential, and feed-forward blocks that name their layers as torch's and common transformers do (linear1 and
       linear2; gate_proj, up_proj and down_proj; fc1 and fc2; ...). The outputs of the first and the inputs of the
       second are cut, as :func:`torch.chunk` cuts them, so that one sum a pair is all that is sent;
-    - attention by whole heads, if the ranks divide them: :class:`~panther.nn.RandMultiHeadAttention`, and blocks that
+    - attention by whole heads, if the ranks divide them: :class:`~panther.nn.RandMultiHeadAttention`,
+      nn.MultiheadAttention (whose packed projection stays whole on every rank), and blocks that
       name their projections as transformers do (q_proj, k_proj, v_proj and o_proj; query, key, value and dense; ...).
       Attributes that count heads become each rank's own;
     - tables of 4096 rows or more (nn.Embedding), and linear layers without a partner of so many outputs and more than
@@ -116,6 +119,10 @@ def tensor_parallel(
         module = model.get_submodule(name)
         remember_(module, **{key: getattr(module, key) for key in attributes})
         vars(module).update(attributes)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):  # collectives know no nested tensors
+            remember_(module, use_nested_tensor=module.use_nested_tensor)
+            module.use_nested_tensor = False
     placed = [
         Placed(name, kinds[name], *_place(name, module, mesh, made))
         for name, module in list(model.named_modules())
@@ -135,7 +142,9 @@ def _place(name: str, module: nn.Module, mesh: DeviceMesh, plan: Plan) -> tuple[
         owner = name.rpartition(".")[0]
         while owner and owner not in plan.styles:
             owner = owner.rpartition(".")[0]
-        return "copied", f"with {owner!r}" if owner in plan.styles else "with the module that it is part of"
+        parts = [placement for p in module._parameters.values() if p is not None for placement in p.placements]  # type: ignore[attr-defined]
+        action = "copied" if all(isinstance(placement, Replicate) for placement in parts) else "cut"
+        return action, f"with {owner!r}" if owner in plan.styles else "with the module that it is part of"
     how = copy_(module, mesh, name in plan.summed)
     return "copied", plan.why.get(name, how) if "plain" not in how else f"{plan.why.get(name, '')} {how}".strip()
 
@@ -147,6 +156,7 @@ _ACTIONS: dict[type, str] = {
     RowwiseLinear: "inputs cut",
     VocabularyEmbedding: "rows cut",
     HeadwiseRandAttention: "heads cut",
+    HeadwiseMultiheadAttention: "heads cut",
 }
 _ACTIONS_OF_STYLES: dict[type, str] = {ColwiseParallel: "outputs cut", RowwiseParallel: "inputs cut"}
 

@@ -138,18 +138,20 @@ class RowwiseSKParallel(ColwiseSKParallel):
 
 
 class HeadwiseParallel(ParallelStyle):
-    """Cut a :class:`~panther.nn.RandMultiHeadAttention` by heads, for torch's ``parallelize_module``.
+    """Cut a :class:`~panther.nn.RandMultiHeadAttention` or nn.MultiheadAttention by heads, for ``parallelize_module``.
 
     Every rank projects, attends and projects back with its own heads, and the outputs are summed. Parameters are
     DTensors, W0 cut along its inputs, the other weights, their biases and the random directions along the heads; each
-    rank draws its heads' directions. Weights and directions are those of the mesh's first rank.
+    rank draws its heads' directions. The packed projection of nn.MultiheadAttention stays whole on every rank, which
+    uses its heads' rows of it. Weights and directions are those of the mesh's first rank.
 
     Raises:
-        TypeError: When applied, if the module is no RandMultiHeadAttention, or has relative positions (``SRPE``).
+        TypeError: When applied, if the module is neither, or has relative positions (``SRPE``), ``add_bias_kv`` or
+            ``add_zero_attn``.
         ShapeError: When applied, if the ranks do not divide the heads.
 
     Cost: an all-reduce of the output forward, and of the gradients of query, key and value backward, once if they are
-        one tensor.
+        one tensor; of a packed projection, of its gradient.
 
     Example:
         >>> import panther as pr

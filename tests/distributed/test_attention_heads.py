@@ -148,6 +148,104 @@ def test_ten_steps_with_redrawn_features(dp):
         assert torch.equal(state["_extra_state"], mine["_extra_state"])
 
 
+def packed_attention(seed, dtype=torch.float64, **kwargs):
+    torch.manual_seed(seed)
+    module = nn.MultiheadAttention(24, 12, **kwargs).to(dtype)
+    nn.init.normal_(module.out_proj.weight)
+    if module.in_proj_bias is not None:
+        nn.init.normal_(module.in_proj_bias)
+    return module
+
+
+PACKED = {
+    "plain": ({"batch_first": True}, {}),
+    "causal": (
+        {"bias": False},
+        {"attn_mask": torch.ones(6, 6).triu(1).bool(), "is_causal": True, "need_weights": False},
+    ),
+    "masks": (
+        {"kdim": 10, "vdim": 7, "batch_first": True},
+        {
+            "attn_mask": torch.linspace(-1, 1, 3 * 12 * 36).view(36, 6, 6).double(),
+            "key_padding_mask": -2.0 * (torch.arange(18).view(3, 6) % 6 > 3).double(),
+            "average_attn_weights": False,
+        },
+    ),
+    "unbatched": ({}, {"key_padding_mask": torch.arange(6) > 3}),
+}
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", list(PACKED))
+def test_packed_attention(n, case):
+    kwargs, options = PACKED[case]
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, 6, width, generator=generator).double() for width in (24, 10, 7))
+    if case == "unbatched":
+        query = query[0]
+    if case == "causal":
+        query = query.transpose(0, 1)
+    inputs = (query, key, value) if "kdim" in kwargs else (query, query, query)
+
+    def run(module):
+        weights = module(*inputs, **options)[1]
+        module.eval()
+        with torch.no_grad():
+            evaluated = module(*inputs, **options)[0]
+        return *attend(module.train(), *inputs, **options), evaluated, weights
+
+    def rank():
+        module = packed_attention(dist.get_rank(), **kwargs)
+        return run(parallelize_module(module, make_mesh(tp=n)["tp"], HeadwiseParallel()))
+
+    expected = run(packed_attention(0, **kwargs))
+    for out, dx, gradients, evaluated, weights in on_ranks(rank, n):
+        close(out, expected[0], 1e-12)
+        close(evaluated, expected[3], 1e-12)
+        assert (weights is None) == (expected[4] is None)
+        if weights is not None:
+            close(weights.detach(), expected[4].detach(), 1e-12)
+        for ours, theirs in zip(dx, expected[1], strict=True):
+            close(ours, theirs, 1e-12)
+        for name, gradient in expected[2].items():
+            close(gradients[name], gradient, 1e-12)
+
+
+def test_a_transformer_encoder_trained_and_evaluated():
+    """With masks of keys, which torch would turn into nested tensors in evaluation."""
+    x = torch.randn(3, 6, 24, generator=torch.Generator().manual_seed(0)).double()
+    padding = torch.zeros(3, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+
+    def build(seed):
+        torch.manual_seed(seed)
+        layer = nn.TransformerEncoderLayer(24, 4, 50, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 2).double()
+
+    def run(model):
+        result = train(model, x)
+        model.eval()
+        with torch.no_grad():
+            return *result, model(x, src_key_padding_mask=padding)[~padding]
+
+    def rank():
+        model = build(dist.get_rank())
+        report = {entry.name: entry.action for entry in tensor_parallel(model, make_mesh(tp=2)["tp"]).placed}
+        result = run(model)
+        return *result, report, unshard_module(model).use_nested_tensor
+
+    losses, norms, weights, evaluated = run(build(0))
+    for their_losses, their_norms, theirs, out, report, nested in on_ranks(rank):
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        assert their_norms == pytest.approx(norms, rel=1e-9)
+        for name, weight in weights.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(out, evaluated, rtol=1e-8, atol=1e-10)
+        assert report["layers.0.self_attn"] == "heads cut"
+        assert report["layers.0.self_attn.out_proj"] == "cut"
+        assert nested
+
+
 class Grouped(nn.Module):
     """Grouped queries, with numbers of heads among its attributes, which its forward reads."""
 
@@ -251,8 +349,9 @@ def test_what_is_left_and_what_is_refused():
             report = tensor_parallel(nn.ModuleDict({"block": module}), mesh if name == "heads" else half)
             reasons[name] = {entry.name: entry for entry in report.placed}["block.out_proj"]
         relative = RandMultiHeadAttention(8, 2, 4, SRPE=sinSRPE(2, 4, 2, 4))
-        report = tensor_parallel(nn.Sequential(relative, nn.MultiheadAttention(8, 2)), half)
-        reasons["relative"], reasons["packed"] = report.placed[0], report.placed[2]
+        appending = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+        report = {entry.name: entry for entry in tensor_parallel(nn.Sequential(relative, appending), half).placed}
+        reasons["relative"], reasons["appending"], reasons["output"] = report["0"], report["1"], report["1.out_proj"]
         messages = []
         for module in (nn.Linear(4, 4), RandMultiHeadAttention(6, 3, 4)):
             with pytest.raises((TypeError, ShapeError)) as caught:
@@ -265,7 +364,8 @@ def test_what_is_left_and_what_is_refused():
         assert reasons[name].action == "copied"
         assert reasons[name].reason.startswith(reason)
     assert reasons["relative"].reason == "has relative positions of all heads"
-    assert reasons["packed"].reason.startswith("packs its projections into one parameter")
+    assert reasons["appending"].reason == "has add_bias_kv or add_zero_attn"
+    assert reasons["output"][2:] == ("copied", "with the module that it is part of")
     assert messages[0] == "Linear is no attention whose heads can be cut: name its projections"
     assert messages[1] == "RandMultiHeadAttention has 3 heads, which 2 ranks do not divide"
 

@@ -216,11 +216,13 @@ def test_every_module_with_parameters_is_in_the_report(n):
             "random.linear1": "outputs cut",
             "random.linear2": "inputs cut",
             "random.self_attn": "heads cut",
+            "encoder.self_attn": "heads cut",
+            "encoder.self_attn.out_proj": "cut",
         }
         reasons = {name: entry.reason for name, entry in report.items()}
         assert reasons["conv"] == reasons["sketched_conv"] == "channels are not cut"
         assert reasons["single"] == "has no partner across functions of single entries"
-        assert reasons["encoder.self_attn.out_proj"] == "with the module that it is part of"
+        assert reasons["encoder.self_attn.out_proj"] == "with 'encoder.self_attn'"
         assert reasons["recurrent"].endswith("plain tensors, for it keeps tensors in other places too")
         assert reasons["scales"].endswith("plain tensors, for other modules read them")
         assert reasons["norm"] == reasons[""] == "computed whole by every rank"
