@@ -9,7 +9,7 @@ __all__ = ["run"]
 from pathlib import Path
 from typing import Any
 
-from distributed_bytes import Sizes, byte_rows
+from distributed_bytes import Sizes, data_parallel_bytes, tensor_parallel_bytes
 from distributed_steps import OVERHEADS, overhead_rows, scaling_rows
 from harness import main, print_table, write_csv
 
@@ -22,7 +22,8 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     if device != "cpu":
         print("two processes over gloo are measured on CPUs only")
         return
-    _show("distributed-bytes", byte_rows(Sizes(width=256, sketch_size=4, batch=8) if quick else Sizes()), quick)
+    sizes = Sizes(width=256, sketch_size=4, batch=8) if quick else Sizes()
+    _show("distributed-bytes", tensor_parallel_bytes(sizes) + data_parallel_bytes(sizes), quick)
     width, batch = (64, 8) if quick else (_WIDTH, _BATCH)
     overheads = [row for case in OVERHEADS for row in overhead_rows(case, width, batch, budget_s)]
     _show("distributed-overhead", overheads, quick)

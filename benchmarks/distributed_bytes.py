@@ -1,6 +1,6 @@
 """Bytes that a rank hands to collective operations, counted, beside what the formulas say."""
 
-__all__ = ["Sizes", "byte_rows"]
+__all__ = ["Sizes", "data_parallel_bytes", "tensor_parallel_bytes"]
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,26 +51,36 @@ class Sizes:
         return _FLOAT * 2 * self.width * self.sketch_size + 32
 
 
-def byte_rows(sizes: Sizes) -> list[dict[str, Any]]:
-    """Count on two processes.
+def tensor_parallel_bytes(sizes: Sizes) -> list[dict[str, Any]]:
+    """Count what a pair of layers sends that two processes share.
 
     Returns:
-        Rows of ``case``, ``layer``, ``stage``, ``calls``, ``bytes`` and ``formula``, the last two equal if all is well.
+        Rows of ``case``, ``layer``, ``stage``, ``operations``, ``bytes`` and ``formula``, the last two equal if all is
+        well.
     """
-    return launch(_count, sizes, nproc=_RANKS, start_method="fork")[0]
+    return launch(_on_kinds, _tensor_parallel, sizes, nproc=_RANKS, start_method="fork")[0]
 
 
-def _count(sizes: Sizes) -> list[dict[str, Any]]:
-    rows = []
-    for kind in ("SKLinear", "nn.Linear"):
-        rows += _tensor_parallel(sizes, kind)
-    for strategy in ("ddp", "replicate", "fsdp"):
-        for kind in ("SKLinear", "nn.Linear"):
-            rows += _data_parallel(sizes, kind, strategy)
-    model = nn.Sequential(sizes.layer("SKLinear"))
-    plain = DistributedDataParallel(model)
+def data_parallel_bytes(sizes: Sizes) -> list[dict[str, Any]]:
+    """Count what two processes send that train a layer each on samples of its own, and that share its sketches.
+
+    Returns:
+        Rows as of :func:`tensor_parallel_bytes`.
+    """
+    return (
+        launch(_on_kinds, _data_parallel, sizes, nproc=_RANKS, start_method="fork")[0]
+        + launch(_sketches, sizes, nproc=_RANKS, start_method="fork")[0]
+    )
+
+
+def _on_kinds(count: Callable[[Sizes, str], list[dict[str, Any]]], sizes: Sizes) -> list[dict[str, Any]]:
+    return [row for kind in ("SKLinear", "nn.Linear") for row in count(sizes, kind)]
+
+
+def _sketches(sizes: Sizes) -> list[dict[str, Any]]:
+    plain = DistributedDataParallel(nn.Sequential(sizes.layer("SKLinear")))
     first = _counted(lambda: plain(torch.zeros(sizes.batch, sizes.width)))
-    rows.append(_row("DistributedDataParallel as it comes", "SKLinear", "each forward", first, sizes.sketch_bytes))
+    rows = [_row("DistributedDataParallel as it comes", "SKLinear", "each forward", first, sizes.sketch_bytes)]
     for layers in (1, 8):
         model = nn.Sequential(*(sizes.layer("SKLinear") for _ in range(layers)))
         once = _counted(lambda model=model: sync_sketches(model))  # type: ignore[misc]
@@ -89,6 +99,7 @@ def _tensor_parallel(sizes: Sizes, kind: str) -> list[dict[str, Any]]:
     )
     parallelize_module(pair, make_mesh(tp=_RANKS)["tp"], plan)
     x = torch.zeros(sizes.batch, sizes.width, requires_grad=True)
+    pair(x).sum().backward()  # what is checked in the first one is not sent again
     results: list[Tensor] = []
     forward = _counted(lambda: results.append(pair(x)))
     backward = _counted(lambda: results[0].sum().backward())
@@ -97,19 +108,22 @@ def _tensor_parallel(sizes: Sizes, kind: str) -> list[dict[str, Any]]:
     return [_row(case, kind, "forward", forward, formula), _row(case, kind, "backward", backward, formula)]
 
 
-def _data_parallel(sizes: Sizes, kind: str, strategy: str) -> list[dict[str, Any]]:
+def _data_parallel(sizes: Sizes, kind: str) -> list[dict[str, Any]]:
     """FSDP2 gathers the shards, forward and again backward, and scatters the sums of the gradients."""
-    model = data_parallel(nn.Sequential(sizes.layer(kind)), strategy=strategy)
-    x = torch.zeros(sizes.batch, sizes.width)
-
-    def step() -> None:
-        model(x).sum().backward()
-
-    step()
-    step()  # DDP arranges its buckets anew in the second one
     whole = sizes.parameter_bytes(kind)
-    formula = whole // _RANKS * 2 + whole if strategy == "fsdp" else whole
-    return [_row(f"data parallel, {strategy}", kind, "a step", _counted(step), formula)]
+    formulas = {"ddp": whole, "replicate": whole, "fsdp": 2 * (whole // _RANKS) + whole}
+    x = torch.zeros(sizes.batch, sizes.width)
+    rows = []
+    for strategy, formula in formulas.items():
+        model = data_parallel(nn.Sequential(sizes.layer(kind)), strategy=strategy)
+
+        def step(model: nn.Module = model) -> None:
+            model(x).sum().backward()
+
+        step()
+        step()  # DDP arranges its buckets anew in the second one
+        rows.append(_row(f"data parallel, {strategy}", kind, "a step", _counted(step), formula))
+    return rows
 
 
 def _counted(function: Callable[[], object]) -> CommunicationCounter:

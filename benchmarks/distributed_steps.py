@@ -39,16 +39,17 @@ _TURN_S = 0.1
 
 def in_turns(steps: Mapping[str, Step], budget_s: float, min_rounds: int = 5) -> dict[str, list[tuple[float, float]]]:
     """Wall and CPU seconds a call on this rank, of every alternative in every round; all ranks must call it."""
-    for step in steps.values():
+    repeats = {}
+    for name, step in steps.items():
         for _ in range(3):
             step()
-    once, _ = _measured(next(iter(steps.values())), 1)
-    repeats = int(_told(max(1, round(min(_TURN_S, budget_s / 20) / once))))
+        once, _ = _measured(step, 1)
+        repeats[name] = int(_told(max(1, round(min(_TURN_S, budget_s / 20) / once))))
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names, start, rounds = list(steps), time.monotonic(), 0
     while _told(rounds < min_rounds or time.monotonic() - start < budget_s):
         for name in names:
-            samples[name].append(_measured(steps[name], repeats))
+            samples[name].append(_measured(steps[name], repeats[name]))
         names.append(names.pop(0))
         rounds += 1
     return samples

@@ -31,8 +31,43 @@ def test_every_subject_runs():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    heading = next(line for line in done.stdout.splitlines() if "nn.Linear" in line)
+    (layers,) = (part for part in done.stdout.split("== ") if part.startswith("bench_sklinear"))
+    heading = next(line for line in layers.splitlines() if "nn.Linear" in line)
     assert all(column in heading for column in ("time_us", "x nn.Linear", "x optimum", "stored_bytes", "rms_error"))
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import distributed_bytes
+
+    yield distributed_bytes
+    sys.modules.pop("distributed_bytes")
+
+
+@pytest.mark.distributed
+def test_a_cut_pair_sends_the_sketch_and_not_the_width(counting):
+    rows = counting.tensor_parallel_bytes(counting.Sizes(width=4096, sketch_size=64, batch=256))
+    sent = {(row["layer"], row["stage"]): (row["bytes"], row["formula"]) for row in rows}
+    assert sent == {
+        ("SKLinear", "forward"): (131_072, 131_072),
+        ("SKLinear", "backward"): (131_072, 131_072),
+        ("nn.Linear", "forward"): (4_194_304, 4_194_304),
+        ("nn.Linear", "backward"): (4_194_304, 4_194_304),
+    }
+
+
+@pytest.mark.distributed
+def test_data_parallel_bytes_shrink_as_the_parameters_do(counting):
+    sizes = counting.Sizes(width=512, sketch_size=8, batch=4)
+    rows = counting.data_parallel_bytes(sizes)
+    assert all(row["bytes"] == row["formula"] for row in rows)
+    sent = {(row["case"], row["layer"]): row["bytes"] for row in rows}
+    numbers = {kind: sum(p.numel() for p in sizes.layer(kind).parameters()) for kind in ("SKLinear", "nn.Linear")}
+    for strategy in ("ddp", "replicate", "fsdp"):
+        sketched, dense = (sent[f"data parallel, {strategy}", kind] for kind in numbers)
+        assert sketched * numbers["nn.Linear"] == dense * numbers["SKLinear"]
+    assert sent["sync_sketches", "8 SKLinear"] - sent["sync_sketches", "1 SKLinear"] == 7 * 8  # a seed a layer
 
 
 def test_every_alternative_runs_in_every_round(harness):
