@@ -71,7 +71,7 @@ def agree(
         raise kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
     if len({call for call, _, _ in answers}) > 1:
         calls = {rank: {"the call": call} for rank, (call, _, _) in zip(ranks, answers, strict=True)}
-        raise DistributedError(f"ranks call different things: {'; '.join(_differences(calls).values())}: {fix}")
+        raise DistributedError(f"ranks call different things: {'; '.join(_differences(calls).values())}: call the same")
     differences = _differences({rank: found for rank, (_, _, found) in zip(ranks, answers, strict=True)})
     sketches = any(name.startswith(LAYER) for name in differences)
     parts = list(differences.values())

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 
+from panther.distributed._faults import watched
 from panther.distributed.data import data_parallel
 from panther.distributed.mesh import get_rank, get_world_size
 from panther.distributed.sync import verify_sketches
@@ -76,6 +77,9 @@ class AdvancedDistributedTrainer:
 
         Returns:
             The mean loss over the samples of all ranks.
+
+        Raises:
+            DistributedError: If a rank is gone or late.
         """
         self.synchronize_sketching_matrices()
         self.ddp_model.train()
@@ -84,7 +88,7 @@ class AdvancedDistributedTrainer:
         joined: list[Joinable] = [self.ddp_model]
         if isinstance(optimizer, Joinable):  # ZeRO's
             joined.append(optimizer)
-        with Join(joined):
+        with watched("train_epoch"), Join(joined):
             for data, target in dataloader:
                 data, target = data.to(device), target.to(device)
                 optimizer.zero_grad()
@@ -93,5 +97,6 @@ class AdvancedDistributedTrainer:
                 nn.utils.clip_grad_norm_(self.ddp_model.parameters(), self.max_norm)
                 optimizer.step()
                 sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
-        dist.all_reduce(sums)
+        with watched("train_epoch"):
+            dist.all_reduce(sums)
         return (sums[0] / sums[1]).item()

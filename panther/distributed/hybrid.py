@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from panther.distributed._agreement import agree
+from panther.distributed._faults import watched
 from panther.distributed.data import data_parallel, shard_whole
 from panther.distributed.mesh import get_world_size, make_mesh
 from panther.distributed.pipelining import PipelineSchedule, make_schedule
@@ -77,6 +79,7 @@ class HybridParallelTrainer:
         self.num_microbatches = config["num_microbatches"]
         self.dp_group, self.tp_group = self.mesh["dp"].get_group(), self.mesh["tp"].get_group()
         self._schedule: tuple[Any, PipelineSchedule] | None = None
+        self._form: dict[str, str] | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
         given = {name: value for name, value in config.items() if name != "pipeline_sample"}
         start_alike(model, dist.group.WORLD, "HybridParallelTrainer", lambda: given)  # type: ignore[arg-type]
@@ -131,8 +134,29 @@ class HybridParallelTrainer:
 
         Raises:
             ShapeError: If the microbatches do not divide the samples.
+            DistributedError: If ranks that share layers pass batches of another form, or a rank is gone or late.
         """
         data, targets = batch
+        self._agree_on(data, targets)
+        with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
+            return self._step(data, targets, optimizer, criterion)
+
+    def _agree_on(self, data: Tensor, targets: Tensor) -> None:
+        """Ranks that share layers must have one batch, which is asked when its form changes."""
+        forms = {"the samples": data, "the targets": targets}
+        form = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in forms.items()}
+        if self.mesh["tp"].size() > 1 and form != self._form:
+            fix = "pass ranks of one place along dp the same batch"
+            agree("train_step", lambda: form, self.tp_group, fix, "batches")
+        self._form = form
+
+    def _step(
+        self,
+        data: Tensor,
+        targets: Tensor,
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+    ) -> float:
         device = next(self.model.parameters()).device
         data, targets = data.to(device), targets.to(device)
         optimizer.zero_grad()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from panther.distributed._checkin import name_ranks
+from panther.distributed._faults import watched
 from panther.distributed.mesh import get_rank, get_world_size
 from panther.errors import DistributedError
 
@@ -87,7 +88,8 @@ class DistributedMetricsCollector:
         """Every metric over all ranks, on every rank; all must call it. A mean without weight is NaN.
 
         Raises:
-            DistributedError: On every rank, if the ranks have other metrics; these are named.
+            DistributedError: On every rank, if the ranks have other metrics, which are named; if a rank is gone or
+                late.
 
         Cost: two all-reduces, of 16 bytes, and of 2 float64 numbers a metric and one a rank for a maximum.
         """
@@ -101,7 +103,8 @@ class DistributedMetricsCollector:
                 flat += [metric.total, metric.weight]
         sums = torch.tensor(flat, dtype=torch.float64, device=device)
         if self.world_size > 1 and flat:
-            dist.all_reduce(sums)
+            with watched("compute_global_metrics"):
+                dist.all_reduce(sums)
         numbers = iter(sums.tolist())
         result = {}
         for name, metric in self.metrics.items():
@@ -132,11 +135,12 @@ class DistributedMetricsCollector:
         described = [f"{name} ({metric.reduce})" for name, metric in self.metrics.items()]
         code = zlib.crc32("\n".join(described).encode())
         both = torch.tensor([code, -code], dtype=torch.int64, device=self._device())
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        if both[0] == -both[1]:
-            return
-        every: list[list[str]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(every, described)
+        with watched("compute_global_metrics"):
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+            if both[0] == -both[1]:
+                return
+            every: list[list[str]] = [[] for _ in range(self.world_size)]
+            dist.all_gather_object(every, described)
         by_names: dict[str, list[int]] = {}
         for rank, names in enumerate(every):
             by_names.setdefault(", ".join(names) or "none", []).append(rank)

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map_only
 
-from panther.distributed._agreement import in_words
 from panther.distributed._balancing import Segments, balanced_cuts, check_shared, sizes_in_parameters, timed_cuts
 from panther.distributed._stage_graph import trace_stages
 from panther.distributed.sync import start_alike
@@ -179,10 +178,8 @@ def plan_stages(
         if len(found[0]) < n:
             balanced_cuts([0] * len(found[0]), n)  # which says so
         shapes = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
-        points_ = None if points is None else list(points)
-        return in_words({"n": n, "points": points_, "order": order, "layers": layers, "balance": balance}) | {
-            "the sample": str(shapes)
-        }
+        settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
+        return settings | {"balance": balance, "sample": shapes}
 
     start_alike(model, group, "split_stages", check)  # type: ignore[arg-type]
     assert group is not None
