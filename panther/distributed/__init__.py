@@ -8,6 +8,7 @@ from .bandwidth import CommunicationProfile, profile_communication_overhead
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data import data_parallel
 from .hybrid import HybridParallelTrainer
+from .launcher import LaunchConfig, LaunchError, LaunchResult, launch_distributed_training
 from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
 from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
 from .metrics import DistributedMetricsCollector
@@ -30,6 +31,9 @@ __all__ = [
     "DistributedSketchedModel",
     "HeadwiseParallel",
     "HybridParallelTrainer",
+    "LaunchConfig",
+    "LaunchError",
+    "LaunchResult",
     "MicrobatchPipelineTrainer",
     "PipelineParallelSketchedModel",
     "PipelineSchedule",
@@ -49,6 +53,7 @@ __all__ = [
     "get_world_size",
     "init",
     "launch",
+    "launch_distributed_training",
     "make_mesh",
     "make_schedule",
     "profile_communication_overhead",
