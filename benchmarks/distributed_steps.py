@@ -6,6 +6,7 @@ wall time is that of the slower process; its CPU time, which other work on the m
 
 __all__ = ["OVERHEADS", "in_turns", "overhead_rows", "scaling_rows"]
 
+import contextlib
 import copy
 import statistics
 import time
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import figure
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +36,7 @@ from panther.nn import SKLinear
 Step = Callable[[], object]
 _RANKS = 2
 _LAYERS, _BATCHES = 4, 4  # of a model; of an epoch of AdvancedDistributedTrainer
-_TURN_S = 0.1
+_TURN_S = 0.03
 
 
 def in_turns(steps: Mapping[str, Step], budget_s: float, min_rounds: int = 5) -> dict[str, list[tuple[float, float]]]:
@@ -173,22 +175,23 @@ def _pipeline(model: nn.Sequential, x: Tensor) -> dict[str, Step]:
 
 
 def _advanced(model: nn.Module, x: Tensor) -> dict[str, Step]:
-    """An epoch of some batches, clipped; by hand without Join, so with as many batches on every rank."""
+    """An epoch of some batches, clipped; Join, which serves ranks with other numbers of batches, is torch's."""
     batches = [(x, x)] * _BATCHES
 
-    def by_hand() -> Step:
+    def by_hand(*, join: bool = False) -> Step:
         parallel = _plain(model, gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(parallel.parameters(), 1e-3)
 
         def epoch() -> float:
             total = 0.0
-            for data, target in batches:
-                optimizer.zero_grad()
-                loss = _loss(parallel(data), target)
-                loss.backward()
-                nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
-                optimizer.step()
-                total += loss.item()
+            with Join([parallel]) if join else contextlib.nullcontext():
+                for data, target in batches:
+                    optimizer.zero_grad()
+                    loss = _loss(parallel(data), target)
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+                    optimizer.step()
+                    total += loss.item()
             return total / len(batches)
 
         return epoch
@@ -198,16 +201,19 @@ def _advanced(model: nn.Module, x: Tensor) -> dict[str, Step]:
     return {
         "DistributedDataParallel, a loop": by_hand(),
         "the same again": by_hand(),
+        "the loop with Join": by_hand(join=True),
         "AdvancedDistributedTrainer": lambda: trainer.train_epoch(batches, optimizer, _loss),
     }
 
 
 def _hybrid(model: nn.Module, x: Tensor) -> dict[str, Step]:
+    """The trainer returns the mean loss over ranks, which is one message more; so does a loop by hand."""
     trainer = HybridParallelTrainer(copy.deepcopy(model), {})
     optimizer = torch.optim.SGD(trainer.model.parameters(), 1e-3)
     return {
         "fully_shard": _step(_sharded(model), x),
         "the same again": _step(_sharded(model), x),
+        "fully_shard, mean loss over ranks": _step(_sharded(model), x, over_ranks=True),
         "HybridParallelTrainer": lambda: trainer.train_step((x, x), optimizer, _loss),
     }
 
@@ -249,8 +255,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def _step(model: nn.Module, x: Tensor) -> Step:
-    """A step of training, ending in the loss as a number."""
+def _step(model: nn.Module, x: Tensor, *, over_ranks: bool = False) -> Step:
+    """A step of training, ending in the loss as a number, this rank's or the mean over ranks."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
     def step() -> float:
@@ -258,7 +264,11 @@ def _step(model: nn.Module, x: Tensor) -> Step:
         loss = _loss(model(x), x)
         loss.backward()
         optimizer.step()
-        return loss.item()
+        if not over_ranks:
+            return loss.item()
+        mean = loss.detach() / _RANKS
+        dist.all_reduce(mean)
+        return mean.item()
 
     return step
 
