@@ -45,8 +45,8 @@ class PipelineSchedule:
         is_last: Whether the last stage is here, which makes the output and the loss.
     """
 
-    def __init__(self, schedule: Any, stages: list[PipelineStage], n_microbatches: int, *, mean: bool) -> None:
-        self.schedule, self.stages, self.n_microbatches, self._mean = schedule, stages, n_microbatches, mean
+    def __init__(self, schedule: Any, stages: list[PipelineStage], n_microbatches: int) -> None:
+        self.schedule, self.stages, self.n_microbatches = schedule, stages, n_microbatches
         self.is_first = any(stage.is_first for stage in stages)
         self.is_last = any(stage.is_last for stage in stages)
         self._agreed: dict[str, str] | None = None
@@ -91,8 +91,7 @@ class PipelineSchedule:
             output = self.schedule.step(*given, **wanted)
         if not self.is_last:
             return None, None
-        total = torch.stack(losses).sum()
-        return output, total / self.n_microbatches if self._mean else total
+        return output, torch.stack(losses).sum()
 
     def _check(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
         counts = sorted({len(tensor) for tensor in (*inputs, target)})
@@ -185,12 +184,16 @@ def _make(
     reduction = getattr(loss_fn, "reduction", "mean")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"the loss has reduction={reduction!r}, and must have 'mean' or 'sum'")
+    share = loss_fn
+    if reduction == "mean":  # scale_grads would divide what earlier steps have left in the gradients, too
+
+        def share(output: Tensor, target: Tensor) -> Tensor:
+            return loss_fn(output, target) / n_microbatches
+
     try:
-        schedule = kind.make(
-            stages if kind.several else stages[0], n_microbatches, loss_fn, scale_grads=reduction == "mean"
-        )
+        schedule = kind.make(stages if kind.several else stages[0], n_microbatches, share, scale_grads=False)
     except ValueError as error:
         raise ShapeError(
             f"schedule {name!r} cannot take n_microbatches={n_microbatches} over {stages[0].num_stages} stages: {error}"
         ) from error
-    return PipelineSchedule(schedule, stages, n_microbatches, mean=reduction == "mean")
+    return PipelineSchedule(schedule, stages, n_microbatches)

@@ -195,6 +195,9 @@ class Feed:
         if not self.keeps_own_state:
             for _ in islice(loaded, start * self.accumulation):
                 pass
+        return self._counted(loaded)
+
+    def _counted(self, loaded: Iterator[Any]) -> Iterator[list[Batch]]:
         while window := list(islice(loaded, self.accumulation)):
             counts = [_count(data) for data in window]
             yield [

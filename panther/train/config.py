@@ -116,8 +116,8 @@ class TrainConfig:
     """Checkpoints that are left; None leaves all."""
 
     resume: str = "auto"
-    """``"auto"`` goes on from the latest sound checkpoint of ``checkpoint_dir``, if there is one; ``"never"`` starts anew,
-    and refuses a directory with checkpoints; else the path of a checkpoint."""
+    """``"auto"`` goes on from the latest sound checkpoint of ``checkpoint_dir``, if there is one; ``"never"`` starts
+    anew, and refuses a directory with checkpoints; else the path of a checkpoint."""
 
     log_every_n_steps: int = 10
     """Steps between two records of the history and the trackers."""

@@ -46,6 +46,12 @@ class Engine(ABC):
     def modules(self) -> list[nn.Module]:
         """The modules of this rank."""
 
+    def settle(self, window: list[Batch]) -> None:  # noqa: B027 (most have nothing to do)
+        """Do what torch does once, after the first backward, so that a resumed run sums in the order of a whole one.
+
+        It leaves traces in buffers and generators, which the checkpoint that is then loaded sets.
+        """
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank."""
         for module in self.modules():
@@ -123,6 +129,11 @@ class WholeEngine(Engine):
                 weight = self.size * (bool(batch.samples) if self._sum else batch.share)
                 scaled = loss * weight if batch.samples else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+
+    def settle(self, window: list[Batch]) -> None:  # noqa: D102
+        if isinstance(self.model, DistributedDataParallel) and self.size > 2:  # of two summands the order is nothing
+            self.run(window[-1:], lambda loss: None)  # DDP's buckets follow the order of the first backward
+            self.model.zero_grad()
 
     def _synchronised(self, last: bool) -> AbstractContextManager[Any]:
         """Gradients are averaged over ranks in the last backward of a window."""

@@ -203,7 +203,7 @@ def _recipe(optimizer: Optimizer, model: nn.Module) -> Callable[[dict[str, nn.Pa
             trained = [parameter for parameter in named.values() if parameter.requires_grad]
             if optimizer is not None:
                 if shared:
-                    return ZeroRedundancyOptimizer(trained, optimizer)  # type: ignore[arg-type]
+                    return _at_rate(ZeroRedundancyOptimizer(trained, optimizer), rate)  # type: ignore[arg-type]
                 made = optimizer(trained)
                 return _at_rate(made, rate)
             rate = rate or _DEFAULT_RATE

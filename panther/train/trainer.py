@@ -136,6 +136,7 @@ class Trainer:
                 stack.callback(shutdown)
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked(Path(self.config.checkpoint_dir)))
+            stack.callback(self._finish_saving)
             if self.config.deterministic:
                 stack.enter_context(_deterministic())
             control = stack.enter_context(signals())
@@ -216,6 +217,8 @@ class Trainer:
 
     def _take_up(self, path: Path, feed: Feed) -> None:
         assert self._built is not None
+        if (window := next(feed.windows(0), None)) is not None:
+            self._built.engine.settle(window)
         restored = checkpoint.load(path, self.model, self.optimizer)
         extra = restored.extra
         self.step, self.epoch, self._place = restored.step, extra["epoch"], extra["place"]
@@ -436,9 +439,9 @@ class Trainer:
             callback.on_checkpoint(self)
 
     def _finish_saving(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def _leave(self, feed: Feed, control: Control) -> None:
         """Save and end all ranks, after a signal to one of them."""

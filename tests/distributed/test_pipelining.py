@@ -150,3 +150,21 @@ def test_too_few_microbatches():
 
     for message in on_ranks(rank):
         assert message.startswith("schedule '1f1b' cannot take n_microbatches=1 over 2 stages: ")
+
+
+def test_gradients_are_added_to_those_of_earlier_steps():
+    def run():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+        schedule = make_schedule("gpipe", split_stages(model, 2), 3, nn.CrossEntropyLoss())
+        for piece in (slice(0, 6), slice(6, 12)):
+            schedule.step(x[piece], y[piece])
+        found = {name: p.grad for name, p in schedule.stages[0].submod.named_parameters()}
+        torch.manual_seed(0)
+        whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        for piece in (slice(0, 6), slice(6, 12)):
+            nn.functional.cross_entropy(whole(x[piece]), y[piece]).backward()
+        return [torch.allclose(grad, whole.get_parameter(name).grad, rtol=1e-12) for name, grad in found.items()]
+
+    assert launch(run, nproc=2, start_method="fork") == [[True, True], [True, True]]

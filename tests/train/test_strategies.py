@@ -1,0 +1,217 @@
+"""The trainer on several processes against one: every strategy, uneven data, resuming in another layout, faults."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import panther as pr
+from panther.distributed import checkpoint, launch
+from panther.errors import ConfigError, DistributedError, TrainingError
+from panther.nn import SKLinear
+from panther.train import Callback, TrainConfig, Trainer
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
+N = 53  # no multiple of anything here
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        SKLinear(24, 36, 2), nn.ReLU(), SKLinear(36, 20, 2), nn.ReLU(), SKLinear(20, 28, 2), nn.ReLU(), nn.Linear(28, 4)
+    ).double()
+
+
+def samples(n=N):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(n, 24, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(4, (n,), generator=generator))
+
+
+SETTINGS = {
+    "epochs": 3,
+    "learning_rate": 0.02,
+    "schedule": "linear",
+    "gradient_clipping": 0.3,
+    "gradient_accumulation_steps": 2,
+    "log_every_n_steps": 2,
+}
+METRICS = {"accuracy": lambda output, target: (output.argmax(1) == target).double().mean()}
+
+
+def train(global_batch, directory=None, n=N, seed=None, callbacks=(), optimizer=torch.optim.AdamW, **more):
+    model = build(dist.get_rank() + 10 if seed is None and dist.is_initialized() else seed or 0)
+    if seed is None and (not dist.is_initialized() or dist.get_rank() == 0):
+        model = build(0)
+    config = TrainConfig(**{**SETTINGS, **more}, checkpoint_dir=None if directory is None else str(directory))
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), config, callbacks, metrics=METRICS)
+    trainer.fit(DataLoader(samples(n), global_batch, shuffle=True), DataLoader(samples(19), 5))
+    return trainer
+
+
+def rows(trainer):
+    names = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "validation_loss", "validation_accuracy")
+    return [[row.get(name) or 0.0 for name in names] for row in trainer.history]
+
+
+def weights(trainer, directory):
+    trainer.export(str(directory))
+    return rows(trainer)
+
+
+STRATEGIES = {
+    "ddp": (3, 3, {}),
+    "zero1": (2, 2, {"strategy": "zero1"}),
+    "fsdp": (3, 3, {"strategy": "fsdp"}),
+    "replicate": (2, 2, {"strategy": "replicate"}),
+    "tp": (2, 1, {"strategy": "tp"}),
+    "pp": (2, 1, {"strategy": "pp"}),
+    "hybrid": (4, 2, {"strategy": "hybrid", "tensor_parallel_size": 2}),
+    "hybrid with stages": (4, 2, {"strategy": "hybrid", "pipeline_parallel_size": 2, "pipeline_schedule": "gpipe"}),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_many_processes_end_where_one_does(tmp_path, name):
+    world, shares, settings = STRATEGIES[name]
+    n = 48 if "pp" in name or "stages" in name else N  # stages take whole batches only
+
+    def run():
+        return weights(train(12 // shares, n=n, **settings), tmp_path / "many")
+
+    results = launch(run, nproc=world, start_method="fork")
+    expected = weights(train(12, n=n), tmp_path / "one")
+    assert all(result == results[0] for result in results)
+    for found, wanted in zip(results[0], expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-9)
+    one, many = (pr.load_compressed(tmp_path / which, build(3)).state_dict() for which in ("one", "many"))
+    for key, value in one.items():
+        assert torch.allclose(value.double(), many[key].double(), rtol=1e-8, atol=1e-10), key
+
+
+class Breaks(Callback):
+    def on_step(self, trainer, loss):
+        if trainer.step == 4:
+            raise KeyError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp", "fsdp"), ("hybrid", "hybrid"), ("pp", "pp")]
+)
+def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, first, second):
+    world, shares, settings = STRATEGIES[first]
+    n = 48 if first == "pp" else N
+
+    def whole():
+        return weights(train(12 // shares, n=n, **settings), tmp_path / "whole")
+
+    def broken():
+        with pytest.raises(KeyError):
+            train(12 // shares, tmp_path / "run", n=n, callbacks=[Breaks()], checkpoint_every_n_steps=3, **settings)
+
+    def resumed():
+        return weights(train(12 // shares, tmp_path / "run", n=n, seed=9, **settings), tmp_path / "resumed")
+
+    expected, _, found = (launch(work, nproc=world, start_method="fork") for work in (whole, broken, resumed))
+    assert found == expected
+    one, other = (pr.load_compressed(tmp_path / which, build(3)).state_dict() for which in ("whole", "resumed"))
+    assert all(map(torch.equal, one.values(), other.values()))
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    expected = weights(train(12), tmp_path / "one")
+
+    def broken():
+        with pytest.raises(KeyError):
+            train(6, tmp_path / "run", callbacks=[Breaks()], checkpoint_every_n_steps=3)
+
+    launch(broken, nproc=2, start_method="fork")
+    [found, *_] = launch(
+        lambda: weights(train(4, tmp_path / "run", seed=9, strategy="fsdp"), tmp_path / "many"),
+        nproc=3,
+        start_method="fork",
+    )
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-9)
+    one, other = (pr.load_compressed(tmp_path / which, build(3)).state_dict() for which in ("one", "many"))
+    assert all(torch.allclose(one[key].double(), other[key].double(), rtol=1e-8) for key in one)
+
+
+class Signals(Callback):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_step(self, trainer, loss):
+        if trainer.step == 3 and dist.get_rank() == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path):
+    def run():
+        with pytest.raises(SystemExit) as caught:
+            train(6, tmp_path, callbacks=[Signals(1)])
+        return caught.value.code
+
+    assert launch(run, nproc=2, start_method="fork") == [143, 143]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000004"]
+
+
+def test_a_loss_that_is_not_finite_names_its_rank():
+    def run():
+        x, y = samples(24).tensors
+        x[7] = float("inf")
+        model = build()
+        trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(batch_size=4))
+        before = [p.clone() for p in model.parameters()]
+        with pytest.raises(TrainingError) as caught:
+            trainer.fit(DataLoader(TensorDataset(x, y), 4))
+        return str(caught.value), all(map(torch.equal, before, model.parameters()))
+
+    (first, same), (second, _) = launch(run, nproc=2, start_method="fork")
+    assert first == second
+    assert same
+    assert first.startswith(
+        "step 1 is not finite: the loss is nan on rank 1, on the samples 1, 3, 5, 7; the parameters"
+    )
+
+
+def test_what_does_not_go_together_is_refused():
+    def run():
+        messages = []
+        for settings in (
+            {"strategy": "tp", "precision": "fp16"},
+            {"strategy": "fsdp", "comm_hook": "fp16"},
+            {"strategy": "ddp", "data_parallel_size": 1},
+            {"strategy": "hybrid", "tensor_parallel_size": 3},
+        ):
+            with pytest.raises(ConfigError) as caught:
+                train(4, **settings)
+            messages.append(str(caught.value))
+        with pytest.raises(ConfigError, match="a pipeline needs loss_fn"):
+            Trainer(build(), config=TrainConfig(strategy="pp")).fit(DataLoader(samples(), 4))
+        return messages
+
+    messages, _ = launch(run, nproc=2, start_method="fork")
+    assert messages[0] == "precision='fp16' and strategy='tp' do not go together: use 'bf16'"
+    assert messages[1].startswith("comm_hook='fp16' is for strategy='ddp'")
+    assert messages[2].startswith("data_parallel_size=1 must be the world size (2)")
+    assert messages[3] == "tensor_parallel_size * pipeline_parallel_size = 3 * 1 must divide the world size (2)"
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path):
+    class Dies(Callback):
+        def on_step(self, trainer, loss):
+            if trainer.step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(DistributedError, match="rank 1"):
+        launch(
+            lambda: train(6, tmp_path, callbacks=[Dies()], checkpoint_every_n_steps=2, checkpoint_asynchronously=False),
+            nproc=2,
+            start_method="fork",
+        )
+    assert checkpoint.latest(tmp_path).name == "step-00000002"

@@ -1,0 +1,341 @@
+"""The trainer in one process: resuming, what is recorded, what stops it."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from panther.distributed import checkpoint
+from panther.errors import CheckpointError, ConfigError, TrainingError
+from panther.nn import SKLinear
+from panther.train import Callback, TrainConfig, Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(SKLinear(24, 24, 2), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 3))
+
+
+def samples(n=50):
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(n, 24, generator=generator), torch.randint(3, (n,), generator=generator))
+
+
+class Noisy(Dataset):
+    """Draws when a sample is fetched, from torch's generator."""
+
+    def __init__(self):
+        self.data = samples()
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        x, y = self.data[index]
+        return x + 0.1 * torch.randn(24), y
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from samples()
+
+
+class BrokenError(Exception):
+    pass
+
+
+class Breaks(Callback):
+    def __init__(self, step):
+        self.at = step
+
+    def on_step(self, trainer, loss):
+        if trainer.step == self.at:
+            raise BrokenError
+
+
+DATA = {
+    "shuffled": lambda: DataLoader(samples(), 8, shuffle=True),
+    "drawn when fetched": lambda: DataLoader(Noisy(), 8, shuffle=True),
+    "drawn by workers": lambda: DataLoader(Noisy(), 8, shuffle=True, num_workers=2),
+    "weighted": lambda: DataLoader(samples(), 8, sampler=WeightedRandomSampler(torch.arange(1.0, 51), 40)),
+    "own batches": lambda: DataLoader(samples(), batch_sampler=BatchSampler(range(50), 8, drop_last=False)),
+    "stream": lambda: DataLoader(Stream(), 8),
+}
+SETTINGS = {
+    "learning_rate": 0.05,
+    "schedule": "cosine",
+    "warmup_steps": 3,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "log_every_n_steps": 3,
+    "max_steps": 10,
+}
+
+
+def run(data, directory=None, callbacks=(), seed=0, optimizer=torch.optim.AdamW, **more):
+    config = TrainConfig(**{**SETTINGS, **more}, checkpoint_dir=None if directory is None else str(directory))
+    trainer = Trainer(build(seed), optimizer, nn.CrossEntropyLoss(), config, callbacks)
+    trainer.fit(DATA[data](), DataLoader(samples(20), 7))
+    return trainer
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("stopped", [1, 4, 6, 9])
+def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit_as_one_that_was_not(tmp_path, data, stopped):
+    expected = run(data)
+    with pytest.raises(BrokenError):
+        run(data, tmp_path, [Breaks(stopped + 1)], checkpoint_every_n_steps=1)
+    trainer = run(data, tmp_path, seed=5, checkpoint_every_n_steps=4)
+    assert trainer.step == expected.step == 10
+    state = expected.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in trainer.model.state_dict().items())
+    names = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "validation_loss")
+    rows = [[{name: row.get(name) for name in names} for row in one.history] for one in (trainer, expected)]
+    assert rows[0] == rows[1]
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines == list(trainer.history)
+
+
+def test_the_plain_loop_is_the_same_thing():
+    model, data = build(), samples()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model[3].p = 0.0
+    for _ in range(2):
+        for begin in range(0, 50, 8):
+            optimizer.zero_grad()
+            x, y = data[begin : begin + 8]
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    other = build()
+    other[3].p = 0.0
+    optimizer = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
+    Trainer(other, optimizer, nn.CrossEntropyLoss(), TrainConfig(epochs=2)).fit(DataLoader(data, 8))
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
+def test_accumulation_is_a_larger_batch():
+    weights = []
+    for size, steps in ((8, 2), (16, 1)):
+        model = nn.Sequential(nn.Linear(24, 3)).double()
+        nn.init.ones_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        x, y = samples().tensors
+        data = DataLoader(TensorDataset(x.double(), y), size)
+        config = TrainConfig(epochs=3, gradient_accumulation_steps=steps)
+        Trainer(model, lambda p: torch.optim.SGD(p, 0.1), nn.CrossEntropyLoss(), config).fit(data)
+        weights.append(model[0].weight.detach())
+    assert torch.allclose(*weights, rtol=1e-12)
+
+
+def test_a_sum_is_not_averaged():
+    weights = []
+    for loss in (nn.MSELoss(reduction="sum"), lambda y, t: (y - t).square().mean()):
+        model = nn.Linear(24, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        x = samples(16).tensors[0].double()
+        rate = 0.001 / 16 if isinstance(loss, nn.MSELoss) else 0.001
+        config = TrainConfig(gradient_accumulation_steps=2)
+        trainer = Trainer(model, lambda p, rate=rate: torch.optim.SGD(p, rate), loss, config)
+        trainer.fit(DataLoader(TensorDataset(x, x[:, :1]), 8))
+        weights.append(model.weight.detach())
+    assert torch.allclose(*weights, rtol=1e-10)
+
+
+def test_metrics_are_means_over_samples():
+    x, y = samples(20).tensors
+    model = build().eval()
+    metrics = {"accuracy": lambda output, target: (output.argmax(1) == target).double().mean()}
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), metrics=metrics)
+    found = trainer.evaluate(DataLoader(samples(20), 7))
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(model(x), y)
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert found["accuracy"] == (model(x).argmax(1) == y).double().mean().item()
+
+
+class Own(nn.Module):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x, labels):
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_models_that_return_their_loss_take_mappings():
+    data = [{"x": x, "labels": y} for x, y in samples()]
+    history = Trainer(Own(), config=TrainConfig(epochs=3, learning_rate=0.05)).fit(DataLoader(data, 10))
+    assert history.last["loss"] < 1.2
+    assert history.last["step"] == 15
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns(precision, tmp_path):
+    config = TrainConfig(epochs=8, precision=precision, learning_rate=0.02, checkpoint_dir=str(tmp_path))
+    trainer = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config)
+    history = trainer.fit(DataLoader(samples(), 10, shuffle=True))
+    assert history["loss"][1][-1] < history["loss"][1][0]
+    assert all(p.dtype is torch.float32 for p in trainer.model.parameters())
+    again = Trainer(build(3), loss_fn=nn.CrossEntropyLoss(), config=config)
+    again.fit(DataLoader(samples(), 10, shuffle=True))
+    assert again.step == trainer.step
+    if precision == "fp16":
+        assert again._built.scaler.state_dict() == trainer._built.scaler.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputed_activations_change_nothing(kind):
+    def trained(kind):
+        config = TrainConfig(epochs=1, activation_checkpointing=kind)
+        trainer = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config)
+        trainer.fit(DataLoader(samples(), 10))
+        return [p.detach() for p in trainer.model.parameters()]
+
+    assert all(map(torch.equal, trained(kind), trained("none")))
+
+
+def poisoned():
+    x, y = samples().tensors
+    x = x.clone()
+    x[13] = float("nan")
+    return DataLoader(TensorDataset(x, y), 10)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_parameters_change(tmp_path):
+    model = nn.Linear(24, 3)
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(checkpoint_dir=str(tmp_path)))
+    with pytest.raises(TrainingError) as caught:
+        trainer.fit(poisoned())
+    assert str(caught.value).startswith(
+        "step 2 is not finite: the loss is nan on rank 0, on the samples 10, 11, 12, 13, 14, 15, 16, 17, 18, 19; the"
+    )
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_steps_that_are_not_finite_are_left_out_and_counted():
+    model = nn.Linear(24, 3)
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(epochs=2, nonfinite="skip"))
+    history = trainer.fit(poisoned())
+    assert (trainer.step, trainer.skipped, history.last["skipped"]) == (10, 2, 2)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+class Signals(Callback):
+    def __init__(self, number, step):
+        self.number, self.at = number, step
+
+    def on_step(self, trainer, loss):
+        if trainer.step == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_and_the_same_call_goes_on(tmp_path, number, capsys):
+    expected = run("shuffled")
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as caught:
+        run("shuffled", tmp_path, [Signals(number, 5)])
+    assert caught.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert f"stopped by {number.name} after step 6: a checkpoint is in {tmp_path}" in capsys.readouterr().err
+    trainer = run("shuffled", tmp_path, seed=3)
+    assert all(map(torch.equal, trainer.model.state_dict().values(), expected.model.state_dict().values()))
+
+
+def test_two_runs_in_one_directory(tmp_path):
+    class Second(Callback):
+        def on_step(self, trainer, loss):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    run("shuffled", tmp_path)
+                except TrainingError as error:
+                    os._exit(7 if str(error).startswith(f"another run writes to {tmp_path} (process ") else 8)
+                os._exit(9)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            trainer.stop = True
+
+    assert run("shuffled", tmp_path, [Second()]).step == 1
+    assert run("shuffled", tmp_path).step == 10
+
+
+def test_the_latest_sound_checkpoint_is_taken(tmp_path):
+    expected = run("shuffled", tmp_path / "a", checkpoint_every_n_steps=3)
+    with pytest.raises(BrokenError):
+        run("shuffled", tmp_path / "b", [Breaks(8)], checkpoint_every_n_steps=3)
+    for path in checkpoint.checkpoints(tmp_path / "b")[-1].glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-20])
+    with pytest.warns(UserWarning, match=r"step-00000006 is passed over: .*no sound safetensors file"):
+        trainer = run("shuffled", tmp_path / "b", seed=4)
+    assert all(map(torch.equal, trainer.model.state_dict().values(), expected.model.state_dict().values()))
+
+
+def test_where_a_run_begins(tmp_path):
+    run("shuffled", tmp_path / "a", max_steps=4, schedule="constant")
+    with pytest.raises(ConfigError, match=r"resume='never' and .* has checkpoints"):
+        run("shuffled", tmp_path / "a", resume="never")
+    path = str(checkpoint.latest(tmp_path / "a"))
+    assert run("shuffled", tmp_path / "b", resume=path).history["loss"][0] == [3, 4, 6, 9, 10]
+    with pytest.raises(CheckpointError, match=r"does not fit the model: missing head\.bias"):
+        Trainer(Own(), config=TrainConfig(checkpoint_dir=str(tmp_path / "a"))).fit(DataLoader([{}], 1))
+
+
+def test_a_disk_that_is_full_stops_with_the_last_checkpoint_intact(tmp_path, monkeypatch):
+    class Full(Callback):
+        def on_step(self, trainer, loss):
+            if trainer.step == 4:
+
+                def full(*args, **kwargs):
+                    raise OSError(28, "No space left on device")
+
+                monkeypatch.setattr("panther.distributed._checkpoint_files.save_file", full)
+
+    with pytest.raises(CheckpointError, match=r"step 4 is not written: OSError: \[Errno 28\] No space left on device"):
+        run("shuffled", tmp_path, [Full()], checkpoint_every_n_steps=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000002"]
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        run("shuffled", "/proc/nothing")
+
+
+def test_what_cannot_be_trained_is_said():
+    def message(model, data, config=None, error=ConfigError, **more):
+        with pytest.raises(error) as caught:
+            Trainer(model, config=config, **more).fit(data)
+        return str(caught.value)
+
+    assert "must be a DataLoader or a Dataset, not a list" in message(nn.Linear(2, 2), [1])
+    assert "a Dataset needs batch_size" in message(nn.Linear(2, 2), samples())
+    assert "the training data is empty" in message(build(), DataLoader(samples(0), 2), loss_fn=nn.MSELoss())
+    assert "a batch must be (input, target), and is a list of 1" in message(
+        build(), DataLoader(TensorDataset(torch.ones(4, 24)), 2), loss_fn=nn.MSELoss()
+    )
+    assert "the model returned a dict without a loss" in message(
+        nn.ModuleDict() if False else _Dicts(), DataLoader(TensorDataset(torch.ones(4, 24)), 2)
+    )
+    assert "the loss has shape (8, 3)" in message(
+        build(), DataLoader(samples(), 8), loss_fn=lambda output, target: output
+    )
+    stream = DataLoader(Stream(), 8)
+    assert "needs to know the last step" in message(
+        build(), stream, TrainConfig(epochs=1, schedule="linear"), loss_fn=nn.CrossEntropyLoss()
+    )
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    assert "that are not the model's" in message(build(), stream, optimizer=other, loss_fn=nn.CrossEntropyLoss())
+
+
+class _Dicts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(24, 2)
+
+    def forward(self, x):
+        return {"logits": self.layer(x)}
