@@ -6,6 +6,7 @@ of workers that are gone, and some restarts then hang.
 
 __all__ = ["LoopbackRendezvous", "NodeRendezvous"]
 
+import os
 import socket
 import time
 import uuid
@@ -159,7 +160,7 @@ def _check_port(host: str, port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError as error:
         raise DistributedError(
-            f"node 0 cannot listen at {host}:{port} ({error.strerror}): give another port in --rdzv-endpoint, on every "
+            f"node 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}): give another port in --rdzv-endpoint, on every "
             "node"
         ) from None
 

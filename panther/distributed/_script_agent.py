@@ -33,7 +33,7 @@ _TOLD = "panther/told"
 _NEWS_S = 5.0  # for a failure of another node to arrive, or to be read there
 _LOST = re.compile(  # what a rank says because another one has ended
     "Connection (was likely )?(closed|reset)|Broken pipe|connection was closed|failed to recv|remote process exited"
-    "|lost the store|have ended|has ended|and then ended or stalled"
+    "|lost the store|see whether one of them has ended|checked in and then ended or stalled"
 )
 
 
@@ -95,10 +95,10 @@ class ScriptAgent(LocalElasticAgent):
                 "another node has given up, so this one cannot go on: see what its launcher says"
             ) from None
         world_size, (least, most) = worker_group.workers[0].world_size, self._sizes
-        local_size = worker_group.spec.local_world_size
-        if not least <= world_size <= most or world_size != worker_group.group_world_size * local_size:
+        nodes = self._nodes(worker_group)
+        if not least <= world_size <= most or world_size != nodes * worker_group.spec.local_world_size:
             raise DistributedError(
-                f"the world has {world_size} processes on {worker_group.group_world_size} nodes, and {self._asked} was "
+                f"the world has {world_size} processes on {nodes} nodes, and {self._asked} was "
                 "asked for: give every node the same --nnodes and --nproc-per-node"
             )
 
@@ -153,7 +153,7 @@ class ScriptAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
         super()._shutdown(death_sig, self._grace_s if timeout is None else timeout)
-        self._stop_tail()
+        self._close_files()
 
     # What the launcher asks
 
@@ -193,11 +193,19 @@ class ScriptAgent(LocalElasticAgent):
                     with suppress(ProcessLookupError):
                         handler.close(signal.SIGKILL)
                     handler.proc.wait()
-        self._stop_tail()
+            self._close_files()
 
     def _context(self) -> SubprocessContext:
         assert isinstance(self._pcontext, SubprocessContext)
         return self._pcontext
+
+    def _close_files(self) -> None:
+        self._stop_tail()
+        if self._pcontext is not None:
+            for handler in self._context().subprocess_handlers.values():  # torch closes those of processes it ends
+                for file in (handler._stdout, handler._stderr):
+                    if file is not None:
+                        file.close()
 
     def _stop_tail(self) -> None:
         if self._tail is not None:
@@ -206,10 +214,14 @@ class ScriptAgent(LocalElasticAgent):
 
     # Between nodes
 
+    @staticmethod
+    def _nodes(worker_group: WorkerGroup) -> int:
+        return worker_group.group_world_size or 1
+
     def _hear(self, worker_group: WorkerGroup) -> bool:
         """Whether another node says that it has failed for good."""
         store = worker_group.store
-        if worker_group.group_world_size == 1 or store is None or self._failed_elsewhere is not None:
+        if self._nodes(worker_group) == 1 or store is None or self._failed_elsewhere is not None:
             return self._failed_elsewhere is not None
         with suppress(dist.DistError, RuntimeError):
             if store.check([_FAILURE]):
@@ -219,13 +231,13 @@ class ScriptAgent(LocalElasticAgent):
 
     def _wait_for_news(self, worker_group: WorkerGroup) -> None:
         deadline = time.monotonic() + _NEWS_S
-        while worker_group.group_world_size > 1 and not self._hear(worker_group) and time.monotonic() < deadline:
+        while self._nodes(worker_group) > 1 and not self._hear(worker_group) and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def _tell(self, worker_group: WorkerGroup) -> None:
         """Say to the other nodes that this one has failed, and wait until they know: this one may host the store."""
         store, outcome = worker_group.store, next(iter(self.outcomes()), None)
-        if worker_group.group_world_size == 1 or store is None or outcome is None:
+        if self._nodes(worker_group) == 1 or store is None or outcome is None:
             return
         news = asdict(outcome) | {"text": f"{outcome.text} (on {socket.gethostname()})"}
         deadline = time.monotonic() + _NEWS_S
@@ -233,7 +245,7 @@ class ScriptAgent(LocalElasticAgent):
             if store.compare_set(_FAILURE, "", json.dumps(news)) != json.dumps(news).encode():
                 self._hear(worker_group)
                 return
-            while store.add(_TOLD, 0) < worker_group.group_world_size - 1 and time.monotonic() < deadline:
+            while store.add(_TOLD, 0) < self._nodes(worker_group) - 1 and time.monotonic() < deadline:
                 time.sleep(0.1)
 
 
@@ -246,7 +258,7 @@ def _describe(rank: int, world_size: int, code: int, errors: Path | None) -> Out
         text, lost = f"was ended by {name} (exit code {code})", False
     elif traceback:
         lost = _LOST.search(traceback) is not None
-        text = f"{'lost another rank' if lost else 'raised'} {summary}".rstrip()
+        text = f"{'lost another rank:' if lost else 'raised'} {summary}"
         text += "" if code == 1 else f" (exit code {code})"
     else:
         text, lost = f"left with exit code {code} and no traceback", False
