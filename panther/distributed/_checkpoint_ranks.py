@@ -152,7 +152,7 @@ def collect(
 
     tensors, mine = agreed(own, group)
     every = gathered(mine, group)
-    if not isinstance(model, nn.Module) or getattr(model, "are_stages", False):
+    if states.are_stages(model):
         _check_stages(tensors, [set(one["names"]) for one in every], group)
     names = {name for one in every for name in one["names"]}
     merged: dict[str, Any] = {

@@ -5,7 +5,7 @@ them go to the manifest.
 """
 
 __all__ = [
-    "MODEL", "OPTIMIZER", "aliases", "decode", "encode", "fill_model", "fill_optimizer", "model_state", "model_targets",
+    "MODEL", "OPTIMIZER", "aliases", "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "model_state", "model_targets",
     "optimizer_state", "optimizer_targets", "parts_of", "random_state", "set_random_state",
 ]  # fmt: skip
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 
+from panther.distributed.stages import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
 
@@ -27,11 +28,14 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 MODEL, OPTIMIZER = "model.", "optimizer."
 
 
+def are_stages(model: nn.Module | Sequence[nn.Module]) -> bool:
+    """Whether these are stages of a pipeline, not a model."""
+    return isinstance(model, StageModules) or not isinstance(model, nn.Module)
+
+
 def parts_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The modules whose names are global: a model without its wrappers, or the stages of this rank."""
-    if isinstance(model, nn.Module) and not getattr(model, "are_stages", False):
-        return [unwrapped(model)]
-    return [unwrapped(stage) for stage in model]  # type: ignore[union-attr]
+    return [unwrapped(stage) for stage in model] if are_stages(model) else [unwrapped(model)]  # type: ignore
 
 
 def _plain(name: str) -> str:

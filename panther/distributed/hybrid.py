@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from panther.distributed._agreement import agree
 from panther.distributed._faults import watched
+from panther.distributed.clipping import clip_gradients, gradient_norm
 from panther.distributed.data import data_parallel, shard_whole
 from panther.distributed.mesh import get_world_size, make_mesh
 from panther.distributed.pipelining import PipelineSchedule, make_schedule
 from panther.distributed.planning import TensorParallelReport, tensor_parallel
-from panther.distributed.stages import StagePlan, plan_stages
+from panther.distributed.stages import StageModules, StagePlan, plan_stages
 from panther.distributed.sync import start_alike
 from panther.distributed.tensor import check_configs
 from panther.errors import DistributedError, ShapeError, check_size
@@ -95,7 +95,7 @@ class HybridParallelTrainer:
         self.stages = plan.stages(model)
         for stage in self.stages:  # as a whole: sharded block by block, zero-bubble schedules make wrong gradients
             shard_whole(stage.submod, self.mesh["dp"], strategy)
-        self.model = nn.ModuleList(stage.submod for stage in self.stages)
+        self.model = StageModules(stage.submod for stage in self.stages)
 
     def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
         layers, sample = config["pipeline_layers"], config["pipeline_sample"]
@@ -169,26 +169,14 @@ class HybridParallelTrainer:
             loss = criterion(self.model(data), targets)
             loss.backward()
         if self.gradient_clipping is not None:
-            self._clip(self.gradient_clipping)
+            norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
+            clip_gradients(self.model.parameters(), self.gradient_clipping, norm)
         optimizer.step()
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         if loss is not None:
             sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
         dist.all_reduce(sums)
         return (sums[0] / sums[1]).item()
-
-    def _clip(self, max_norm: float) -> None:
-        """Scale all gradients by the norm over every axis: of parts along dp and tp as DTensors know, then over pp."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        device = next(self.model.parameters()).device
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        for gradient in gradients:
-            norm = torch.linalg.vector_norm(gradient)
-            square += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double() ** 2
-        dist.all_reduce(square, group=self.mesh["pp"].get_group())
-        factor = min(1.0, max_norm / (square.sqrt().item() + 1e-6))
-        for gradient in gradients:
-            gradient.mul_(factor)
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,10 @@ def split_stages(
     return plan.stages(model)
 
 
+class StageModules(nn.ModuleList):
+    """The modules of this rank's stages; for checkpoints their names are those of the whole model, without a number."""
+
+
 @dataclass
 class _Elements:
     """Those of an nn.Sequential."""

@@ -12,7 +12,15 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import panther as pr
-from panther.distributed import checkpoint, data_parallel, launch, make_mesh, split_stages, tensor_parallel
+from panther.distributed import (
+    HybridParallelTrainer,
+    checkpoint,
+    data_parallel,
+    launch,
+    make_mesh,
+    split_stages,
+    tensor_parallel,
+)
 from panther.distributed.pipelining import make_schedule
 from panther.errors import CheckpointError, DistributedError, FormatError
 from panther.nn import SKLinear
@@ -531,3 +539,21 @@ def test_states_of_another_shape_than_their_sharded_parameters(tmp_path):
     expected = run("one", False)
     [sharded, _] = launch(run, "fsdp", False, nproc=2, start_method="fork")
     assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(sharded, expected, strict=True))
+
+
+def test_a_hybrid_trainer_is_saved_under_the_names_of_the_whole_model(tmp_path):
+    def train(config, save):
+        trainer = HybridParallelTrainer(build(0 if save else 5), config)
+        optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.02)
+        if not save:
+            checkpoint.load(tmp_path / "run", trainer.model, optimizer)
+        for step in range(0, 3) if save else range(3, 6):
+            trainer.train_step(batch(step), optimizer, nn.CrossEntropyLoss())
+        if save:
+            checkpoint.save(tmp_path / "run", trainer.model, optimizer, step=3)
+        else:
+            checkpoint.export(trainer.model, tmp_path / "out")
+
+    launch(train, {"pipeline_parallel_size": 2, "schedule": "interleaved"}, True, nproc=2, start_method="fork")
+    launch(train, {"tensor_parallel_size": 2}, False, nproc=2, start_method="fork")
+    check_export(tmp_path / "out", reference())
