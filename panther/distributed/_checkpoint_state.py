@@ -5,8 +5,8 @@ them go to the manifest.
 """
 
 __all__ = [
-    "MODEL", "OPTIMIZER", "aliases", "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "model_state", "model_targets",
-    "optimizer_state", "optimizer_targets", "parts_of", "random_state", "set_random_state",
+    "MODEL", "OPTIMIZER", "aliases", "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "model_state",
+    "model_targets", "optimizer_state", "optimizer_targets", "parts_of", "random_state", "set_random_state",
 ]  # fmt: skip
 
 import random
