@@ -1,6 +1,6 @@
 """The work behind ``panther simulate``: data-parallel training on digits, with all kept that there is to see of it."""
 
-__all__ = ["Settings", "record_dense_bytes", "record_rank", "record_single", "shard"]
+__all__ = ["Settings", "record_rank", "record_single", "shard"]
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -81,6 +81,7 @@ def record_rank(settings: Settings) -> dict[str, Any]:
         record["gradient_bytes"].append(traffic.bytes)
     return {
         **record,
+        "dense_bytes": _dense_bytes(settings) if settings.kind == "sketched" else record["gradient_bytes"][0],
         "sketch_bytes": sketch_traffic.bytes,
         "start_bytes": start_traffic.bytes,
         "trained": fingerprint(model),
@@ -119,7 +120,7 @@ def record_single(settings: Settings, seen: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-def record_dense_bytes(settings: Settings) -> int:
+def _dense_bytes(settings: Settings) -> int:
     """Gradient bytes that this rank hands over in a step of the network with dense layers."""
     parallel = data_parallel(build("dense", settings.hidden, settings.sketch_size).double())
     loss = parallel(torch.zeros(1, 64, dtype=torch.float64)).sum()

@@ -135,7 +135,7 @@ def _dry(settings: Any) -> tuple[dict[str, Any], int]:
 
 def _train(settings: Any) -> tuple[dict[str, Any], int]:
     from panther.cli._dry_run import dry_run, too_large
-    from panther.cli._simulation import record_dense_bytes, record_rank, record_single
+    from panther.cli._simulation import record_rank, record_single
     from panther.distributed import launch
 
     plan = dry_run(settings)
@@ -145,7 +145,6 @@ def _train(settings: Any) -> tuple[dict[str, Any], int]:
     print(_title(settings, f"{settings.world} processes of this machine"), flush=True)
     start_method = "fork" if sys.platform == "linux" else "spawn"  # elsewhere forking is missing or unsafe
     ranks = launch(record_rank, settings, nproc=settings.world, start_method=start_method)
-    dense = launch(record_dense_bytes, settings, nproc=2, start_method=start_method)[0]
     single = record_single(
         settings, [torch.cat(parts) for parts in zip(*(rank["seen"] for rank in ranks), strict=True)]
     )
@@ -154,7 +153,7 @@ def _train(settings: Any) -> tuple[dict[str, Any], int]:
     _print_samples(settings, plan, ranks)
     _print_gradients(settings, ranks, single, mean)
     _print_training(plan.steps_per_epoch, ranks, single)
-    _print_bytes(settings, ranks, dense)
+    _print_bytes(settings, ranks[0])
     print("\n5. Checks")
     print(aligned([[check.what, "yes" if check.passed else "NO", check.figures] for check in checks]))
     figures = {
@@ -163,7 +162,7 @@ def _train(settings: Any) -> tuple[dict[str, Any], int]:
         "accuracy": [rank["accuracy"] for rank in ranks],
         "single_accuracy": single["accuracy"],
         "gradient_bytes": ranks[0]["gradient_bytes"][0],
-        "dense_gradient_bytes": dense,
+        "dense_gradient_bytes": ranks[0]["dense_bytes"],
         "sketch_bytes": ranks[0]["sketch_bytes"],
         "start_bytes": ranks[0]["start_bytes"],
         "checks": [check._asdict() for check in checks],
@@ -253,16 +252,16 @@ def _print_training(steps: int, ranks: list[dict[str, Any]], single: dict[str, A
     print("Each rank draws a network of its own; before the first step all take that of rank 0.")
 
 
-def _print_bytes(settings: Any, ranks: list[dict[str, Any]], dense: int) -> None:
+def _print_bytes(settings: Any, rank: dict[str, Any]) -> None:
     print("\n4. Bytes that each rank hands over, 8 a number")
-    sent = ranks[0]["gradient_bytes"][0]
+    sent, dense = rank["gradient_bytes"][0], rank["dense_bytes"]
     rows = [["gradients, every step", f"{sent:,}"]]
     if settings.kind == "sketched":
         rows += [
             ["  with dense layers", f"{dense:,}"],
-            ["sketches, as seeds, once", f"{ranks[0]['sketch_bytes']:,}"],
+            ["sketches, as seeds, once", f"{rank['sketch_bytes']:,}"],
         ]
-    rows += [["the network itself, once", f"{ranks[0]['start_bytes']:,}"]]
+    rows += [["the network itself, once", f"{rank['start_bytes']:,}"]]
     print(aligned(rows))
     if settings.kind == "sketched":
         print(f"A step sends {dense / sent:.1f} times fewer bytes than with dense layers.")
