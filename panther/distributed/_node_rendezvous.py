@@ -160,8 +160,8 @@ def _check_port(host: str, port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError as error:
         raise DistributedError(
-            f"node 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}): give another port in --rdzv-endpoint, on every "
-            "node"
+            f"node 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}): give another port in "
+            "--rdzv-endpoint, on every node"
         ) from None
 
 

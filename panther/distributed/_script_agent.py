@@ -7,6 +7,7 @@ failed first and why. On several nodes the launcher whose worker failed tells th
 __all__ = ["Outcome", "ScriptAgent"]
 
 import json
+import math
 import re
 import signal
 import socket
@@ -123,9 +124,10 @@ class ScriptAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Those that have ended before the agent ends the others.
+        now = time.monotonic()
         for local_rank, handler in self._context().subprocess_handlers.items():
             if handler.proc.poll() is not None:
-                self._ended.setdefault(local_rank, time.monotonic())
+                self._ended.setdefault(local_rank, now)
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY and self._hear(worker_group):
             result = RunResult(state=WorkerState.FAILED)
@@ -167,14 +169,17 @@ class ScriptAgent(LocalElasticAgent):
         for worker in self._worker_group.workers:
             local_rank = worker.local_rank
             code = context.subprocess_handlers[local_rank].proc.poll()
-            if not code or (code < 0 and local_rank not in self._ended):  # the agent ended it
+            if not code:
                 continue
             errors = Path(context.stderrs[local_rank]) if context.stderrs[local_rank] else None
             outcome = _describe(worker.global_rank, worker.world_size, code, errors)
-            written = errors.stat().st_mtime if errors is not None and outcome.output else 0.0
+            by_agent = code in (-signal.SIGTERM, -signal.SIGKILL) and local_rank not in self._ended
             # After a failure the others fail too, often between two looks; the time of its last words tells then.
-            found.append((outcome.lost, self._ended.get(local_rank, time.monotonic()), code > 0, written, outcome))
-        return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
+            written = errors.stat().st_mtime if errors is not None and outcome.output else 0.0
+            ended = self._ended.get(local_rank, math.inf)
+            found.append((by_agent, outcome.lost, ended, code > 0, written, outcome))
+        found.sort(key=lambda entry: entry[:-1])
+        return [outcome for by_agent, *_, outcome in found if by_agent == found[0][0]]
 
     def exit_codes(self) -> dict[int, int | None]:
         """Exit code of each worker of the last attempt, by rank."""
