@@ -58,10 +58,10 @@ def close(ours, theirs, dtype):
     assert (ours - theirs).norm() <= NORMWISE[dtype] * theirs.norm() + 1e-30
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize("fitted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_pair_is_the_layer_in_one_piece(n, fitted, dtype, bias):
     """50 outputs over 3 and 4 ranks are uneven. Ranks start from other weights and seeds; the first one's are taken."""
     x, y = data(dtype)
