@@ -101,7 +101,9 @@ class StageGraph:
         """The segments from ``begin`` to ``end`` (exclusive), with ``model``'s own units and tensors."""
         graph = self._graph(begin, end)
         targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-        parts = {name: _at(model, name, self.constants) for name in sorted(targets)}
+        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        names = sorted(targets, key=lambda name: (order.get(name, -1), name))
+        parts = {name: _at(model, name, self.constants) for name in names}
         stage = fx.GraphModule(parts, graph, type(model).__name__)
         if end == len(self):
             self._keep_unused(stage, model)
