@@ -5,6 +5,7 @@ from ._unsharding import unshard_module
 from .advanced import AdvancedDistributedTrainer
 from .advisor import choose_parallelism_strategy
 from .bandwidth import CommunicationProfile, profile_communication_overhead
+from .cluster import ClusterSpec
 from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from .data import data_parallel
 from .hybrid import HybridParallelTrainer
@@ -13,8 +14,10 @@ from .launching import cleanup_distributed, init, launch, setup_distributed, shu
 from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
 from .metrics import DistributedMetricsCollector
 from .microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
+from .model_stats import ModelStats
 from .models import DistributedSketchedModel
 from .pipelining import PipelineSchedule, make_schedule
+from .plan import ParallelismPlan, plan_parallelism
 from .planning import TensorParallelReport, tensor_parallel
 from .profiling import CommunicationCounter
 from .stages import split_stages
@@ -23,6 +26,7 @@ from .tensor import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel, Tens
 
 __all__ = [
     "AdvancedDistributedTrainer",
+    "ClusterSpec",
     "ColwiseSKParallel",
     "CommunicationCounter",
     "CommunicationProfile",
@@ -35,6 +39,8 @@ __all__ = [
     "LaunchError",
     "LaunchResult",
     "MicrobatchPipelineTrainer",
+    "ModelStats",
+    "ParallelismPlan",
     "PipelineParallelSketchedModel",
     "PipelineSchedule",
     "RowwiseSKParallel",
@@ -56,6 +62,7 @@ __all__ = [
     "launch_distributed_training",
     "make_mesh",
     "make_schedule",
+    "plan_parallelism",
     "profile_communication_overhead",
     "reduce_scatter",
     "setup_distributed",

@@ -49,7 +49,7 @@ class HeadwiseRandAttention(CutModule, RandMultiHeadAttention):
             finally:
                 self.__dict__["_buffers"] = buffers
         output = all_reduce(output, group=self.tp_group)
-        return (output if bias is None else output + bias), None
+        return (output if bias is None else output + bias.to(output.dtype)), None
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H here, n, d)
         return nn.functional.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

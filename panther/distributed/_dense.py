@@ -50,7 +50,7 @@ class RowwiseLinear(_ShardedLayer, nn.Linear):
         """Map this rank's inputs to the output."""
         partial = F.linear(self.layouts.take_columns(input, self.part), self.local("weight"))
         y = self.layouts.scatter_or_sum(partial)
-        return self.layouts.give(y if self.bias is None else y + self.local("bias"), partial.shape)
+        return self.layouts.give(y if self.bias is None else y + self.local("bias").to(y.dtype), partial.shape)
 
 
 class VocabularyEmbedding(_ShardedLayer, nn.Embedding):

@@ -68,7 +68,7 @@ class HeadwiseMultiheadAttention(CutModule, nn.MultiheadAttention):
         partial = F.linear(attended.transpose(1, 2).flatten(2), local_part(self.out_proj.weight))
         output = all_reduce(partial, group=self.tp_group)
         if self.out_proj.bias is not None:
-            output = output + local_part(self.out_proj.bias)
+            output = output + local_part(self.out_proj.bias).to(output.dtype)
         if not batched:
             return output[0], weights
         return (output if self.batch_first else output.transpose(0, 1)), weights

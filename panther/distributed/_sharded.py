@@ -69,7 +69,7 @@ class ShardedSKLinear(CutModule, SKLinear):
         """:math:`h [s U_1 ; S_2] + b`."""
         h1, h2 = h.tensor_split(2, -1)
         y = h1 @ (self.local("U1").to(h1.dtype) * self.scale) + h2 @ self.local("S2")
-        return y if self.bias is None else y + self.local("bias")
+        return y if self.bias is None else y + self.local("bias").to(y.dtype)  # narrower under autocast
 
     @property
     def weight(self) -> Tensor:  # (out, in)

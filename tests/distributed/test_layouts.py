@@ -298,3 +298,27 @@ def test_bytes_sent(kind):
             assert whole_ == (rows * 30 * 4, rows * 40 * 4)
             assert part[0] == rows * 40 * 4 // 2 + shape + rows * 30 * 4
             assert part[1] == rows * 30 * 4 // 2 + rows * 40 * 4 + 30 * 4
+
+
+@pytest.mark.parametrize("kind", ["sketched", "dense"])
+def test_autocast(kind):
+    """Outputs have the dtype of one piece, and its values to the precision of bfloat16; gradients that of weights."""
+    x = data().float()
+
+    def run(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+        out.float().square().mean().backward()
+        return out.detach(), [whole(p.grad) for p in model.parameters()]
+
+    def rank():
+        plan = {"0": ColwiseSKParallel(), "2": RowwiseSKParallel()}
+        return run(parallelize_module(pair(kind, dist.get_rank()).float(), make_mesh(tp=2)["tp"], plan))
+
+    expected, theirs = run(pair(kind, 0).float())
+    for out, gradients in on_ranks(rank):
+        assert out.dtype is expected.dtype is torch.bfloat16
+        assert (out - expected).norm() <= 2**-6 * expected.norm()
+        for ours, gradient in zip(gradients, theirs, strict=True):
+            assert ours.dtype is gradient.dtype is torch.float32
+            assert (ours - gradient).norm() <= 2**-5 * gradient.norm()
