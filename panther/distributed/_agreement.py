@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from panther import errors
 from panther._version import __version__
 from panther.distributed._checkin import name_ranks
-from panther.distributed._faults import watched
+from panther.distributed._faults import gather_all, watched
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn._sketched import SketchedModule
 
@@ -55,6 +55,8 @@ def agree(
         [int.from_bytes(digest, signed=True), failure is not None], dtype=torch.int64, device=transport(group)
     )
     gathered = [torch.empty_like(mine) for _ in ranks]
+    if "nccl" in dist.get_backend(group) and len(ranks) > 1:
+        gather_all(what, group)
     with watched(what, group):
         dist.all_gather(gathered, mine, group=group)
         prints = [tensor.tolist() for tensor in gathered]

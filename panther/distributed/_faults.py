@@ -4,12 +4,14 @@ Nothing is sent while all goes well. When an exchange fails or its time is over,
 note in the store in which the ranks met, and those that leave none within a moment are named.
 """
 
-__all__ = ["watched"]
+__all__ = ["gather_all", "watched"]
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from panther.distributed._checkin import name_ranks
@@ -20,6 +22,30 @@ _POLL_S = 0.02
 _SIGNS = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
 
 _faults = 0
+_gatherings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
+    """Wait in the store until every rank of the group is here; for NCCL, whose watchdog ends processes that wait.
+
+    Raises:
+        DistributedError: If a rank does not come within the group's timeout.
+    """
+    found = group or dist.group.WORLD
+    assert found is not None
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    number = _gatherings[found] = _gatherings.get(found, 0) + 1
+    keys = {other: f"panther/here/{found.group_name}/{number}/{other}" for other in ranks}
+    begun = time.monotonic()
+    kind = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    timeout = found._get_backend(torch.device(kind)).options._timeout
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(keys[rank], "")
+        store.wait(list(keys.values()), timeout)
+    except RuntimeError as error:
+        fault = str(error).splitlines()[0]
+        raise DistributedError(_explain(doing, group, time.monotonic() - begun, fault)) from error
 
 
 @contextmanager

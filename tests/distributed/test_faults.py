@@ -26,6 +26,7 @@ from panther.distributed import (
     sync_sketches,
     tensor_parallel,
 )
+from panther.distributed._faults import gather_all
 from panther.distributed._group import start_group
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn import SKLinear
@@ -361,4 +362,19 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout(name, tmp_path):
             assert time.monotonic() - begun < 1 + 2 + 1.5  # the timeout, and a moment for the others' notes
 
     for error in survivors(tmp_path, rank, victim=1, timeout=1.0):
+        assert "rank 1 did not come and left no note" in error
+
+
+def test_the_wait_for_nccl_names_who_is_missing(tmp_path):
+    """NCCL's own wait would end the process; this one is in the store, whatever the backend."""
+
+    def rank():
+        gather_all("the first call")
+        gather_all("the second call")
+        if dist.get_rank() == 1:
+            leave()
+        gather_all("the third call")
+
+    for error in survivors(tmp_path, rank, victim=1, timeout=1.0):
+        assert error.startswith("DistributedError: the third call failed on rank")
         assert "rank 1 did not come and left no note" in error
