@@ -14,12 +14,13 @@ from .nn.io import load_compressed, save_compressed
 
 if TYPE_CHECKING:
     from . import distributed, train
-    from .distributed import choose_parallelism_strategy
+    from .distributed import choose_parallelism_strategy, plan_parallelism
 
 _LAZY = {  # PEP 562: when first asked for
     "distributed": "distributed",
     "train": "train",
     "choose_parallelism_strategy": "distributed",
+    "plan_parallelism": "distributed",
 }
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "linalg",
     "load_compressed",
     "nn",
+    "plan_parallelism",
     "save_compressed",
     "sketch",
     "sketch_layers_",

@@ -8,8 +8,8 @@ Time: computing is flops over ``peak * efficiency``. Rings carry collectives: an
 sends :math:`2 V (n-1)/n` over a link in :math:`2 (n-1)` rounds, a gather or scatter of V in all :math:`V (n-1)/n` in
 :math:`n - 1`. A pipeline is idle for the share that its schedule's order gives, :math:`(p-1)/(v m + p - 1)` for p
 ranks, m microbatches and v stages a rank with 1F1B and its interleaved form. What is sent over tp and pp is waited for;
-over dp the share ``overlap`` of the shorter of sending and computing hides, and none under a pipeline, whose gradients are sent
-at the end.
+over dp the share ``overlap`` of the shorter of sending and computing hides, and none under a pipeline, whose gradients
+are sent at the end.
 """
 
 __all__ = ["Estimate", "Layout", "MemoryEstimate", "Traffic", "estimate"]

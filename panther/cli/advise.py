@@ -1,0 +1,125 @@
+"""``panther advise``: :func:`panther.plan_parallelism` for a module:function or a transformer of a known size."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import json
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from panther.cli._arguments import positive, positive_float
+from panther.cli._functions import call, current_folder_importable, names_function
+from panther.errors import PantherError
+
+# Table 2.1 of T. Brown et al., "Language models are few-shot learners", 2020, arXiv:2005.14165: layers, hidden, heads.
+_SIZES = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 16),
+    "1.3b": (24, 2048, 16),
+    "2.7b": (32, 2560, 32),
+    "6.7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "175b": (96, 12288, 96),
+}
+_VOCABULARY, _SEQUENCE = 50257, 2048
+_UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_DEVICES = ("h100-80gb", "a100-80gb", "h200", "cpu")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "advise",
+        help="which parallelism to train a model with: memory, bytes sent and time of every layout",
+        description="Predict memory, bytes sent and time of every way to train a model on a cluster, and rank them.",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="transformer/SIZE, of " + ", ".join(_SIZES) + "; or module:function, which returns a model and a batch",
+    )
+    parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="devices, one a process")
+    parser.add_argument("--memory", type=_memory, metavar="BYTES", help="of a device, 80GB say (default: --device's)")
+    parser.add_argument("--device", choices=_DEVICES, default=_DEVICES[0], help="its speed (default: %(default)s)")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="samples of a step (default: one a device)")
+    parser.add_argument("--objective", choices=("time", "memory"), default="time", help="(default: %(default)s)")
+    parser.add_argument("--sketch", type=positive, metavar="R", help="sketch size of a transformer's linear layers")
+    parser.add_argument("--sequence", type=positive, default=_SEQUENCE, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, parameters in float32")
+    parser.add_argument("--efficiency", type=positive_float, metavar="X", help="share of the peak that is reached")
+    parser.add_argument("--json", action="store_true", help="print all options as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, and print the table."""
+    from panther.distributed import ClusterSpec, plan_parallelism
+
+    changes = {"memory_bytes": args.memory, "efficiency": args.efficiency}
+    try:
+        cluster = ClusterSpec.preset(
+            args.device,
+            args.gpus,
+            gpus_per_node=args.gpus_per_node,
+            **{name: value for name, value in changes.items() if value is not None},
+        )
+        plan = plan_parallelism(_stats(args), cluster, batch=args.batch or args.gpus, objective=args.objective)
+    except PantherError:
+        raise
+    except ValueError as error:
+        raise PantherError(str(error)) from error
+    print(json.dumps(plan.to_dict(), indent=2) if args.json else plan)
+    return 0
+
+
+def _stats(args: argparse.Namespace) -> Any:
+    from panther.distributed import ModelStats
+
+    half = torch.bfloat16 if args.bf16 else None
+    kind, _, size = args.model.partition("/")
+    if kind == "transformer":
+        if size not in _SIZES:
+            raise PantherError(f"--model {args.model} is unknown: use transformer/ and one of {', '.join(_SIZES)}")
+        layers, hidden, heads = _SIZES[size]
+        return ModelStats.transformer(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            vocab=_VOCABULARY,
+            sequence=args.sequence,
+            sketch=args.sketch,
+            mixed_precision=half,
+        )
+    if not names_function(args.model):
+        raise PantherError(f"--model {args.model} is neither transformer/SIZE nor of the form module:function")
+    if args.sketch is not None:
+        raise PantherError("--sketch is for transformer/SIZE: let the function return a model with sketched layers")
+    with current_folder_importable():
+        made = call(args.model)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+            raise PantherError(
+                f"{args.model} returns a {type(made).__name__}: it must return a pair of an nn.Module and a batch of "
+                "what its forward takes"
+            )
+        try:
+            return ModelStats.of(*made, mixed_precision=half)
+        except PantherError:
+            raise
+        except Exception as error:
+            raise PantherError(f"{args.model}: the model does not run on its batch: {error}") from error
+
+
+def _memory(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 80GB or 85899345920, say")
+    value = float(found[1]) * _UNITS[found[2].lower()]
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1 byte")
+    return value
