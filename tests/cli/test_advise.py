@@ -1,0 +1,95 @@
+"""panther advise as a user meets it."""
+
+import json
+import sys
+
+import pytest
+
+from panther.cli import main
+
+MODELS = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)), torch.ones(4, 32)
+
+def model_only():
+    return nn.Linear(2, 2)
+
+def wrong_batch():
+    return nn.Linear(2, 2), torch.ones(4, 3)
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "advised_models.py").write_text(MODELS)
+    yield tmp_path
+    sys.modules.pop("advised_models", None)
+
+
+def test_the_table_and_the_reasons(models, capsys):
+    assert main(["advise", "--model", "advised_models:net", "--gpus", "4", "--memory", "80GB", "--batch", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "layout" in out.splitlines()[0]
+    assert " wins: of the " in out
+    assert "times as long, mostly by" in out
+
+
+def test_json_has_every_option(models, capsys):
+    args = ["advise", "--model", "advised_models:net", "--gpus", "2", "--memory", "100", "--json"]
+    assert main([*args, "--objective", "memory"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["objective"] == "memory"
+    assert plan["memory_bytes"] == 100
+    assert not any(option["fits"] for option in plan["options"])
+    assert plan["options"][0]["reason"].count("nothing fits") == 1
+    assert all("does not fit: it needs" in option["reason"] for option in plan["options"][1:])
+    totals = [option["memory_bytes"]["total"] for option in plan["options"]]
+    assert totals == sorted(totals)
+
+
+def test_a_sketched_transformer_needs_less(capsys):
+    totals = []
+    for extra in ([], ["--sketch", "32"]):
+        args = ["advise", "--model", "transformer/125m", "--gpus", "1", "--sequence", "16", "--json", *extra]
+        assert main(args) == 0
+        totals.append(json.loads(capsys.readouterr().out)["options"][0]["memory_bytes"]["total"])
+    assert totals[1] < 0.8 * totals[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "transformer/9b"], "--model transformer/9b is unknown: use transformer/ and one of 125m, "),
+        (["--model", "net"], "--model net is neither transformer/SIZE nor of the form module:function"),
+        (["--model", "nowhere:net"], "there is no module nowhere"),
+        (["--model", "advised_models:model_only"], "advised_models:model_only returns a Linear: it must return a pair"),
+        (["--model", "advised_models:wrong_batch"], "the model does not run on its batch: "),
+        (["--model", "advised_models:net", "--sketch", "4"], "--sketch is for transformer/SIZE"),
+        (["--model", "advised_models:net", "--batch", "3"], "batch=3 cannot be shared by 2 ranks"),
+        (["--model", "advised_models:net", "--efficiency", "2"], "efficiency=2.0 is a share and must be at most 1"),
+    ],
+)
+def test_what_cannot_be_done_is_said(models, args, message, capsys):
+    assert main(["advise", "--gpus", "2", *args]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("panther: error: ")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpus", "0"], "argument --gpus: 0 must be at least 1"),
+        (["--gpus", "2", "--memory", "80 potatoes"], "'80 potatoes' is no number of bytes: write 80GB"),
+        (["--gpus", "2", "--objective", "money"], "invalid choice: 'money'"),
+    ],
+)
+def test_bad_flags_exit_with_2(args, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["advise", "--model", "a:b", *args])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,284 @@
+"""What a plan predicts against what ranks hold and send, in real processes and in a thousand pretended ones."""
+
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from measuring import storages, train
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from panther.distributed import launch
+from panther.distributed._orders import STAGES_A_RANK, order_of
+from panther.distributed.cluster import ClusterSpec
+from panther.distributed.cost_model import Layout, estimate
+from panther.distributed.model_stats import ModelStats, _transformer
+from panther.distributed.plan import Option, ParallelismPlan, plan_parallelism
+from panther.errors import DistributedError, ShapeError
+from panther.nn import SKLinear
+
+pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+BATCH = 16
+EXACT = ("parameters", "gradients", "optimizer", "sketches")
+
+
+def perceptron(width=64, inner=256, rank=4):
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width)]
+    for _ in range(3):
+        layers += [SKLinear(width, inner, rank), nn.ReLU(), SKLinear(inner, width, rank), nn.LayerNorm(width)]
+    return nn.Sequential(*layers)
+
+
+def transformer():
+    torch.manual_seed(0)
+    return _transformer(32, 2, 4, 128, 96, 4)
+
+
+class Branches(nn.Module):
+    """No Sequential, with parameters outside of blocks, a fitted layer and BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(64, 48), nn.BatchNorm1d(48)
+        self.blocks = nn.ModuleList([SKLinear(48, 48, 2), SKLinear.from_linear(nn.Linear(48, 48), 1, 2)])
+        self.last = nn.Linear(48, 64)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
+def tokens_loss(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def zeros_loss(logits):
+    return tokens_loss(logits, torch.zeros(logits.shape[:2], dtype=torch.int64))
+
+
+MODELS = {
+    "perceptron": (perceptron, nn.MSELoss(), lambda y: F.mse_loss(y, torch.zeros_like(y))),
+    "transformer": (transformer, tokens_loss, zeros_loss),
+    "branches": (Branches, nn.MSELoss(), lambda y: F.mse_loss(y, torch.zeros_like(y))),
+}
+
+
+def batch_of(kind, samples):
+    if kind == "transformer":
+        return (torch.zeros(samples, 8, dtype=torch.int64),) * 2
+    return torch.randn(samples, 64), torch.zeros(samples, 64)
+
+
+@cache
+def plan_of(kind, world):
+    make, _, loss = MODELS[kind]
+    cluster = ClusterSpec.preset("cpu", world, gpus_per_node=min(world, 2))
+    x, _ = batch_of(kind, 2)
+    return plan_parallelism(
+        make(), cluster, batch=BATCH, sample_input=x, loss=loss, schedules=("gpipe", "1f1b", "interleaved")
+    )
+
+
+def find(plan, layout):
+    names = [str(option.layout) for option in plan.options]
+    return names.index(layout)
+
+
+def compare(kind, world, layout):
+    plan = plan_of(kind, world)
+    place = find(plan, layout)
+    predicted = plan.options[place].estimate
+    axes = predicted.layout
+    make, loss_fn, _ = MODELS[kind]
+
+    def rank():
+        applied = plan.apply(make(), place)
+        x, target = batch_of(kind, BATCH // (axes.dp * axes.replicate))
+        return train(applied, x, target, loss_fn)
+
+    results = launch(rank, nproc=world, start_method="fork")
+    sent = []
+    for number, measured in enumerate(results):
+        parts = predicted.stages[number // axes.tp % axes.pp].parts()
+        for name in EXACT:
+            assert measured[name] == pytest.approx(parts[name], rel=0.01), name
+        assert measured["activations"] == pytest.approx(parts["activations"], rel=0.1)
+        assert measured["loss"] == measured["loss"]
+        sent.append(sum(measured["sent"].values()) - (16 if axes.pp > 1 else 0))  # the trainer's mean loss
+    handed = sum(traffic.handed for traffic in predicted.traffic)
+    assert max(sent) == pytest.approx(handed, rel=0.1, abs=64)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "world", "layout"),
+    [
+        ("perceptron", 1, "one rank"),
+        ("perceptron", 2, "tp=2"),
+        ("perceptron", 2, "pp=2 interleaved m=4"),
+        ("perceptron", 4, "replicate=2, dp=2 fsdp"),
+        ("perceptron", 4, "dp=2 fsdp, tp=2"),
+        ("perceptron", 4, "dp=2 replicate, tp=2"),
+        ("perceptron", 4, "dp=2 fsdp, pp=2 1f1b m=2"),
+        ("transformer", 2, "dp=2 fsdp"),
+        ("transformer", 2, "pp=2 gpipe m=4"),
+        ("transformer", 4, "pp=2 1f1b m=4, tp=2"),
+        ("branches", 2, "dp=2 ddp"),
+        ("branches", 2, "dp=2 fsdp"),
+    ],
+)
+def test_real_processes_hold_and_send_what_is_predicted(kind, world, layout):
+    compare(kind, world, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "layout", ["dp=2 fsdp, pp=2 1f1b m=4, tp=2", "dp=8 fsdp", "replicate=4, dp=2 fsdp", "dp=8 ddp"]
+)
+def test_eight_real_processes(layout):
+    compare("perceptron", 8, layout)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped_bfs", "interleaved"])
+@pytest.mark.parametrize(("ranks", "m"), [(2, 2), (2, 8), (4, 8), (8, 16)])
+def test_bubbles_are_those_of_the_formula(name, ranks, m):
+    work = STAGES_A_RANK[name] * m
+    assert order_of(name, ranks, m).bubble == pytest.approx((ranks - 1) / (work + ranks - 1))
+
+
+@pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipev"])
+def test_zero_bubble_schedules_wait_less(name):
+    assert order_of(name, 4, 16).bubble < 0.5 * order_of("interleaved", 4, 16).bubble
+
+
+def test_a_sketched_pair_sends_2r_numbers_a_row_and_a_dense_one_its_width():
+    def sent(*pair):
+        model = nn.Sequential(nn.LayerNorm(64), pair[0], nn.ReLU(), pair[1])
+        elements = ModelStats.of(model, torch.ones(2, 64)).cut(2).elements
+        return sum(e.tp_forward.at(10) for e in elements), sum(e.tp_backward.at(10) for e in elements)
+
+    assert sent(SKLinear(64, 128, 3), SKLinear(128, 64, 3)) == (10 * 2 * 3 * 4, 10 * 2 * 3 * 4)
+    assert sent(nn.Linear(64, 128), nn.Linear(128, 64)) == (10 * 64 * 4, 10 * 64 * 4)
+
+
+def test_ranking_explanations_and_memory():
+    plan = plan_of("perceptron", 4)
+    fitting = [option.estimate.step_seconds for option in plan.options if option.fits]
+    assert fitting == sorted(fitting)
+    assert len({str(option.layout) for option in plan.options}) == len(plan.options)
+    assert f"{plan.best.layout} wins: of the {len(fitting)} options that fit it has the shortest step" in str(plan)
+    for option in plan.options[1:]:
+        assert option.reason.startswith(str(option.layout))
+    make, _, loss = MODELS["perceptron"]
+    least = min(option.estimate.memory.total for option in plan.options)
+    room = 1.2 * least
+    tight = ClusterSpec.preset("cpu", 4, gpus_per_node=2, memory_bytes=room, usable=1.0)
+    x, _ = batch_of("perceptron", 2)
+    small = plan_parallelism(make(), tight, batch=BATCH, sample_input=x, loss=loss, schedules=("gpipe", "1f1b"))
+    fits = [option.fits for option in small.options]
+    assert fits == sorted(fits, reverse=True)
+    assert not fits[-1]
+    assert all(option.fits == (option.estimate.memory.total <= room) for option in small.options)
+    assert "does not fit: it needs" in small.options[-1].reason
+
+
+def test_the_model_is_left_alone_and_a_live_group_too():
+    model = Branches()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ModelStats.of(model, torch.ones(4, 64)).cut(2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not dist.is_initialized()
+
+
+def test_what_is_refused():
+    model, cluster = perceptron(), ClusterSpec.preset("cpu", 2)
+    for error, message, call in (
+        (TypeError, "a module needs sample_input", lambda: plan_parallelism(model, cluster, batch=4)),
+        (TypeError, "model must be an nn.Module or ModelStats, not int", lambda: plan_parallelism(3, cluster, batch=4)),
+        (ValueError, "objective='cost' is unknown", lambda: plan_it(model, cluster, objective="cost")),
+        (ValueError, "schedule 'fast' is unknown", lambda: plan_it(model, cluster, schedules=("fast",))),
+        (ShapeError, "batch=3 cannot be shared by 2 ranks", lambda: plan_it(model, cluster, batch=3)),
+        (ShapeError, "batch=0 must be at least 1", lambda: plan_it(model, cluster, batch=0)),
+        (ValueError, "preset 'tpu' is unknown", lambda: ClusterSpec.preset("tpu", 1)),
+        (ShapeError, "gpus=0 must be at least 1", lambda: ClusterSpec.preset("cpu", 0)),
+        (ValueError, "memory_bytes=0 must be positive", lambda: ClusterSpec(gpus=1, memory_bytes=0)),
+        (DistributedError, "there is no process group", lambda: plan_of("perceptron", 2).apply(model)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    with pretended(3), pytest.raises(DistributedError, match=r"for 2 ranks .* the world size is 3: plan for gpus=3"):
+        plan_of("perceptron", 2).apply(model)
+
+
+def plan_it(model, cluster, **changes):
+    return plan_parallelism(model, cluster, sample_input=torch.ones(2, 64), **{"batch": 4, **changes})
+
+
+@contextmanager
+def pretended(world, rank=0):
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def wide_stats():
+    return ModelStats.of(
+        perceptron(1024, 4096, 8), torch.ones(1, 1024), loss=lambda y: F.mse_loss(y, torch.zeros_like(y))
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=64, strategy="fsdp"),
+        Layout(dp=1024, strategy="fsdp"),
+        Layout(replicate=128, dp=8, strategy="fsdp"),
+        Layout(dp=128, tp=8, strategy="fsdp"),
+        Layout(dp=256, tp=4, strategy="replicate"),
+    ],
+    ids=str,
+)
+def test_a_rank_of_a_thousand_pretended_ones(layout):
+    cluster = ClusterSpec.preset("cpu", layout.world)
+    batch = 2 * layout.dp * layout.replicate
+    predicted = estimate(wide_stats(), cluster, layout, batch)
+    plan = plan_of_one(predicted, cluster, batch)
+    with pretended(layout.world):
+        applied = plan.apply(perceptron(1024, 4096, 8))
+        measured = train(applied, torch.randn(2, 1024), torch.zeros(2, 1024), nn.MSELoss())
+    parts = predicted.memory.parts()
+    for name in EXACT:
+        assert measured[name] == pytest.approx(parts[name], rel=0.01), name
+    assert measured["activations"] == pytest.approx(parts["activations"], rel=0.1)
+    handed = sum(traffic.handed for traffic in predicted.traffic)
+    assert sum(measured["sent"].values()) == pytest.approx(handed, rel=0.1)
+
+
+def plan_of_one(predicted, cluster, batch):
+    return ParallelismPlan((Option(predicted, True, ""),), cluster, batch, "time", ())
+
+
+@pytest.mark.parametrize(("dp", "tp", "strategy"), [(1024, 1, "fsdp"), (128, 8, "fsdp")])
+def test_a_billion_parameters_that_have_no_values(dp, tp, strategy):
+    sizes = {"hidden": 4096, "layers": 4, "heads": 32, "vocab": 32000}
+    layout = Layout(dp=dp, tp=tp, strategy=strategy)
+    cluster = ClusterSpec.preset("h100-80gb", 1024)
+    predicted = estimate(ModelStats.transformer(**sizes, sequence=16), cluster, layout, 1024)
+    with FakeTensorMode():
+        model = _transformer(4096, 4, 32, 16384, 32000, None)
+    with pretended(1024):
+        plan_of_one(predicted, cluster, 1024).apply(model)
+        assert storages(model.parameters()) == pytest.approx(predicted.memory.parameters, rel=0.01)

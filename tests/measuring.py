@@ -1,0 +1,98 @@
+"""Bytes that a rank holds and sends while it trains a step, to compare with what was predicted."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from panther.distributed import CommunicationCounter
+from panther.nn._sketched import SketchedModule
+
+
+def local(tensor):
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def storages(tensors):
+    """Bytes of the different storages behind tensors, padding too."""
+    return sum({local(t).untyped_storage()._cdata: local(t).untyped_storage().nbytes() for t in tensors}.values())
+
+
+class Kept:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, owner, tensor):
+        self.owner, self.tensor, self.key = owner, tensor, local(tensor).untyped_storage()._cdata
+        size = local(tensor).untyped_storage().nbytes()
+        if self.key in owner.given:  # a microbatch, of a batch that is there anyway
+            self.key, size = (self.key, tensor.storage_offset()), tensor.nbytes
+        owner.add(self.key, size)
+
+    def __del__(self):
+        self.owner.drop(self.key)
+
+
+class Activations(torch.autograd.graph.saved_tensors_hooks):
+    """The most bytes that autograd keeps at once, without parameters, buffers and what was received."""
+
+    def __init__(self, modules, given, received=lambda: ()):
+        self.given = {tensor.untyped_storage()._cdata for tensor in given}
+        self.modules, self.received, self.users, self.sizes, self.now, self.peak = modules, received, {}, {}, 0, 0
+        super().__init__(self.pack, lambda kept: kept.tensor if isinstance(kept, Kept) else kept)
+
+    def pack(self, tensor):
+        own = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
+        if local(tensor).untyped_storage()._cdata in {
+            local(t).untyped_storage()._cdata for t in (*own, *self.received())
+        }:
+            return tensor
+        return Kept(self, tensor)
+
+    def add(self, key, size):
+        self.users[key] = self.users.get(key, 0) + 1
+        if self.users[key] == 1:
+            self.sizes[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def drop(self, key):
+        self.users[key] -= 1
+        if self.users[key] == 0:
+            self.now -= self.sizes.pop(key)
+
+
+def received(trainer):
+    """Buffers of a pipeline's stages."""
+    infos = [info for stage in trainer.stages for args in stage.args_recv_info.values() for info in args]
+    return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+
+
+def train(applied, x, target, loss_fn, steps=3):
+    """Train what ``plan.apply`` gave, and measure the last step."""
+    pipeline = hasattr(applied, "train_step")
+    model = applied.model if pipeline else applied
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        activations = Activations([model], (x, target), (lambda: received(applied)) if pipeline else tuple)
+        with activations, CommunicationCounter() as traffic:
+            if pipeline:
+                loss = applied.train_step((x, target), optimizer, loss_fn)
+            else:
+                optimizer.zero_grad()
+                loss = loss_fn(model(x), target)
+                loss.backward()
+        if not pipeline:
+            optimizer.step()
+    parameters = list(model.parameters())
+    sketches = [
+        getattr(m, name) for m in model.modules() if isinstance(m, SketchedModule) and not m.is_fitted
+        for name in m.sketch_names
+    ]  # fmt: skip
+    sent = traffic.bytes_by_operation
+    return {
+        "parameters": storages(parameters),
+        "gradients": storages([p.grad for p in parameters if p.grad is not None]),
+        "optimizer": storages([t for state in optimizer.state.values() for t in state.values()]),
+        "sketches": storages(sketches),
+        "activations": activations.peak,
+        "sent": {name: size for name, size in sent.items()},
+        "loss": float(loss.detach() if isinstance(loss, torch.Tensor) else loss),
+    }
