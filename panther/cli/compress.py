@@ -3,14 +3,9 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import importlib
-import os
-import re
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +15,11 @@ from torch import nn
 import panther as pr
 from panther.cli import _transformers
 from panther.cli._arguments import check_file, positive, positive_float, seed, writable
+from panther.cli._functions import call, current_folder_importable, names_function
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass
@@ -93,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     """Load, compress, save, and say how to load the result."""
     _check_out(args.out)
     _check_plot(args.plot)
-    with _current_folder_importable():
+    with current_folder_importable():
         source = _source(args)
         if source.calibration is None and (args.method in _CALIBRATED or args.max_error or args.heal):
             asker = "--max-error" if args.max_error else "--heal" if args.heal else f"--method {args.method}"
@@ -158,7 +153,7 @@ def _source(args: argparse.Namespace) -> _Source:
     if folder.is_dir():
         model = _transformers.load_model(folder)
         tokenizer = None
-        if args.calibration is None or _names_function(args.calibration):
+        if args.calibration is None or names_function(args.calibration):
             calibration = _batches(args.calibration)
         else:
             path = _text(args.calibration)
@@ -171,18 +166,18 @@ def _source(args: argparse.Namespace) -> _Source:
             lambda out: _transformers.expression(model, out),
             lambda out: _transformers.copy_beside(folder, out, tokenizer),
         )
-    if not _names_function(args.model):
+    if not names_function(args.model):
         raise PantherError(
             f"{args.model} is no folder, and not of the form module:function: give one of the two "
             "(nothing is downloaded)"
         )
-    if args.calibration is not None and not _names_function(args.calibration):
+    if args.calibration is not None and not names_function(args.calibration):
         _text(args.calibration)
         raise PantherError(
             f"--calibration {args.calibration} is a text, and only a folder of transformers comes with a tokenizer: "
             "give module:function, which returns batches"
         )
-    made = _call(args.model)
+    made = call(args.model)
     model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise PantherError(
@@ -199,10 +194,6 @@ def _source(args: argparse.Namespace) -> _Source:
     )
 
 
-def _names_function(text: str) -> bool:
-    return _FUNCTION.fullmatch(text) is not None and not Path(text).exists()
-
-
 def _text(name: str) -> Path:
     path = Path(name)
     if not path.is_file():
@@ -211,53 +202,7 @@ def _text(name: str) -> Path:
 
 
 def _batches(spec: str | None) -> Any:
-    return None if spec is None else _call(spec)
-
-
-def _call(spec: str) -> Any:
-    """What ``module:function`` returns."""
-    name, _, attribute = spec.partition(":")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise PantherError(f"{name} cannot be imported: it needs {error.name}, which is not installed") from error
-        raise PantherError(
-            f"{spec}: there is no module {name}, neither in the current folder nor installed: run this in the folder "
-            f"that holds {name.partition('.')[0]}.py"
-        ) from None
-    except Exception as error:
-        raise PantherError(f"{name} cannot be imported: {_told(error)}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
-        raise PantherError(
-            f"{spec}: the module {name} has no function {attribute}: it has {', '.join(known) or 'no functions'}"
-        )
-    try:
-        return function()
-    except PantherError:
-        raise
-    except Exception as error:
-        raise PantherError(f"{spec} failed: {_told(error)}") from error
-
-
-def _told(error: Exception) -> str:
-    """An exception in one line, with the place of its last frame."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
-
-
-@contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    """As for ``python -m``, also where the command is a script elsewhere."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
+    return None if spec is None else call(spec)
 
 
 def _check_out(out: str) -> None:

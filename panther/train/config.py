@@ -206,12 +206,14 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a TOML or JSON file; of a TOML file with a table ``[train]``, that table.
+        """Read a TOML or JSON file; of one with a table ``train``, that table.
 
         Raises:
             ConfigError: If it cannot be read, or a setting is wrong.
         """
-        return cls.from_dict(read_settings(path))
+        settings = read_settings(path)
+        inner = settings.get("train")
+        return cls.from_dict(inner if isinstance(inner, Mapping) else settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a TOML or JSON file, by the name's ending; settings that are None are left out of TOML.
@@ -230,7 +232,7 @@ class TrainConfig:
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings of a TOML or JSON file; of a TOML file with a table ``[train]``, that table.
+    """What a TOML or JSON file holds, which must be a table.
 
     Raises:
         ConfigError: If it cannot be read.
@@ -243,8 +245,6 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give a TOML or JSON file") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no sound {path.suffix[1:].upper() or 'TOML'} ({error})") from None
-    if isinstance(settings, dict) and isinstance(settings.get("train"), dict):
-        settings = settings["train"]
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a table of settings")
     return settings

@@ -1,7 +1,8 @@
 """What ranks agree on in every step, in one small message: the loss, whether it is finite, and who was told to stop."""
 
-__all__ = ["Control", "agree", "on_first", "signals"]
+__all__ = ["Control", "agree", "joined", "on_first", "signals"]
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from panther.distributed import get_distributed_info, get_world_size
+from panther.distributed import get_distributed_info, get_world_size, init, shutdown
 from panther.distributed._checkpoint_ranks import from_first, gathered
 from panther.train.batches import Batch
 
@@ -80,6 +81,19 @@ def agree(values: list[float]) -> list[float]:
 def on_first(work: Callable[[], _T]) -> _T:
     """Do the work on the first rank; all get its result, or its error."""
     return from_first(work, None)
+
+
+@contextmanager
+def joined(timeout_s: float) -> Iterator[None]:
+    """Be in the process group of a launcher that started this process, if there is one; left again if joined here."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        yield
+        return
+    init(timeout=timeout_s)
+    try:
+        yield
+    finally:
+        shutdown()
 
 
 @contextmanager

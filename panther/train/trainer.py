@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.distributed import checkpoint, get_rank, get_world_size, init, shutdown
+from panther.distributed import checkpoint, get_rank, get_world_size
 from panther.errors import ConfigError, FormatError, TrainingError
 from panther.train.batches import Batch, Feed
 from panther.train.config import TrainConfig
-from panther.train.control import Control, agree, on_first, signals
+from panther.train.control import Control, agree, joined, on_first, signals
 from panther.train.history import History
 from panther.train.layout import Built, Optimizer, build
 from panther.train.locking import locked
@@ -131,9 +130,7 @@ class Trainer:
                 and a checkpoint written, from which the same call goes on.
         """
         with ExitStack() as stack:
-            if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
-                init(timeout=self.config.timeout_s)
-                stack.callback(shutdown)
+            stack.enter_context(joined(self.config.timeout_s))
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked(Path(self.config.checkpoint_dir)))
             stack.callback(self._finish_saving)

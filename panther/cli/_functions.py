@@ -1,0 +1,82 @@
+"""Functions that users name on the command line, as ``module:function``."""
+
+__all__ = ["call", "current_folder_importable", "find", "names_function", "told"]
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from panther.errors import PantherError
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def names_function(text: str) -> bool:
+    """Whether a text has the form, and is not a path that exists."""
+    return _FUNCTION.fullmatch(text) is not None and not Path(text).exists()
+
+
+def find(spec: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names.
+
+    Raises:
+        PantherError: If there is none.
+    """
+    name, _, attribute = spec.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise PantherError(f"{name} cannot be imported: it needs {error.name}, which is not installed") from error
+        raise PantherError(
+            f"{spec}: there is no module {name}, neither in the current folder nor installed: run this in the folder "
+            f"that holds {name.partition('.')[0]}.py"
+        ) from None
+    except Exception as error:
+        raise PantherError(f"{name} cannot be imported: {told(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
+        raise PantherError(
+            f"{spec}: the module {name} has no function {attribute}: it has {', '.join(known) or 'no functions'}"
+        )
+    return function
+
+
+def call(spec: str, **arguments: Any) -> Any:
+    """What ``module:function`` returns.
+
+    Raises:
+        PantherError: If there is no such function, or it fails.
+    """
+    function = find(spec)
+    try:
+        return function(**arguments)
+    except PantherError:
+        raise
+    except Exception as error:
+        raise PantherError(f"{spec} failed: {told(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """An exception in one line, with the place of its last frame."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+
+
+@contextmanager
+def current_folder_importable() -> Iterator[None]:
+    """As for ``python -m``, also where the command is a script elsewhere."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)

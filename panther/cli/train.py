@@ -1,0 +1,163 @@
+"""``panther train``: a model and data that functions give, trained by the Trainer, on one or several processes."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from panther.cli._arguments import positive
+from panther.cli._functions import call, current_folder_importable, find, names_function
+from panther.errors import ConfigError, PantherError
+
+_FUNCTIONS = ("model", "data", "loss", "optimizer", "metrics")
+_HELP = """\
+settings are key=value: model, data, loss, optimizer and metrics, and those of panther.train.TrainConfig.
+
+  model=module:function      returns an nn.Module
+  data=module:function       returns a DataLoader or Dataset to train on, or a pair of it and one to validate on
+  loss=cross_entropy         a function of torch.nn.functional, or module:function; none if the model returns it
+  optimizer=AdamW            a class of torch.optim, or module:function of the parameters
+  metrics=module:function    returns a mapping of names to functions of output and target
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model of yours, without a script",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML or JSON with settings")
+    parser.add_argument("--nproc", type=positive, default=1, help="processes of this machine (default 1)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="how often to start again after a crash (default 0)"
+    )
+    parser.add_argument("--export", metavar="FOLDER", help="write the trained model for inference to this folder")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, over those of the file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the settings, train, and say what came out."""
+    from panther.distributed import launch
+
+    if args.max_restarts < 0:
+        raise PantherError(f"--max-restarts {args.max_restarts} must be at least 0")
+    settings = _settings(args.config, args.settings)
+    functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
+    for name in ("model", "data"):
+        if name not in functions:
+            raise PantherError(f"{name} is missing: add {name}=module:function")
+    with current_folder_importable():
+        _check(functions, settings)
+        started = "RANK" in os.environ  # by torchrun or panther launch
+        if started or (args.nproc == 1 and args.max_restarts == 0):
+            last = _train(functions, settings, args.export, os.getcwd())
+        else:
+            last = launch(
+                _train, functions, settings, args.export, os.getcwd(), nproc=args.nproc, max_restarts=args.max_restarts
+            )[0]
+    if last is not None:
+        print(
+            "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in last)
+        )
+    return 0
+
+
+def _settings(path: str | None, given: list[str]) -> dict[str, Any]:
+    from panther.train.config import read_settings
+
+    settings = {} if path is None else read_settings(path)
+    inner = settings.pop("train", {})
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"'train' in {path} must be a table")
+    settings |= inner
+    for item in given:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise PantherError(f"{item!r} is no setting: write key=value")
+        settings[key] = _value(text)
+    return settings
+
+
+def _value(text: str) -> Any:
+    """A number, truth value, null or list, written as in JSON; else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """See what can be seen before processes start."""
+    from panther.train import TrainConfig
+
+    for key in settings:
+        if near := difflib.get_close_matches(key, _FUNCTIONS, 1, cutoff=0.7):
+            raise ConfigError(f"{key!r} is no setting: did you mean {near[0]!r}?")
+    TrainConfig.from_dict(settings)
+    for name in ("model", "data", "metrics"):
+        if name in functions:
+            if not names_function(str(functions[name])):
+                raise PantherError(f"{name}={functions[name]} must be of the form module:function")
+            find(functions[name])
+    _loss(functions.get("loss"))
+    _optimizer(functions.get("optimizer"))
+
+
+def _loss(name: Any) -> Any:
+    if name is None:
+        return None
+    if names_function(str(name)):
+        return find(name)
+    found = getattr(nn.functional, str(name), None)
+    if not callable(found):
+        raise PantherError(f"loss={name} is no function of torch.nn.functional: use cross_entropy, or module:function")
+    return found
+
+
+def _optimizer(name: Any) -> Any:
+    if name is None:
+        return None
+    if names_function(str(name)):
+        return find(name)
+    found = getattr(torch.optim, str(name), None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise PantherError(f"optimizer={name} is no optimizer of torch.optim: use AdamW, SGD, or module:function")
+    return found
+
+
+def _train(
+    functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None, folder: str
+) -> list[tuple[str, Any]] | None:
+    """The work of one process; the last record on the first rank."""
+    from panther.distributed import get_rank
+    from panther.train import TrainConfig, Trainer
+    from panther.train.control import joined
+
+    if folder not in sys.path:  # a spawned process begins without it
+        sys.path.insert(0, folder)
+    config = TrainConfig.from_dict(settings)
+    torch.manual_seed(config.seed)
+    model, data = call(functions["model"]), call(functions["data"])
+    if not isinstance(model, nn.Module):
+        raise PantherError(f"{functions['model']} returns a {type(model).__name__}: it must return an nn.Module")
+    train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    metrics = call(functions["metrics"]) if "metrics" in functions else None
+    loss, optimizer = _loss(functions.get("loss")), _optimizer(functions.get("optimizer"))
+    with joined(config.timeout_s):
+        trainer = Trainer(model, optimizer, loss, config, metrics=metrics)
+        history = trainer.fit(train, validation)
+        if export is not None:
+            trainer.export(export)
+        return list(history.last.items()) if get_rank() == 0 else None
