@@ -22,6 +22,7 @@ from panther.distributed._balancing import balanced_cuts
 from panther.distributed._orders import IN_V, STAGES_A_RANK, Order, order_of
 from panther.distributed.cluster import ClusterSpec
 from panther.distributed.model_stats import ModelStats, TensorStats
+from panther.errors import ShapeError
 
 _BUCKET = 25 * 2**20  # DDP's
 _STEP = 4  # bytes of Adam's count of steps, one a parameter
@@ -141,6 +142,9 @@ def estimate(
     """
     stages = _stages(stats, layout)
     stats = stats.cut(layout.tp)
+    held = {tensor.element for tensor in stats.tensors if tensor.trained}
+    if any(held.isdisjoint(stage) for stage in stages):
+        raise ShapeError(f"of {len(stages)} stages one would have no parameters to train")
     samples = batch / (layout.dp * layout.replicate * layout.microbatches)
     order = order_of(layout.schedule, layout.pp, layout.microbatches) if layout.schedule else None
     ranks = [_Rank(stats, layout, stages, rank, samples, order, optimizer_states) for rank in range(layout.pp)]

@@ -213,7 +213,8 @@ def plan_parallelism(
         try:
             estimates.append(estimate(stats, cluster, layout, batch, optimizer_states))
         except ShapeError as error:
-            notes.append(f"{layout} was left out: {error}")
+            if (note := f"pp={layout.pp} was left out with some schedules: {error}") not in notes:
+                notes.append(note)
     if not estimates:
         raise ShapeError(
             f"batch={batch} cannot be shared by {cluster.gpus} ranks: give a multiple of them, or of a divisor that tp "

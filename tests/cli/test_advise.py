@@ -17,6 +17,9 @@ def net():
 def model_only():
     return nn.Linear(2, 2)
 
+def single():
+    return nn.Linear(2, 2), torch.ones(4, 2)
+
 def wrong_batch():
     return nn.Linear(2, 2), torch.ones(4, 3)
 """
@@ -69,7 +72,7 @@ def test_a_sketched_transformer_needs_less(capsys):
         (["--model", "advised_models:model_only"], "advised_models:model_only returns a Linear: it must return a pair"),
         (["--model", "advised_models:wrong_batch"], "the model does not run on its batch: "),
         (["--model", "advised_models:net", "--sketch", "4"], "--sketch is for transformer/SIZE"),
-        (["--model", "advised_models:net", "--batch", "3"], "batch=3 cannot be shared by 2 ranks"),
+        (["--model", "advised_models:single", "--batch", "3"], "batch=3 cannot be shared by 2 ranks"),
         (["--model", "advised_models:net", "--efficiency", "2"], "efficiency=2.0 is a share and must be at most 1"),
     ],
 )

@@ -207,7 +207,7 @@ def test_what_is_refused():
         (TypeError, "model must be an nn.Module or ModelStats, not int", lambda: plan_parallelism(3, cluster, batch=4)),
         (ValueError, "objective='cost' is unknown", lambda: plan_it(model, cluster, objective="cost")),
         (ValueError, "schedule 'fast' is unknown", lambda: plan_it(model, cluster, schedules=("fast",))),
-        (ShapeError, "batch=3 cannot be shared by 2 ranks", lambda: plan_it(model, cluster, batch=3)),
+        (ShapeError, "batch=3 cannot be shared by 2 ranks", lambda: plan_it(nn.Linear(64, 2), cluster, batch=3)),
         (ShapeError, "batch=0 must be at least 1", lambda: plan_it(model, cluster, batch=0)),
         (ValueError, "preset 'tpu' is unknown", lambda: ClusterSpec.preset("tpu", 1)),
         (ShapeError, "gpus=0 must be at least 1", lambda: ClusterSpec.preset("cpu", 0)),
