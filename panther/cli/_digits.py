@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
-from panther.distributed import CommunicationCounter, data_parallel, sync_sketches
+from panther.distributed import CommunicationCounter, sync_sketches
 from panther.errors import PerformanceWarning, require_extra
 from panther.nn import SKLinear
 from panther.nn.io import load_compressed, save_compressed
+from panther.train import Callback, TrainConfig, Trainer
 
 KINDS = ("dense", "sketched", "low-rank")
 BATCH_SIZE = 64
@@ -101,38 +101,31 @@ def _train(
     with CommunicationCounter() as sketch_traffic:
         if kind == "sketched":
             sync_sketches(model)
-    parallel = data_parallel(model)
-
-    # The same seed for every kind: they see the same batches in the same order.
-    sampler: DistributedSampler[Any] = DistributedSampler(train, seed=seed)
-    loader = DataLoader(train, max(1, BATCH_SIZE // dist.get_world_size()), sampler=sampler)
-    optimizer = torch.optim.Adam(parallel.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=settings.epochs * len(loader))
-    losses, seconds, gradient_bytes = [], [], []
-    for epoch in range(settings.epochs):
-        sampler.set_epoch(epoch)
-        start = time.perf_counter()
-        total = torch.zeros((), device=device)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(parallel(x.to(device)), y.to(device))
-            with CommunicationCounter() as traffic:
-                loss.backward()
-            optimizer.step()
-            schedule.step()
-            gradient_bytes.append(traffic.bytes)
-            total += loss.detach()
-        losses.append(_mean_over_ranks(total / len(loader)))
-        seconds.append(time.perf_counter() - start)
-        progress.update()
+    batch = max(1, BATCH_SIZE // dist.get_world_size())
+    data = DataLoader(train, batch, shuffle=True)
+    steps = -(-len(train) // (batch * dist.get_world_size()))
+    config = TrainConfig(  # the same seed for every kind: they see the same batches in the same order
+        epochs=settings.epochs,
+        strategy="ddp",
+        learning_rate=3e-3,
+        schedule="cosine",
+        warmup_steps=settings.epochs * steps * 3 // 10,
+        seed=seed,
+        log_every_n_steps=steps,
+        progress=False,
+    )
+    clock = _Clock(progress)
+    trainer = Trainer(model, torch.optim.Adam, F.cross_entropy, config, [clock])
+    losses = trainer.fit(data)["loss"][1]
+    gradient_traffic = _bytes_of_a_step(trainer.model, next(iter(data)), device)
 
     result = {
         "kind": kind,
         "seed": seed,
         "losses": losses,
-        "seconds_per_epoch": statistics.median(seconds),
+        "seconds_per_epoch": statistics.median(clock.seconds),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "gradient_bytes": statistics.median(gradient_bytes),
+        "gradient_bytes": gradient_traffic,
         "sketch_bytes": sketch_traffic.bytes,
         "accuracy": accuracy(model, test, device),
     }
@@ -143,9 +136,29 @@ def _train(
     return result
 
 
-def _mean_over_ranks(value: Tensor) -> float:
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
+class _Clock(Callback):
+    """Times epochs, and tells the progress bar of each."""
+
+    def __init__(self, progress: Any) -> None:
+        self.progress, self.seconds = progress, list[float]()
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.begun = time.perf_counter()
+
+    def on_epoch(self, trainer: Trainer) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.begun)
+        self.begun = now
+        self.progress.update()
+
+
+def _bytes_of_a_step(model: nn.Module, batch: Any, device: str) -> int:
+    """What a backward sends."""
+    x, y = batch
+    loss = F.cross_entropy(model(x.to(device)), y.to(device))
+    with CommunicationCounter() as traffic:
+        loss.backward()
+    return traffic.bytes
 
 
 def evaluate_saved(folders: dict[str, str], hidden: int, sketch_size: int, device: str) -> dict[str, float]:
