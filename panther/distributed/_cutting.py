@@ -172,5 +172,5 @@ def _copied_class(plain: type[nn.Module]) -> type[nn.Module]:
             output = plain.forward(self, *args, **kwargs)
         return no_view(output) if isinstance(output, Tensor) else output
 
-    body = {"forward": forward, "__doc__": plain.__doc__, "__module__": plain.__module__}
+    body = {"forward": forward, "__doc__": plain.__doc__, "__module__": __name__}
     return type(f"Copied{plain.__name__}", (CutModule, plain), body)

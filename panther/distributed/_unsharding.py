@@ -94,5 +94,4 @@ def _is_of_distributed(hook: Any) -> bool:
     """Whether a hook came with cutting or sharding."""
     hook = getattr(hook, "hook", hook)
     hook = getattr(hook, "func", hook)
-    owner = type(hook.__self__) if hasattr(hook, "__self__") else hook
-    return str(getattr(owner, "__module__", "")).startswith(("torch.distributed", "panther.distributed"))
+    return str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "panther.distributed"))

@@ -6,8 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import panther
 from panther.distributed import data_parallel, launch, make_mesh, tensor_parallel, unshard_module
-from panther.nn import SKLinear
+from panther.distributed.checkpoint import export
+from panther.nn import RandMultiHeadAttention, SKConv1d, SKLinear
 
 pytestmark = pytest.mark.distributed
 
@@ -51,3 +53,33 @@ def test_the_plain_model_comes_back(sharded):
         assert torch.equal(plain(tokens), single(tokens))
         torch.testing.assert_close(out, single(tokens))
         assert torch.equal(weight, single[1].weight)
+
+
+class Kinds(nn.Module):
+    """Attention by heads, a sketched convolution and layers that are copied, a pair, and a wide output layer."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.attention, self.single = RandMultiHeadAttention(24, 4, 5), SKLinear(24, 24, 2)
+        self.conv = SKConv1d(24, 24, 3, padding=1, num_terms=1, low_rank=2)
+        self.ff = nn.Sequential(SKLinear(24, 50, 2), nn.ReLU(), SKLinear(50, 24, 2))
+        self.head = nn.Linear(24, 5000)
+
+    def forward(self, x):
+        return self.head(self.ff(self.single(self.conv(self.attention(x, x, x)[0].mT).mT)))
+
+
+def test_what_is_exported_is_the_plain_model(tmp_path):
+    x = torch.randn(2, 6, 24, generator=torch.Generator().manual_seed(0))
+
+    def rank():
+        model = Kinds(dist.get_rank())
+        tensor_parallel(model, make_mesh(tp=2)["tp"])
+        export(model, tmp_path / "model")
+        return model(x).detach()
+
+    outputs = launch(rank, nproc=2, start_method="fork")
+    loaded = panther.load_compressed(tmp_path / "model", Kinds(7))
+    for out in outputs:
+        torch.testing.assert_close(out, loaded(x).detach())
