@@ -129,8 +129,8 @@ def compare(kind, world, layout):
         ("perceptron", 4, "dp=2 replicate, tp=2"),
         ("perceptron", 4, "dp=2 fsdp, pp=2 1f1b m=2"),
         ("transformer", 2, "dp=2 fsdp"),
-        ("transformer", 2, "pp=2 gpipe m=4"),
-        ("transformer", 4, "pp=2 1f1b m=4, tp=2"),
+        pytest.param("transformer", 2, "pp=2 gpipe m=4", marks=pytest.mark.slow),
+        pytest.param("transformer", 4, "pp=2 1f1b m=4, tp=2", marks=pytest.mark.slow),
         ("branches", 2, "dp=2 ddp"),
         ("branches", 2, "dp=2 fsdp"),
     ],
@@ -271,7 +271,9 @@ def plan_of_one(predicted, cluster, batch):
     return ParallelismPlan((Option(predicted, True, ""),), cluster, batch, "time", ())
 
 
-@pytest.mark.parametrize(("dp", "tp", "strategy"), [(1024, 1, "fsdp"), (128, 8, "fsdp")])
+@pytest.mark.parametrize(
+    ("dp", "tp", "strategy"), [pytest.param(1024, 1, "fsdp", marks=pytest.mark.slow), (128, 8, "fsdp")]
+)
 def test_a_billion_parameters_that_have_no_values(dp, tp, strategy):
     sizes = {"hidden": 4096, "layers": 4, "heads": 32, "vocab": 32000}
     layout = Layout(dp=dp, tp=tp, strategy=strategy)
