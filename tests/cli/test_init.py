@@ -1,0 +1,350 @@
+"""The files of panther init: valid, quoted, and really run where this machine can."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from launchers import Launcher
+
+from panther.cli import main
+
+ARGUMENTS = ["--lr", "1", "two words", "$HOME $(ls) `ls` ${local_rank}", "it's", '"quoted"', "a;b", "*", "#x", "é"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def init(kind, *options, script="train.py", arguments=()):
+    assert main(["init", kind, *options, script, *arguments]) == 0
+
+
+# Schemas, by hand from the documentation of Kubernetes 1.31, of Kubeflow's training operator 1.8 and of the compose
+# specification: a type, a list of one schema, or a dict of fields, of which those with a ! are required.
+
+CONTAINER = {
+    "!name": str,
+    "!image": str,
+    "command": [str],
+    "args": [str],
+    "volumeMounts": [{"!name": str, "!mountPath": str}],
+    "resources": {"limits": {"nvidia.com/gpu": int, "cpu": int, "memory": str}},
+    "ports": [{"name": str, "!containerPort": int}],
+    "env": [{"!name": str, "valueFrom": {"fieldRef": {"!fieldPath": str}}}],
+}
+POD = {
+    "spec": {
+        "!containers": [CONTAINER],
+        "restartPolicy": str,
+        "subdomain": str,
+        "terminationGracePeriodSeconds": int,
+        "volumes": [{"!name": str, "emptyDir": {"medium": str}}],
+    }
+}
+SERVICE = {
+    "!apiVersion": "v1",
+    "!kind": "Service",
+    "!metadata": {"!name": str},
+    "!spec": {
+        "clusterIP": "None",
+        "selector": {"batch.kubernetes.io/job-name": str},
+        "publishNotReadyAddresses": bool,
+        "!ports": [{"name": str, "!port": int}],
+    },
+}
+JOB = {
+    "!apiVersion": "batch/v1",
+    "!kind": "Job",
+    "!metadata": {"!name": str},
+    "!spec": {
+        "completions": int,
+        "parallelism": int,
+        "completionMode": "Indexed",
+        "backoffLimit": int,
+        "!template": POD,
+    },
+}
+REPLICAS = {"!replicas": int, "restartPolicy": "OnFailure", "!template": POD}
+PYTORCHJOB = {
+    "!apiVersion": "kubeflow.org/v1",
+    "!kind": "PyTorchJob",
+    "!metadata": {"!name": str},
+    "!spec": {
+        "nprocPerNode": str,
+        "runPolicy": {"backoffLimit": int, "cleanPodPolicy": "None"},
+        "!pytorchReplicaSpecs": {"!Master": REPLICAS, "Worker": REPLICAS},
+    },
+}
+DEVICE = {"!driver": str, "device_ids": [str], "!capabilities": [str]}
+NODE = {
+    "!image": str, "hostname": str, "command": [str], "working_dir": str, "volumes": [str], "shm_size": str,
+    "stop_grace_period": str, "mem_limit": str, "cpus": int,
+    "deploy": {"resources": {"reservations": {"devices": [DEVICE]}}},
+}  # fmt: skip
+COMPOSE = {"name": str, "!services": {f"node{rank}": NODE for rank in range(4)}}
+
+
+def faults(value, schema, where="."):
+    """What of a document breaks a schema."""
+    if isinstance(schema, str):
+        return [] if value == schema else [f"{where}: {value!r} is not {schema!r}"]
+    if isinstance(schema, list):
+        if not isinstance(value, list) or not value:
+            return [f"{where}: {value!r} is no list"]
+        return [fault for number, entry in enumerate(value) for fault in faults(entry, schema[0], f"{where}[{number}]")]
+    if isinstance(schema, dict):
+        if not isinstance(value, dict):
+            return [f"{where}: {value!r} is no mapping"]
+        fields = {name.removeprefix("!"): entry for name, entry in schema.items()}
+        missing = [name[1:] for name in schema if name.startswith("!") and name[1:] not in value]
+        unknown = [name for name in value if name not in fields]
+        found = [f"{where}: {name} is missing" for name in missing] + [
+            f"{where}: {name} is unknown" for name in unknown
+        ]
+        return found + [
+            fault for name in value if name in fields for fault in faults(value[name], fields[name], f"{where}{name}.")
+        ]
+    return [] if type(value) is schema else [f"{where}: {value!r} is no {schema.__name__}"]
+
+
+def test_the_schemas_object():
+    pod = {"spec": {"containers": [{"name": "x", "imagge": "y"}]}}
+    assert faults(pod, POD) == [".spec.containers.[0]: image is missing", ".spec.containers.[0]: imagge is unknown"]
+    assert faults({"spec": {"containers": []}}, POD) == [".spec.containers.: [] is no list"]
+    assert faults({"port": "1"}, {"!port": int}) == [".port.: '1' is no int"]
+    assert faults({"kind": "Jobs"}, {"!kind": "Job"}) == [".kind.: 'Jobs' is not 'Job'"]
+
+
+SIZES = ["--nodes=2", "--gpus-per-node=4", "--cpus-per-node=16", "--memory=64G", "--image=me/x:1", "--max-restarts=2"]
+
+
+@pytest.mark.parametrize("options", [["--image=me/x:1"], SIZES], ids=["one node", "two nodes"])
+def test_kubernetes(options):
+    init("kubernetes", *options, arguments=ARGUMENTS)
+    service, job = yaml.safe_load_all(Path("job.yaml").read_text())
+    pytorchjob = yaml.safe_load(Path("pytorchjob.yaml").read_text())
+    assert faults(service, SERVICE) + faults(job, JOB) + faults(pytorchjob, PYTORCHJOB) == []
+    nodes = 2 if options is SIZES else 1
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == nodes
+    replicas = pytorchjob["spec"]["pytorchReplicaSpecs"]
+    assert sum(entry["replicas"] for entry in replicas.values()) == nodes
+    pods = {
+        "NODE_RANK": (job["spec"]["template"], "panther-0.panther"),
+        "RANK": (replicas["Master"]["template"], "panther-master-0"),
+    }
+    for variable, (pod, host) in pods.items():
+        (container,) = pod["spec"]["containers"]
+        words = [re.sub(rf"(?<!\$)\$\({variable}\)", "1", word).replace("$$", "$") for word in container["args"]]
+        assert words[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
+        assert ("--node-rank=1" in words) == (f"--rdzv-endpoint={host}:29500" in words) == (nodes == 2)
+    assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job["metadata"]["name"]
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    if nodes == 2:
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": 16, "memory": "64Gi"}}
+
+
+def test_compose():
+    init("compose", "--image=me/x:1", "--gpus-per-node=1", "--memory=2G", arguments=ARGUMENTS)
+    document = yaml.safe_load(Path("compose.yaml").read_text())
+    assert faults(document, COMPOSE) == []
+    assert list(document["services"]) == ["node0", "node1"]
+    for rank, service in enumerate(document["services"].values()):
+        words = [word.replace("$$", "$") for word in service["command"]]
+        assert words[:2] == ["panther", "launch"]
+        assert words[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
+        assert {f"--node-rank={rank}", "--rdzv-endpoint=node0:29500", "--nnodes=2"} < set(words)
+        assert re.search(r"(?<!\$)\$(?!\$)", "".join(service["command"]).replace("$$", "")) is None
+
+
+def shell(file, **environment):
+    """Run a script with bash, first only reading it."""
+    subprocess.run(["bash", "-n", file], check=True, timeout=20)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(["bash", file], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+SHOW = """import os, sys
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ.get("PANTHER_BACKEND"), sys.argv[1:])
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["compose", "kubernetes"])
+def test_commands_of_two_containers_run(kind, free_port):
+    Path("train.py").write_text(SHOW)
+    options = ["--nodes=2", "--image=x", "--backend=gloo", f"--port={free_port}"]
+    init(kind, *options, arguments=ARGUMENTS)
+    if kind == "compose":
+        services = yaml.safe_load(Path("compose.yaml").read_text())["services"]
+        commands = [service["command"][2:] for service in services.values()]
+        host = "node0"
+    else:
+        _, job = yaml.safe_load_all(Path("job.yaml").read_text())
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        commands = [[word.replace("$(NODE_RANK)", str(rank)) for word in container["args"]] for rank in range(2)]
+        host = "panther-0.panther"
+    launchers = [
+        Launcher(f"node{rank}", *(word.replace("$$", "$").replace(f"={host}:", "=127.0.0.1:") for word in command))
+        for rank, command in enumerate(commands)
+    ]
+    (code, output), (other_code, other_output) = (launcher.wait() for launcher in launchers)
+    assert (code, other_code) == (0, 0), output + other_output
+    assert output.splitlines()[-1] == f"0 2 gloo {ARGUMENTS}"
+    (other,) = Path().glob("panther-logs/*/attempt-0/rank-1.out")
+    assert other.read_text() == f"1 2 gloo {ARGUMENTS}\n"
+
+
+@pytest.mark.distributed
+def test_torchrun_runs():
+    Path("train.py").write_text(SHOW)
+    init("torchrun", "--nproc-per-node=2", "--backend=gloo", arguments=ARGUMENTS)
+    out, err = shell("torchrun.sh").communicate(timeout=120)
+    assert sorted(out.splitlines()) == [f"{rank} 2 gloo {ARGUMENTS}" for rank in range(2)], err
+
+
+def test_torchrun_on_several_nodes_needs_an_address():
+    init("torchrun", "--nodes=2")
+    process = shell("torchrun.sh")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert "MASTER_ADDR: set it to the name of one node, on all" in err
+
+
+def stubs(srun):
+    """Slurm's commands, as far as the script needs them."""
+    folder = Path("bin").absolute()
+    folder.mkdir()
+    texts = {
+        "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; echo other; else echo "$@" >> scontrol.log; fi',
+        "srun": srun,
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_slurm_runs_on_two_nodes(free_port):
+    Path("train.py").write_text(SHOW)
+    init("slurm", "--nodes=2", "--cpus-per-node=1", "--backend=gloo", f"--port={free_port}", arguments=ARGUMENTS)
+    srun = 'shift; SLURM_NODEID=0 "$@" & first=$!; SLURM_NODEID=1 "$@" || exit; wait $first'
+    process = shell("slurm.sbatch", **stubs(srun))
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["first node: 127.0.0.1", f"0 2 gloo {ARGUMENTS}"]
+    assert [path.read_text() for path in Path().glob("panther-logs/*/attempt-0/rank-1.out")] == [
+        f"1 2 gloo {ARGUMENTS}\n"
+    ]
+    assert not Path("scontrol.log").exists()
+
+
+@pytest.mark.distributed
+def test_slurm_job_saves_and_is_queued_again_before_its_time_is_up():
+    Path("train.py").write_text(
+        "import signal, sys\n"
+        "def save(*_):\n    open('saved', 'w').close()\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nopen('ready', 'w').close()\nwhile True:\n    signal.pause()\n"
+    )
+    init("slurm", "--time=1:00:00")
+    process = shell("slurm.sbatch", **stubs('shift; SLURM_NODEID=0 exec "$@"'))
+    deadline = time.monotonic() + 100
+    while not Path("ready").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 143, err
+    assert Path("saved").exists()
+    assert Path("scontrol.log").read_text() == "requeue 7\n"
+
+
+def test_slurm_directives():
+    init("slurm", *SIZES, "--time=1-12:00:00", "--partition=gpu,long", "--grace=60", "--name=job", script="t.py")
+    lines = Path("slurm.sbatch").read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")] == [
+        "job-name=job", "nodes=2", "ntasks-per-node=1", "cpus-per-task=16", "gpus-per-node=4", "mem=64G",
+        "time=1-12:00:00", "partition=gpu,long", "output=%x-%j.out", "open-mode=append", "requeue", "signal=B:USR1@90",
+    ]  # fmt: skip
+    words = shlex.split(" ".join(lines[lines.index("arguments=(") + 1 : lines.index(")")]))
+    assert words[:2] == ["--nproc-per-node=4", "--nnodes=2"]
+    assert {"--rdzv-endpoint=$head_node:29500", "--max-restarts=2", "--shutdown-timeout=60"} < set(words)
+
+
+def test_config_file_and_options(capsys):
+    Path("job.toml").write_text(
+        '[launch]\nscript = "package.train"\nmodule = true\nargs = ["--lr", "1 2"]\nnodes = 3\nname = "mine"\n'
+    )
+    assert main(["init", "slurm", "--config=job.toml", "--nodes=4", "--out=files"]) == 0
+    assert capsys.readouterr().out == f"{Path('files/slurm.sbatch')}: Submit with: sbatch slurm.sbatch\n"
+    text = Path("files/slurm.sbatch").read_text()
+    assert "#SBATCH --nodes=4\n" in text
+    assert "    --module\n    package.train\n    --lr\n    '1 2'\n" in text
+
+
+def test_nothing_is_overwritten_without_force(capsys):
+    init("torchrun")
+    before = Path("torchrun.sh").read_text()
+    assert main(["init", "torchrun", "--nproc-per-node=2", "train.py"]) == 1
+    assert "torchrun.sh in . would be overwritten: add --force, or give another --out" in capsys.readouterr().err
+    assert Path("torchrun.sh").read_text() == before
+    init("torchrun", "--nproc-per-node=2", "--force")
+    assert "--nproc-per-node=2" in Path("torchrun.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["slurm"], "nothing to run: name a script after the options"),
+        (["kubernetes", "t.py"], "kubernetes needs --image"),
+        (["compose", "t.py"], "compose needs --image"),
+        (["slurm", "--nodes", "0", "t.py"], "--nodes 0 must be at least 1"),
+        (["slurm", "--time", "soon", "t.py"], "--time 'soon' must be Slurm's form"),
+        (["slurm", "--time", "1:00\n#SBATCH --wrap=x", "t.py"], "must be Slurm's form"),
+        (["slurm", "--memory", "64 GB", "t.py"], "--memory '64 GB' must be a whole number and K, M, G or T"),
+        (["slurm", "--partition", "a b", "t.py"], "--partition 'a b' must be names"),
+        (["slurm", "--name", "My_Job", "t.py"], "--name 'My_Job' must be lower-case letters"),
+        (["slurm", "--port", "70000", "t.py"], "--port 70000 must be from 1 to 65535"),
+        (["slurm", "--backend", "mpi", "t.py"], "--backend mpi must be gloo or nccl"),
+        (["slurm", "--config", "no.toml"], "--config no.toml cannot be read (No such file or directory)"),
+        (["slurm", "--config", "bad.toml"], "--config bad.toml is not TOML"),
+        (["slurm", "--config", "empty.toml"], "--config empty.toml has no table [launch]"),
+        (["slurm", "--config", "unknown.toml"], "--config unknown.toml has node in [launch], and known are args,"),
+        (["slurm", "--config", "types.toml"], "--nodes 'two' must be int"),
+        (["slurm", "--config", "args.toml"], "args must be a list of strings, not 'a b'"),
+    ],
+)
+def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
+    head = '[launch]\nscript = "t.py"\n'
+    Path("bad.toml").write_text("[launch")
+    Path("empty.toml").write_text("")
+    Path("unknown.toml").write_text(f"{head}node = 2\n")
+    Path("types.toml").write_text(f'{head}nodes = "two"\n')
+    Path("args.toml").write_text(f'{head}args = "a b"\n')
+    assert main(["init", *arguments]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("panther: error: ")
+    assert message in err
+    assert not [path for path in Path().iterdir() if path.suffix != ".toml"]
