@@ -210,7 +210,8 @@ def write(directory: Path, state: Collected, keep: int | None, group: Group) -> 
             dcp_save(
                 dict(state.tensors),
                 storage_writer=files.Writer(temporary, state.header),
-                planner=DefaultSavePlanner(flatten_state_dict=False),
+                # Of copies the lowest rank's: buffers, as of BatchNorm, may differ, and DDP goes on with the first's.
+                planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
                 **_where(group),
             )
         from_first(lambda: files.publish(temporary, final), group)

@@ -102,7 +102,7 @@ def save(
     """Write a checkpoint; every rank of the group must call it.
 
     It holds the model, the optimizer, the states of torch's, Python's and NumPy's generators on every rank, and what
-    the caller adds. Tensors are stored once, by one of the ranks that have them.
+    the caller adds. Tensors are stored once, by the lowest of the ranks that have them.
 
     Args:
         directory: Where checkpoints are, the same for all ranks; made if missing.
