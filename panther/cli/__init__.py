@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from panther._version import __version__
-from panther.cli import advise, compress, demo, doctor, init, launch, simulate, train
+from panther.cli import advise, compress, demo, doctor, init, launch, profile, simulate, train
 from panther.errors import PantherError
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="panther", description="Sketched layers for PyTorch.")
     parser.add_argument("--version", action="version", version=f"panther {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (advise, compress, demo, doctor, init, launch, simulate, train):
+    for command in (advise, compress, demo, doctor, init, launch, profile, simulate, train):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     try:

@@ -1,6 +1,6 @@
 """``panther launch``: a script on several processes, on one node or several."""
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "run", "start"]
 
 import argparse
 import sys
@@ -19,10 +19,20 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the processes; their exit code."""
+    return start(args.arguments)
+
+
+def start(arguments: list[str], *, name: str | None = None) -> int:
+    """Start what a command line asks for, say what goes wrong, and return the exit code.
+
+    Args:
+        arguments: Those of ``panther launch``.
+        name: What to call it, if not by the script's name.
+    """
     from panther.distributed.launcher import Interrupted, LaunchError, run_launch
 
     try:
-        run_launch(args.arguments)
+        run_launch(arguments, name=name)
     except LaunchError as error:
         print(f"panther: error: {error}", file=sys.stderr)
         return error.exit_code

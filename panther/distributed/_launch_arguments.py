@@ -128,8 +128,12 @@ def _split(arguments: list[str], names: set[str]) -> tuple[list[str], list[str]]
     return ours, theirs
 
 
-def prepare(args: argparse.Namespace) -> Job:
+def prepare(args: argparse.Namespace, name: str | None = None) -> Job:
     """Check what was asked for and make the folder of the logs.
+
+    Args:
+        args: From :func:`parse_arguments`.
+        name: What to call the run, if not by the script's name.
 
     Raises:
         DistributedError: If it cannot be done, in a sentence.
@@ -162,7 +166,7 @@ def prepare(args: argparse.Namespace) -> Job:
     config, command, arguments, logs = _torch_config(args, single)
     folder = None
     if logs is None:
-        folder = _log_folder(args)
+        folder = _log_folder(args, name)
         logs = RankLogs(folder)
     ranks = args.local_ranks_filter
     return Job(
@@ -170,7 +174,7 @@ def prepare(args: argparse.Namespace) -> Job:
         command=command,
         # torch's agent takes ${local_rank} in them for a macro, and $$ for a $.
         arguments=tuple(text.replace("$", "$$") for text in arguments),
-        name=args.training_script,
+        name=name or args.training_script,
         nodes=(1, 1) if args.standalone else nodes,
         node_rank=node_rank,
         backend=args.backend,
@@ -307,8 +311,9 @@ def _endpoint(args: argparse.Namespace, placed: bool) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _log_folder(args: argparse.Namespace) -> Path:
-    name = args.training_script.rpartition(".")[2] if args.module else Path(args.training_script).stem
+def _log_folder(args: argparse.Namespace, name: str | None) -> Path:
+    script = name or args.training_script
+    name = script.rpartition(".")[2] if args.module and name is None else Path(script).stem
     several = args.rdzv_endpoint and not args.standalone
     root = Path(args.log_dir or LOG_DIR)
     try:

@@ -153,11 +153,12 @@ def launch_distributed_training(
     raise DistributedError(f"the launcher was ended by {number.name}, and so were its processes")
 
 
-def run_launch(argv: list[str], *, quiet: bool = False) -> LaunchResult:
+def run_launch(argv: list[str], *, name: str | None = None, quiet: bool = False) -> LaunchResult:
     """Do what ``panther launch`` is asked to.
 
     Args:
         argv: Its arguments.
+        name: What to call the run; None is the script's name.
         quiet: Say only what goes wrong.
 
     Raises:
@@ -167,7 +168,7 @@ def run_launch(argv: list[str], *, quiet: bool = False) -> LaunchResult:
     from panther.distributed._launch_arguments import parse_arguments, prepare  # torchrun takes a while to import
     from panther.distributed._script_run import run_job
 
-    job = prepare(parse_arguments(argv))
+    job = prepare(parse_arguments(argv), name)
     say = _say
     if not quiet:
         count = job.config.nproc_per_node

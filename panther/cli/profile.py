@@ -1,0 +1,110 @@
+"""``panther profile``: where the time of a script goes, and how much of it is communication."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from panther.cli._arguments import positive, writable
+from panther.cli._tables import aligned
+from panther.errors import PantherError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "profile",
+        help="show where the time of a script goes, and the share of communication",
+        usage="panther profile [options] script.py [arguments of the script]",
+        description="Run a script under torch.profiler; print its operations by time and the share of communication, "
+        "and write a trace for chrome://tracing or Perfetto. On several processes rank 0 is recorded.",
+    )
+    parser.add_argument("--nproc-per-node", type=positive, default=1, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--backend", metavar="NAME", help="gloo or nccl, for several processes")
+    parser.add_argument("--steps", type=positive, metavar="N", help="record N optimizer steps (default: all of it)")
+    parser.add_argument(
+        "--skip", type=_count, default=None, metavar="N", help="steps before that (default: 1, with --steps)"
+    )
+    parser.add_argument("--top", type=positive, default=15, metavar="N", help="operations shown (default: %(default)s)")
+    parser.add_argument("--out", default="panther-profile", metavar="DIR", help="of trace.json (default: %(default)s)")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
+    parser.add_argument("script", help="what to run")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else positive(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script and print; its exit code."""
+    if args.skip is not None and args.steps is None:
+        raise PantherError(f"--skip {args.skip} goes with --steps: say how many steps to record after it")
+    if not args.module and not Path(args.script).is_file():
+        raise PantherError(f"the script {args.script} does not exist: correct its path")
+    trace = writable(args.out) / "trace.json"
+    if args.nproc_per_node > 1 and "RANK" not in os.environ:
+        return _launch(args)
+    if args.backend is not None:
+        os.environ.setdefault("PANTHER_BACKEND", args.backend)
+    if os.environ.get("RANK", "0") != "0":
+        return _run_only(args)
+    from panther.cli._profiled import TooFewSteps, profile_script
+
+    skip = 0 if args.steps is None else 1 if args.skip is None else args.skip
+    try:
+        profile, code = profile_script(
+            args.script, args.args, module=args.module, steps=args.steps, skip=skip, trace=trace
+        )
+    except TooFewSteps as error:
+        raise PantherError(
+            f"{args.script} made {error} optimizer steps, and --skip {skip} leaves none to record: skip fewer, or leave "
+            "--steps out"
+        ) from None
+    _print(profile, args.top)
+    print(f"\nThe trace is in {trace}: open it in chrome://tracing or ui.perfetto.dev.")
+    return code
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from panther.cli.launch import start
+
+    options = [f"--out={args.out}", f"--top={args.top}", *(["--module"] if args.module else [])]
+    options += [f"--{name}={value}" for name in ("steps", "skip") if (value := getattr(args, name)) is not None]
+    backend = [] if args.backend is None else [f"--backend={args.backend}"]
+    launcher = [f"--nproc-per-node={args.nproc_per_node}", *backend, "--module", "panther"]
+    return start([*launcher, "profile", *options, args.script, *args.args], name=args.script)
+
+
+def _run_only(args: argparse.Namespace) -> int:
+    """What the ranks do that are not recorded."""
+    from panther.cli._profiled import run_script
+
+    return run_script(args.script, args.args, args.module)
+
+
+def _print(profile: Any, top: int) -> None:
+    steps = "the whole script" if profile.steps is None else f"{profile.steps} optimizer steps"
+    print(f"\nProfile of {steps}, {profile.wall_ms:,.1f} ms" + (", rank 0" if "RANK" in os.environ else ""))
+    where = "on the GPU" if profile.on_gpu else "on the CPU"
+    operations = sorted(profile.operations.items(), key=lambda item: -item[1][1])[:top]
+    rows = [[f"operations {where}", "calls", "own ms", "share", "with calls, ms"]]
+    rows += [
+        [name[:48], f"{calls:,}", f"{own:,.2f}", f"{own / profile.wall_ms:.1%}", f"{whole:,.2f}"]
+        for name, (calls, own, whole) in operations
+    ]
+    print(aligned(rows))
+    if not profile.communication:
+        print("\nNo communication was seen.")
+        return
+    rows = [["collectives", "calls", "ms, added up"]]
+    rows += [[name, f"{calls:,}", f"{ms:,.2f}"] for name, (calls, ms) in sorted(profile.communication.items())]
+    print("\n" + aligned(rows))
+    print(
+        f"Communication: {profile.communication_ms / profile.wall_ms:.1%} of the time, {profile.communication_ms:,.2f} "
+        f"of {profile.wall_ms:,.2f} ms, with at least one collective under way, waiting for other ranks included; in "
+        f"{profile.exposed_ms:,.2f} ms of it nothing was computed."
+    )
