@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         )
     except TooFewSteps as error:
         raise PantherError(
-            f"{args.script} made {error} optimizer steps, and --skip {skip} leaves none to record: skip fewer, or leave "
-            "--steps out"
+            f"{args.script} made {error} optimizer steps, and --skip {skip} leaves none to record: skip fewer, or "
+            "leave --steps out"
         ) from None
     _print(profile, args.top)
     print(f"\nThe trace is in {trace}: open it in chrome://tracing or ui.perfetto.dev.")
