@@ -3,7 +3,7 @@
 Every rank projects, attends and projects back with some of the heads, whole ones, and the outputs are summed.
 """
 
-__all__ = ["HeadwiseRandAttention", "cannot_cut_heads", "draw_alike_", "shard_heads_"]
+__all__ = ["HeadwiseRandAttention", "cannot_cut_heads", "shard_heads_"]
 
 from typing import Any, ClassVar
 
@@ -16,8 +16,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from panther.distributed._cutting import CutModule, check_mesh, cut_parameter_, local_parameters, remember_
 from panther.distributed._packed_attention import cannot_cut_packed_heads, shard_packed_heads_
 from panther.distributed.collectives import all_reduce, chunk_ranges, sum_in_backward
+from panther.distributed.sync import sync_sketches
 from panther.errors import ShapeError
-from panther.nn import RandMultiHeadAttention, sinSRPE
+from panther.nn import RandMultiHeadAttention
 from panther.nn._features import orthogonal_gaussian
 
 
@@ -80,7 +81,7 @@ def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if isinstance(module, nn.MultiheadAttention):
         return shard_packed_heads_(module, mesh)
     heads = chunk_ranges(module.num_heads, mesh.size())[mesh.get_local_rank()]  # type: ignore[arg-type]
-    draw_alike_(module, mesh)
+    sync_sketches(module, dist.get_process_group_ranks(mesh.get_group())[0], mesh.get_group())
     remember_(module, ("tp_mesh", "heads", "summed"))
     module.__class__ = HeadwiseRandAttention
     assert isinstance(module, HeadwiseRandAttention)
@@ -90,14 +91,6 @@ def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if module.directions is not None:
         module.directions = distribute_tensor(module.directions, mesh, [Shard(0)])
     return module
-
-
-def draw_alike_(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank the seed and the count of redraws of the first one's attention, if it is a random one."""
-    if isinstance(module, RandMultiHeadAttention | sinSRPE):
-        state = module.get_extra_state().to(mesh.device_type)
-        dist.broadcast(state, dist.get_process_group_ranks(mesh.get_group())[0], group=mesh.get_group())
-        module.set_extra_state(state.cpu())
 
 
 def cannot_cut_heads(module: nn.Module, ranks: int) -> str | None:

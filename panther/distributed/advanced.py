@@ -3,11 +3,13 @@
 __all__ = ["AdvancedDistributedTrainer"]
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils.data import DataLoader, IterableDataset
 
 from panther.distributed._faults import watched
 from panther.distributed.data import data_parallel
@@ -68,7 +70,7 @@ class AdvancedDistributedTrainer:
         """One epoch; every rank must call it, with batches of its own.
 
         A rank whose batches are at an end keeps the others company until theirs are (torch's Join), without a part in
-        the gradients.
+        the gradients; this costs a message a batch, and is left out where lists or loaders say that they are as long.
 
         Args:
             dataloader: Batches of samples and targets.
@@ -88,7 +90,7 @@ class AdvancedDistributedTrainer:
         joined: list[Joinable] = [self.ddp_model]
         if isinstance(optimizer, Joinable):  # ZeRO's
             joined.append(optimizer)
-        with watched("train_epoch"), Join(joined):
+        with watched("train_epoch"), Join(joined, enable=not self._as_many_everywhere(dataloader)):
             for data, target in dataloader:
                 data, target = data.to(device), target.to(device)
                 optimizer.zero_grad()
@@ -100,3 +102,13 @@ class AdvancedDistributedTrainer:
         with watched("train_epoch"):
             dist.all_reduce(sums)
         return (sums[0] / sums[1]).item()
+
+    def _as_many_everywhere(self, dataloader: Any) -> bool:
+        """Whether all ranks have as many batches, by lengths that can be relied on."""
+        streams = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
+        known = isinstance(dataloader, list | tuple | DataLoader) and not streams
+        length = len(dataloader) if known else -1
+        ends = torch.tensor([length, -length], device=next(self.model.parameters()).device)
+        with watched("train_epoch"):
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        return known and bool(ends[0] == -ends[1])

@@ -171,14 +171,17 @@ def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> Devi
 
 
 def _placement(mesh: DeviceMesh) -> Any:
-    """S2 and U1, (R, out), are cut along out: R is as small as the number of ranks, or smaller."""
+    """S2 and U1, (R, out), are cut along out where the ranks do not divide R: rows would be padded up to the ranks.
+
+    Only there, since what is gathered along columns has to be put in order.
+    """
     ranks = mesh.shape[-1]
 
     def place(parameter: nn.Parameter) -> Shard | None:
         if isinstance(parameter, DTensor) or parameter.dim() != 2:
             return None
         rows, columns = parameter.shape
-        return Shard(1) if rows < columns and columns % ranks == 0 else None
+        return Shard(1) if rows % ranks and columns % ranks == 0 else None
 
     return place
 

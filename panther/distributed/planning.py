@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from panther.distributed._attention import HeadwiseRandAttention, draw_alike_
+from panther.distributed._attention import HeadwiseRandAttention
 from panther.distributed._cutting import remember_
 from panther.distributed._dense import ColwiseLinear, RowwiseLinear, VocabularyEmbedding
 from panther.distributed._packed_attention import HeadwiseMultiheadAttention
@@ -109,11 +109,14 @@ def tensor_parallel(
         made = plan_automatically(model, mesh.size(), sequence_parallel=sequence_parallel)
     else:
         made = _named(model, plan)
-    start_alike(model, mesh.get_group())
+    start_alike(
+        model,
+        mesh.get_group(),
+        "tensor_parallel",
+        lambda: {f"style of {name!r} ": type(style).__name__ for name, style in made.styles.items()},
+    )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     tied = shared_parameters(model)
-    for module in model.modules():
-        draw_alike_(module, mesh)
     parallelize_module(model, mesh, dict(made.styles))
     for name, attributes in made.attributes.items():
         module = model.get_submodule(name)

@@ -21,6 +21,7 @@ from panther.distributed._agreement import (
 )
 from panther.distributed._faults import watched
 from panther.errors import DistributedError
+from panther.nn import RandMultiHeadAttention, sinSRPE
 from panther.nn._sketched import SketchedModule
 
 _FITTED = -1
@@ -31,8 +32,9 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Give every rank the sketches of rank ``src``. Every rank of the group must call it.
 
-    Seeded layers take the seed of ``src`` and draw their sketches from it; fitted sketches are sent whole. Trained
-    factors are left alone: wrapping the model for data parallelism sends those.
+    Seeded layers take the seed of ``src`` and draw their sketches from it; fitted sketches are sent whole. Attention by
+    random features, and :class:`~panther.nn.sinSRPE`, take its seed and how often it has drawn, for the draws to come.
+    Trained factors and buffers are left alone: wrapping the model for data parallelism sends those.
 
     Args:
         model: Built alike on every rank.
@@ -53,10 +55,9 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
         >>> sync_sketches(pr.nn.SKLinear(256, 256, 4))
         >>> pr.distributed.shutdown()
     """
-    layers = sketched_layers(model)
     fix = "build the same model on every rank, and pass the same src"
-    agree("sync_sketches", lambda: _describe_source(layers, src, group), group, fix)
-    _send(layers, src, group)
+    agree("sync_sketches", lambda: _describe_source(model, src, group), group, fix)
+    _send(model, src, group)
 
 
 def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -128,7 +129,7 @@ def send_alike(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
 
 def send_sketches(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Give every rank of the group its first one's sketches."""
-    _send(sketched_layers(model), ranks_of(group)[0], group)
+    _send(model, ranks_of(group)[0], group)
 
 
 def check_alike(
@@ -139,28 +140,40 @@ def check_alike(
     def describe() -> dict[str, str]:
         given = in_words(settings())
         ranks = ranks_of(group)
-        layers = _describe_source(sketched_layers(model), ranks[0], group)
+        layers = _describe_source(model, ranks[0], group)
         return {**given, **describe_library(), **layers, **describe_tensors(model)}
 
     fix = "build the same model and pass the same arguments on every rank"
     agree(what, describe, group, fix, "models or settings")
 
 
-def _describe_source(layers: dict[str, SketchedModule], src: int, group: dist.ProcessGroup | None) -> dict[str, str]:
-    ranks = ranks_of(group)
+def _describe_source(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> dict[str, str]:
+    ranks, layers = ranks_of(group), sketched_layers(model)
     if src not in ranks:
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
     if dist.get_rank() == src:  # the others' seeds do not matter
         for layer in layers.values():
             layer.check_record()
-    return {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()} | {"src": str(src)}
+    described = {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()}
+    described |= {f"{LAYER}{name!r}": type(module).__name__ for name, module in _drawing(model).items()}
+    return described | {"src": str(src)}
 
 
-def _send(layers: dict[str, SketchedModule], src: int, group: dist.ProcessGroup | None) -> None:
-    """Seeds and fitted sketches of ``src``, to layers that are known to be alike."""
+def _drawing(model: nn.Module) -> dict[str, RandMultiHeadAttention | sinSRPE]:
+    """Modules that draw anew while they train, as their seed and a count say."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, RandMultiHeadAttention | sinSRPE)}
+
+
+def _send(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> None:
+    """Seeds, counts of draws and fitted sketches of ``src``, to a model that is known to be alike."""
+    device = transport(group)
+    for module in _drawing(model).values():
+        state = module.get_extra_state().to(device)
+        dist.broadcast(state, src, group=group)
+        module.set_extra_state(state.cpu())
+    layers = sketched_layers(model)
     if not layers:
         return
-    device = transport(group)
     seeds = [_FITTED if layer.seed is None else layer.seed for layer in layers.values()]
     packed = torch.tensor(seeds, dtype=torch.int64, device=device)
     dist.broadcast(packed, src, group=group)

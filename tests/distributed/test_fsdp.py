@@ -101,7 +101,8 @@ def test_copies_of_shards():
     _, weights = train(network(100), x, y)
     for theirs, placements in on_ranks(rank, 4):
         assert placements[0] == ("R", "S(0)")
-        assert placements[1] == ("R", "S(1)")  # S2, (R, out), along out
+        assert placements[1] == ("R", "S(0)")  # S2 of R = 2, which 2 ranks divide
+        assert placements[4] == ("R", "S(1)")  # S2 of R = 3: along out
         for a, b in zip(weights, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
 

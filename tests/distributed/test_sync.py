@@ -7,9 +7,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import panther as pr
-from panther.distributed import CommunicationCounter, launch, sync_sketches, verify_sketches
+from panther.distributed import CommunicationCounter, data_parallel, launch, sync_sketches, verify_sketches
 from panther.errors import DistributedError, SketchMismatchError
-from panther.nn import SKLinear
+from panther.nn import RandMultiHeadAttention, SKLinear
 
 pytestmark = pytest.mark.distributed
 
@@ -259,3 +259,18 @@ def test_a_rank_that_dies_during_a_sync_is_reported():
 
     with pytest.raises(DistributedError, match="rank 1"):
         on_ranks(rank)
+
+
+def test_attention_draws_alike_after_it_was_synchronised():
+    def run():
+        torch.manual_seed(dist.get_rank())
+        layer = RandMultiHeadAttention(16, 2, num_random_features=8, redraw_interval=2)
+        model = data_parallel(layer)
+        for _ in range(5):
+            model(*[torch.ones(1, 3, 16)] * 3)[0].sum().backward()
+        return layer.directions.clone(), layer.get_extra_state().tolist()
+
+    (first, state), (second, other) = launch(run, nproc=2, start_method="fork")
+    assert torch.equal(first, second)
+    assert state == other
+    assert state[1] > 1
