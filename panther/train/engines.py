@@ -1,6 +1,6 @@
 """What does a window's forward and backward: the whole model on this rank, or stages of a pipeline."""
 
-__all__ = ["Engine", "PipelineEngine", "WholeEngine"]
+__all__ = ["Engine", "PipelineEngine", "WholeEngine", "own_loss"]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +95,7 @@ class WholeEngine(Engine):
         with self._autocast():
             if self.loss_fn is None:
                 output = self._call(data)
-                return _own_loss(output), output, data
+                return own_loss(output), output, data
             if not isinstance(data, tuple | list) or len(data) != 2:
                 raise ConfigError(
                     f"with a loss_fn a batch must be (input, target), and is a {type(data).__name__}"
@@ -235,7 +235,7 @@ class _Shared:
         return self.loss_fn(output, target) / self.divisor
 
 
-def _own_loss(output: Any) -> Tensor:
+def own_loss(output: Any) -> Tensor:
     """The loss that a model returns: itself, or under the name ``loss``."""
     if isinstance(output, Tensor):
         return output

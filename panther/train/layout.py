@@ -2,6 +2,9 @@
 
 __all__ = ["Built", "build", "choose_strategy"]
 
+import dataclasses
+import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +16,25 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from panther.distributed import HybridParallelTrainer, data_parallel, get_distributed_info, get_rank, get_world_size
+from panther.distributed import (
+    ClusterSpec,
+    HybridParallelTrainer,
+    ModelStats,
+    data_parallel,
+    get_distributed_info,
+    get_rank,
+    get_world_size,
+    plan_parallelism,
+)
+from panther.distributed.cost_model import Layout
 from panther.distributed.data import _blocks as blocks_of
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
-from panther.train.engines import Engine, PipelineEngine, WholeEngine
+from panther.train.control import on_first
+from panther.train.engines import Engine, PipelineEngine, WholeEngine, own_loss
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CUT = ("tp", "pp", "hybrid")
@@ -58,7 +73,8 @@ def build(
         ConfigError: If the settings do not go together, or do not fit the world or the model.
     """
     world = get_world_size()
-    strategy = choose_strategy(model, config, world)
+    config = choose_strategy(model, config, loss_fn, sample)
+    strategy = "single" if world == 1 else config.strategy
     _check(config, strategy, world, loss_fn)
     device = get_distributed_info().device if world > 1 else _device_of(model)
     recipe = _recipe(optimizer, model)
@@ -82,15 +98,55 @@ def build(
     return Built(engine, made, scaler, strategy)
 
 
-def choose_strategy(model: nn.Module, config: TrainConfig, world: int) -> str:
-    """``"single"`` for one process, else what the configuration says, or the advisor."""
-    if world == 1:
-        return "single"
-    if config.strategy != "auto":
-        return config.strategy
+def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample: Callable[[], Any]) -> TrainConfig:
+    """The configuration with a strategy instead of ``"auto"``: the advisor's, for this world and its memory.
+
+    A model that the advisor cannot read is copied, and a warning says why.
+    """
+    world = get_world_size()
+    if config.strategy != "auto" or world == 1:
+        return config
     if config.tensor_parallel_size or config.pipeline_parallel_size:
-        return "hybrid"
-    return "ddp"
+        return dataclasses.replace(config, strategy="hybrid")
+    layout, why = on_first(lambda: _advised(model, config, loss_fn, sample))
+    if why is not None:
+        warnings.warn(
+            f"strategy='auto' is 'ddp', for the advisor cannot read the model: {why}", UserWarning, stacklevel=4
+        )
+    if layout is None or (layout.dp == world and layout.strategy == "ddp"):
+        return dataclasses.replace(config, strategy="ddp")
+    if layout.tp == 1:
+        return dataclasses.replace(config, strategy="fsdp")
+    return dataclasses.replace(
+        config, strategy="hybrid", tensor_parallel_size=layout.tp, data_parallel_size=layout.dp * layout.replicate
+    )
+
+
+def _advised(
+    model: nn.Module, config: TrainConfig, loss_fn: Any, sample: Callable[[], Any]
+) -> tuple[Layout | None, str | None]:
+    """The first layout without stages that fits; or why there is none."""
+    info, batch = get_distributed_info(), sample()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    if info.device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(info.device).total_memory)
+        cluster = ClusterSpec(gpus=get_world_size(), memory_bytes=memory, gpus_per_node=local)
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local
+        cluster = ClusterSpec.preset("cpu", get_world_size(), memory_bytes=memory, gpus_per_node=local)
+    try:
+        stats = ModelStats.of(
+            model,
+            batch if loss_fn is None else batch[0],
+            loss=own_loss if loss_fn is None else None,
+            mixed_precision=_DTYPES[config.precision],
+        )
+        samples = next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+        plan = plan_parallelism(stats, cluster, batch=samples * get_world_size())
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    options = [option for option in plan.options if option.layout.pp == 1]
+    return options[0].layout if options else None, None
 
 
 def _check(config: TrainConfig, strategy: str, world: int, loss_fn: Any) -> None:

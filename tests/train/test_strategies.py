@@ -215,3 +215,30 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
             start_method="fork",
         )
     assert checkpoint.latest(tmp_path).name == "step-00000002"
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(24, 4).double()
+
+    def forward(self, x):
+        return self.layer(x) if x.sum().item() > 0 else self.layer(-x)  # decides by values
+
+
+def test_the_advisor_chooses(monkeypatch):
+    def run():
+        with pytest.warns(UserWarning, match="strategy='auto' is 'ddp', for the advisor cannot read the model") as seen:
+            first = Trainer(Counts(), loss_fn=nn.CrossEntropyLoss())
+            first.fit(DataLoader(samples(8), 4))
+        second = Trainer(build(), loss_fn=nn.CrossEntropyLoss())
+        second.fit(DataLoader(samples(8), 4))
+        monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else 150_000)
+        third = Trainer(nn.Sequential(*[nn.Linear(24, 24) for _ in range(20)]).double(), loss_fn=nn.CrossEntropyLoss())
+        third.fit(DataLoader(samples(8), 4))
+        return len(seen), [trainer._built.strategy for trainer in (first, second, third)]
+
+    results = launch(run, nproc=2, start_method="fork")
+    assert results[0][1][:2] == ["ddp", "ddp"]
+    assert results[0][1][2] in ("fsdp", "hybrid")  # two copies do not fit
+    assert results[0] == results[1]
