@@ -69,7 +69,7 @@ def overlap(first: Ranges, second: Ranges) -> float:
 
     Example:
         >>> overlap([(0, 3), (5, 9)], [(2, 6), (8, 20)])
-        3
+        3.0
     """
     total, place = 0.0, 0
     for start, end in first:

@@ -15,9 +15,9 @@ from torch.distributed.launcher.api import _get_addr_and_port
 
 from panther.distributed._agent import own_signal_handlers, quiet
 from panther.distributed._launch_arguments import Job, environment
+from panther.distributed._launch_result import Interrupted, LaunchError, LaunchResult
 from panther.distributed._node_rendezvous import LoopbackRendezvous, NodeRendezvous
 from panther.distributed._script_agent import Outcome, ScriptAgent
-from panther.distributed.launcher import Interrupted, LaunchError, LaunchResult
 from panther.distributed.launching import _cores
 
 _GRACE_S = 30
