@@ -19,7 +19,7 @@ from .models import DistributedSketchedModel
 from .pipelining import PipelineSchedule, make_schedule
 from .plan import ParallelismPlan, plan_parallelism
 from .planning import TensorParallelReport, tensor_parallel
-from .profiling import CommunicationCounter
+from .profiling import CommunicationCounter, comm_bytes
 from .stages import split_stages
 from .sync import sync_sketches, verify_sketches
 from .tensor import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel, TensorParallelModel, TensorParallelSKLinear
@@ -53,6 +53,7 @@ __all__ = [
     "checkpoint",
     "choose_parallelism_strategy",
     "cleanup_distributed",
+    "comm_bytes",
     "data_parallel",
     "get_distributed_info",
     "get_rank",
