@@ -122,7 +122,7 @@ def save(
         CheckpointError: On every rank, if one cannot write, or has something that cannot be stored. Checkpoints that
             were there stay.
 
-    Cost: every byte is written once, by the ranks together, and synchronised with the disk.
+    Cost: every byte is written once, shards by the rank that has them, and synchronised with the disk.
 
     Example:
         >>> import tempfile, torch
