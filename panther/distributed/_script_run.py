@@ -44,10 +44,13 @@ def run_job(job: Job, say: Callable[[str], None]) -> LaunchResult:
             number = interrupt.sigval
             codes = ", ".join(f"rank {rank} with {code}" for rank, code in agent.exit_codes().items())
             say(f"{number.name} was passed on; the processes have ended, {codes}")
-            raise Interrupted(number) from None
+            raise Interrupted(number) from None  # the rendezvous stays open: this node may come back
+        except BaseException:
+            handler.shutdown()
+            raise
         finally:
             agent.kill()
-            handler.shutdown()
+        handler.shutdown()
         if result.is_failed():
             raise _error(agent.outcomes(), job, agent.restarts)
         world_size = agent.get_worker_group().workers[0].world_size

@@ -8,6 +8,7 @@ __all__ = ["LaunchConfig", "LaunchError", "LaunchResult", "launch_distributed_tr
 
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
@@ -145,7 +146,13 @@ def run_launch(argv: list[str], *, name: str | None = None, quiet: bool = False)
         nodes = "" if job.nodes[1] == 1 else f" here, {job.asked} in all"
         where = f"; logs in {job.folder}" if job.folder else ""
         say(f"{count} process{'es' if count > 1 else ''} of {job.name}{nodes}{where}")
-    return run_job(job, say)
+    try:
+        return run_job(job, say)
+    finally:
+        if job.folder is not None:
+            with suppress(OSError):  # there is something in it, unless no process was started
+                job.folder.rmdir()
+                job.folder.parent.rmdir()
 
 
 def _say(text: str) -> None:
