@@ -417,6 +417,24 @@ def test_nodes_restart_together(script, free_port):
     assert "rank 1 of 2 raised ValueError: once; restart 1 of 1" in output1
 
 
+def test_a_killed_first_node_ends_the_others(script, free_port):
+    file = script("""
+        parent = os.getppid()
+        open(f"ready-{rank}", "w").close()
+        while os.getppid() == parent:  # nobody ends the processes of a launcher that was killed
+            threading.Event().wait(0.05)
+    """)
+    common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-conf=join_timeout=30"]
+    first, second = (Launcher(f"node{rank}", *common, f"--node-rank={rank}", file) for rank in range(2))
+    until("ready-*", 2)
+    os.kill(first.pid, signal.SIGKILL)
+    code, output = second.wait()
+    assert first.wait()[0] == -signal.SIGKILL
+    assert code == 1
+    assert output.endswith(f"the connection to 127.0.0.1:{free_port} is lost: the launcher of node 0 has ended, see "
+                           "what it says\n")  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "ranks", "message"),
