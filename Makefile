@@ -62,5 +62,5 @@ clean:
 	touch $@
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) --no-build-isolation -e '.[demo,triton,transformers,test,docs,bench,dev]'
+	$(INSTALL) --no-build-isolation -e '.[demo,triton,transformers,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@

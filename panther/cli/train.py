@@ -143,7 +143,7 @@ def _train(
     """The work of one process; the last record on the first rank."""
     from panther.distributed import get_rank
     from panther.train import TrainConfig, Trainer
-    from panther.train.control import joined
+    from panther.train.control import join
 
     if folder not in sys.path:  # a spawned process begins without it
         sys.path.insert(0, folder)
@@ -155,9 +155,9 @@ def _train(
     train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     metrics = call(functions["metrics"]) if "metrics" in functions else None
     loss, optimizer = _loss(functions.get("loss")), _optimizer(functions.get("optimizer"))
-    with joined(config.timeout_s):
-        trainer = Trainer(model, optimizer, loss, config, metrics=metrics)
-        history = trainer.fit(train, validation)
-        if export is not None:
-            trainer.export(export)
-        return list(history.last.items()) if get_rank() == 0 else None
+    join(config.timeout_s)
+    trainer = Trainer(model, optimizer, loss, config, metrics=metrics)
+    history = trainer.fit(train, validation)
+    if export is not None:
+        trainer.export(export)
+    return list(history.last.items()) if get_rank() == 0 else None

@@ -7,8 +7,7 @@ of n b sees. Nothing is padded or dropped: the last batches are smaller, and eve
 
 __all__ = ["Batch", "Feed"]
 
-import random
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from panther.errors import ConfigError, DistributedError
+from panther.train.drawing import kept_generators, seed_generators
 
 
 @dataclass
@@ -54,9 +54,7 @@ class _Seeded(Dataset[Any]):
         self.dataset = dataset
 
     def __getitems__(self, indices: _Indices) -> list[Any]:
-        torch.manual_seed(indices.seed)
-        random.seed(indices.seed)
-        np.random.seed(indices.seed % (1 << 32))
+        seed_generators(indices.seed)
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
@@ -79,9 +77,10 @@ class Feed:
     """Windows of batches for one process.
 
     Args:
-        data: A DataLoader, whose sampler says the order and whose other settings are kept; or a Dataset. Of an
-            IterableDataset every process takes what its own loader gives it.
-        batch_size: For a Dataset.
+        data: A DataLoader, whose sampler says the order and whose other settings are kept; or a Dataset. Of a stream,
+            that is an IterableDataset, or a loader that iterates in a way of its own, every process takes what its
+            own loader gives it, from the place that its ``load_state_dict`` sets, if it has one.
+        batch_size: For a Dataset; a DataLoader must have the same if it is to train on.
         seed: Of the order.
         rank: This process, among those that split the data.
         size: Processes that split the data.
@@ -90,7 +89,7 @@ class Feed:
         shuffle: For a Dataset: whether its order is random.
 
     Raises:
-        ConfigError: If ``data`` is neither, or a Dataset comes without ``batch_size``.
+        ConfigError: If ``data`` is neither, or the size of batches is not said, or said twice.
     """
 
     def __init__(
@@ -105,21 +104,27 @@ class Feed:
         even: bool = False,
         shuffle: bool = True,
     ) -> None:
-        if not isinstance(data, DataLoader):
+        keeps_own_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        if not isinstance(data, DataLoader) and not (keeps_own_state and hasattr(data, "__iter__")):
             if not isinstance(data, Dataset):
                 raise ConfigError(f"the data must be a DataLoader or a Dataset, not a {type(data).__name__}")
             if batch_size is None:
                 raise ConfigError("a Dataset needs batch_size in the configuration, or pass a DataLoader")
             data = DataLoader(data, batch_size, shuffle=None if isinstance(data, IterableDataset) else shuffle)
         self.seed, self.rank, self.size, self.accumulation, self.even = seed, rank, size, accumulation, even
-        self.streams = isinstance(data.dataset, IterableDataset)
         self.user_loader: Any = data
+        own = getattr(data, "batch_size", None)
+        if shuffle and batch_size is not None and own is not None and own != batch_size:
+            raise ConfigError(f"batch_size={batch_size} and a loader with batches of {own}: leave batch_size out")
+        self.streams = _streams(data)
         self._order = _Order()
-        self.loader: Any = data if self.streams or hasattr(data, "load_state_dict") else self._own_loader(data)
-        self.keeps_own_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-        self._own_order = self.loader is not data
+        self.loader: Any = data if self.streams else self._own_loader(data)
+        self.keeps_own_state = self.streams and keeps_own_state
+        self._placed = False  # by load_state_dict
 
     def _own_loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
+        if data.batch_size is None and data.batch_sampler is None:
+            raise ConfigError("a DataLoader with batch_size=None has no batches: give it batch_size or batch_sampler")
         workers = data.num_workers
         return DataLoader(
             _Seeded(data.dataset) if workers else data.dataset,
@@ -137,23 +142,29 @@ class Feed:
 
     @property
     def window_samples(self) -> int:
-        """Samples of a full window over all processes; 0 where batches have no one size."""
-        return (self.user_loader.batch_size or 0) * self.size * self.accumulation
+        """Samples of a full window over all processes; batches, where these have no one size."""
+        return (getattr(self.user_loader, "batch_size", None) or 1) * self.size * self.accumulation
 
     def steps(self) -> int | None:
         """Windows an epoch, None where nobody knows."""
-        if self._own_order:
-            return len(self._plan(0))
-        if isinstance(self.loader.dataset, Sized) and not self.streams:
-            return -(-len(self.loader) // self.accumulation)
-        return None
+        return None if self.streams else len(self._plan(0))
+
+    def nothing(self, name: str) -> ConfigError:
+        """What to raise if there are no windows."""
+        if self.streams or not len(self.user_loader.dataset):
+            return ConfigError(f"the {name} data is empty")
+        return ConfigError(
+            f"the {name} data's {len(self.user_loader.dataset)} samples are fewer than a batch on all processes "
+            f"has ({self.window_samples // self.accumulation}), and smaller batches are left out: lower batch_size, or "
+            "leave out drop_last or the pipeline"
+        )
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """Windows of an epoch from the ``start``-th on.
 
         The generators of the run are as they were after this call until the first batch is fetched.
         """
-        if not self._own_order:
+        if self.streams:
             return self._streamed(start)
         plan = self._plan(epoch)[start:]
         self._order.batches = [
@@ -176,8 +187,8 @@ class Feed:
         """Indices of all processes: a list of windows of batches."""
         loader = self.user_loader
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_mix(self.seed, epoch))
+        with kept_generators():
+            seed_generators(_mix(self.seed, epoch))
             whole = _order_of(sampler, epoch)
         if loader.batch_size is None:  # the user's own batches: every process takes one of as many as there are
             groups = [whole[i : i + self.size] for i in range(0, len(whole), self.size)]
@@ -190,11 +201,12 @@ class Feed:
         return [batches[i : i + self.accumulation] for i in range(0, len(batches), self.accumulation)]
 
     def _streamed(self, start: int) -> Iterator[list[Batch]]:
-        """What the user's loader gives, without a plan; a loader that keeps its own place is not skipped."""
+        """What the user's loader gives, without a plan; where it was told its place, nothing is skipped."""
         loaded = iter(self.loader)
-        if not self.keeps_own_state:
+        if not self._placed:
             for _ in islice(loaded, start * self.accumulation):
                 pass
+        self._placed = False
         return self._counted(loaded)
 
     def _counted(self, loaded: Iterator[Any]) -> Iterator[list[Batch]]:
@@ -213,6 +225,14 @@ class Feed:
         """Take up what :meth:`state_dict` gave."""
         if state is not None and self.keeps_own_state:
             self.loader.load_state_dict(state)
+            self._placed = True
+
+
+def _streams(data: Any) -> bool:
+    """Whether a loader's order is its own affair; torchdata's over a map-style dataset has that of its sampler."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return True
+    return type(data).__iter__ is not DataLoader.__iter__ and not type(data).__module__.startswith("torchdata.")
 
 
 def _order_of(sampler: Any, epoch: int) -> list[Any]:

@@ -39,7 +39,7 @@ class TrainConfig:
     """Steps of the optimizer after which training ends, in the middle of an epoch too."""
 
     batch_size: int | None = None
-    """Samples a process and microstep, where a dataset is given instead of a DataLoader."""
+    """Samples a process and batch, where a Dataset is given instead of a DataLoader."""
 
     gradient_accumulation_steps: int = 1
     """Batches whose gradients make one step of the optimizer; they are averaged over ranks once a step."""
@@ -74,7 +74,8 @@ class TrainConfig:
     """What products are computed in; parameters stay as they are. fp16 scales the loss."""
 
     learning_rate: float | None = None
-    """Of the largest step; None leaves the optimizer's own, or AdamW's 1e-3 where there is none."""
+    """Of the largest step, in every group of parameters; None leaves the optimizer's own, or AdamW's 1e-3 where none
+    is given."""
 
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How the learning rate grows with the number of data-parallel processes."""
@@ -82,8 +83,8 @@ class TrainConfig:
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly from 0."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to 0 after that, by the last step."""
+    schedule: Literal["constant", "linear", "cosine", "own"] = "constant"
+    """How the learning rate falls to 0 after that, by the last step; ``own`` leaves it to a callback."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is computed again in backward: nothing, all but the products of matrices, or blocks as a whole."""
@@ -158,6 +159,8 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, list):  # JSON and TOML have no tuples
                 object.__setattr__(self, name, tuple(value))
+            elif isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
             elif isinstance(value, int) and not isinstance(value, bool) and float in (*typing.get_args(kind), kind):
                 object.__setattr__(self, name, float(value))
             _check(name, getattr(self, name), kind)
@@ -171,6 +174,18 @@ class TrainConfig:
                 raise ConfigError(f"{name}={value} must be positive and finite")
         if self.epochs is not None and self.max_steps is not None:
             raise ConfigError(f"epochs={self.epochs} and max_steps={self.max_steps} exclude each other: give one")
+        if self.schedule == "own" and self.warmup_steps:
+            raise ConfigError(f"schedule='own' and warmup_steps={self.warmup_steps} exclude each other: give one")
+        if self.seed >= 1 << 63:
+            raise ConfigError(f"seed={self.seed} must be below 2^63")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ConfigError(f"trackers={list(self.trackers)} names one twice: name each once")
+        if not self.run_name or not self.resume:
+            raise ConfigError(f"run_name={self.run_name!r} and resume={self.resume!r} must not be empty")
+        try:
+            json.dumps(dict(self.extra))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"extra={self.extra!r} must be what JSON can hold ({error})") from None
         saving = self.checkpoint_every_n_steps or self.checkpoint_every_n_epochs
         if saving and self.checkpoint_dir is None:
             raise ConfigError("checkpoints are asked for and checkpoint_dir is None: name a directory")

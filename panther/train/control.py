@@ -1,9 +1,11 @@
 """What ranks agree on in every step, in one small message: the loss, whether it is finite, and who was told to stop."""
 
-__all__ = ["Control", "agree", "joined", "on_first", "signals"]
+__all__ = ["Control", "agree", "join", "on_first", "signals"]
 
+import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,16 +85,18 @@ def on_first(work: Callable[[], _T]) -> _T:
     return from_first(work, None)
 
 
-@contextmanager
-def joined(timeout_s: float) -> Iterator[None]:
-    """Be in the process group of a launcher that started this process, if there is one; left again if joined here."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or dist.is_initialized():
-        yield
-        return
-    init(timeout=timeout_s)
-    try:
-        yield
-    finally:
+def join(timeout_s: float) -> None:
+    """Be in the process group of a launcher that started this process, if there is one, until the process ends.
+
+    The model, as it was wrapped, needs the group for as long as it is there: to be evaluated, exported, trained on.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        init(timeout=timeout_s)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if not hasattr(sys, "last_value"):  # after an exception nobody is waited for
         shutdown()
 
 

@@ -46,7 +46,7 @@ class Engine(ABC):
     def modules(self) -> list[nn.Module]:
         """The modules of this rank."""
 
-    def settle(self, window: list[Batch]) -> None:  # noqa: B027 (most have nothing to do)
+    def settle(self, first: Callable[[], list[Batch] | None]) -> None:  # noqa: B027 (most have nothing to do)
         """Do what torch does once, after the first backward, so that a resumed run sums in the order of a whole one.
 
         It leaves traces in buffers and generators, which the checkpoint that is then loaded sets.
@@ -130,8 +130,12 @@ class WholeEngine(Engine):
                 scaled = loss * weight if batch.samples else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
 
-    def settle(self, window: list[Batch]) -> None:  # noqa: D102
-        if isinstance(self.model, DistributedDataParallel) and self.size > 2:  # of two summands the order is nothing
+    def settle(self, first: Callable[[], list[Batch] | None]) -> None:  # noqa: D102
+        if (
+            not isinstance(self.model, DistributedDataParallel) or self.size <= 2
+        ):  # of two summands the order is nothing
+            return
+        if (window := first()) is not None:
             self.run(window[-1:], lambda loss: None)  # DDP's buckets follow the order of the first backward
             self.model.zero_grad()
 
@@ -163,7 +167,6 @@ class PipelineEngine(Engine):
         *,
         device: torch.device,
         microbatches: int,
-        windows: int,
         precision: torch.dtype | None,
     ) -> None:
         self.built, self.device = built, device
@@ -172,8 +175,8 @@ class PipelineEngine(Engine):
         self.rank, self.size, self.stages = dp.get_local_rank(), dp.size(), built.mesh["pp"].size()
         self.precision, self.loss_fn = precision, loss_fn
         self._sum = getattr(loss_fn, "reduction", "mean") == "sum"
-        shared = _Shared(loss_fn, 1 / self.size if self._sum else windows)
-        self._divisor = shared.divisor
+        shared = _Shared(loss_fn, 1 / self.size)
+        self._shared = shared
         self.schedule = make_schedule(built.schedule_name, built.stages, microbatches, shared)
         self.speaks = self.schedule.is_last and tp.get_local_rank() == 0
         self._batch_size: int | None = None
@@ -192,13 +195,17 @@ class PipelineEngine(Engine):
 
     def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:  # noqa: D102
         total = torch.zeros((), dtype=torch.float64)
+        if not self._sum:
+            self._shared.divisor = len(window)  # the last one of an epoch may be shorter
         for batch in window:
             inputs, target = self._pair(batch.data)
             self._batch_size = len(target)
             with self._autocast():
                 _, loss = self.schedule.step(inputs, target)
             if loss is not None:
-                total = total + loss.detach().double().cpu() * self._divisor * (1 if self._sum else batch.samples)
+                total = total + loss.detach().double().cpu() * self._shared.divisor * (
+                    1 if self._sum else batch.samples
+                )
         before_backward(total if self.speaks else torch.zeros_like(total))
 
     def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102

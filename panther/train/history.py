@@ -3,6 +3,7 @@
 __all__ = ["History"]
 
 import csv
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -69,7 +70,7 @@ class History:
             ValueError: If there are no records.
         """
         for name in ("validation_loss", "loss"):
-            rows = [row for row in self._records if row.get(name) is not None]
+            rows = [row for row in self._records if row.get(name) is not None and math.isfinite(row[name])]
             if rows:
                 return min(rows, key=lambda row: row[name])
         raise ValueError("the history has no records: train first")

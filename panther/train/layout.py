@@ -92,6 +92,8 @@ def build(
             whole, loss_fn, device=device, rank=get_rank(), size=world, precision=precision, scaler=scaler
         )
     made = recipe(_named(engine), strategy == "zero1", config.learning_rate)
+    if isinstance(made, torch.optim.LBFGS):
+        raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
     rate = {"none": 1.0, "sqrt": engine.size**0.5, "linear": float(engine.size)}[config.learning_rate_scaling]
     for group in made.param_groups:
         group["lr"] = group["lr"] * rate
@@ -222,7 +224,6 @@ def _cut(
             loss_fn,
             device=device,
             microbatches=settings["num_microbatches"],
-            windows=config.gradient_accumulation_steps,
             precision=precision,
         )
     mesh = built.mesh

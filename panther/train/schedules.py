@@ -9,9 +9,9 @@ def rate_factor(schedule: str, step: int, total: int | None, warmup: int) -> flo
     """Factor of the learning rate in a step: up in a line over the warm-up, then constant, or down to 0 at the end.
 
     Args:
-        schedule: ``"constant"``, ``"linear"`` or ``"cosine"``.
+        schedule: ``"linear"`` or ``"cosine"``; another is constant.
         step: Steps that are over.
-        total: Steps of the run; None only with ``"constant"``.
+        total: Steps of the run; None only where it is constant.
         warmup: Steps of the rise.
 
     Example:
@@ -20,7 +20,7 @@ def rate_factor(schedule: str, step: int, total: int | None, warmup: int) -> flo
     """
     if step < warmup:
         return (step + 1) / warmup
-    if schedule == "constant" or total is None:
+    if schedule not in ("linear", "cosine") or total is None:
         return 1.0
     share = min(1.0, (step - warmup) / max(1, total - warmup))
     return 1.0 - share if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))

@@ -2,16 +2,18 @@
 
 __all__ = ["open_trackers"]
 
+import importlib.util
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from panther.distributed import get_rank
-from panther.errors import require_extra
+from panther.errors import TrainingError, require_extra
 from panther.train.config import TrainConfig
+from panther.train.control import on_first
 
 
 class _Tracker:
@@ -26,8 +28,8 @@ class _Tracker:
     def record(self, record: Mapping[str, Any]) -> None:
         """A record was made."""
 
-    def close(self) -> None:
-        """The run is over, or has failed."""
+    def close(self, status: str = "FINISHED") -> None:
+        """The run is over: ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
 
 
 class _All(_Tracker):
@@ -61,7 +63,7 @@ class _Bar(_Tracker):
         self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
         self._bar.update()
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -78,10 +80,14 @@ class _JsonLines(_Tracker):
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        plain = {name: value if _finite(value) else None for name, value in record.items()}  # JSON has no NaN
+        try:
+            self._file.write(json.dumps(plain) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(f"{self._file.name} cannot be written ({error.strerror}): make room") from error
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         self._file.close()
 
 
@@ -90,6 +96,10 @@ def _before(line: str, step: int) -> bool:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):  # half a line, from a process that was killed
         return False
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class _TensorBoard(_Tracker):
@@ -103,7 +113,7 @@ class _TensorBoard(_Tracker):
         for name, value in _numbers(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         self._writer.close()
 
 
@@ -127,16 +137,16 @@ class _MLflow(_Tracker):
             kept.write_text(self._run, encoding="utf-8")
             for name, value in config.to_dict().items():
                 client.log_param(self._run, name, str(value)[:500])
-        self._folder, self._status = folder, "FINISHED"
+        self._folder = folder
 
     def record(self, record: Mapping[str, Any]) -> None:
         for name, value in _numbers(record).items():
             self._client.log_metric(self._run, name, value, step=record["step"])
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         if (log := self._folder / "log.jsonl").exists():
             self._client.log_artifact(self._run, str(log))
-        self._client.set_terminated(self._run, self._status)
+        self._client.set_terminated(self._run, status)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -151,19 +161,29 @@ def open_trackers(config: TrainConfig, step: int) -> Iterator[_All]:
         config: The settings.
         step: Where the run begins.
     """
-    with ExitStack() as stack:
-        found: list[_Tracker] = []
-        if get_rank() == 0:
-            if config.progress:
-                found.append(_Bar())
-            if config.checkpoint_dir is not None:
-                folder = Path(config.checkpoint_dir)
-                makers = {
-                    "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),
-                    "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
-                    "mlflow": lambda: _MLflow(config, folder),
-                }
-                found += [makers[name]() for name in config.trackers]
-            for tracker in reversed(found):
-                stack.callback(tracker.close)
+    found: list[_Tracker] = []
+
+    def make() -> None:
+        if config.progress and importlib.util.find_spec("tqdm"):
+            found.append(_Bar())
+        if config.checkpoint_dir is not None:
+            folder = Path(config.checkpoint_dir)
+            makers: dict[str, Callable[[], _Tracker]] = {
+                "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),
+                "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
+                "mlflow": lambda: _MLflow(config, folder),
+            }
+            for name in config.trackers:
+                found.append(makers[name]())
+
+    on_first(make)
+    status = "FAILED"
+    try:
         yield _All(found)
+        status = "FINISHED"
+    except SystemExit:
+        status = "KILLED"
+        raise
+    finally:
+        for tracker in found:
+            tracker.close(status)

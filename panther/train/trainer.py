@@ -4,7 +4,6 @@ __all__ = ["Callback", "Trainer"]
 
 import math
 import os
-import random
 import resource
 import signal
 import sys
@@ -15,15 +14,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from panther.distributed import checkpoint, get_rank, get_world_size
-from panther.errors import ConfigError, FormatError, TrainingError
+from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
 from panther.train.batches import Batch, Feed
 from panther.train.config import TrainConfig
-from panther.train.control import Control, agree, joined, on_first, signals
+from panther.train.control import Control, agree, join, on_first, signals
+from panther.train.drawing import kept_generators, seed_generators
 from panther.train.history import History
 from panther.train.layout import Built, Optimizer, build
 from panther.train.locking import locked
@@ -33,7 +32,10 @@ from panther.train.trackers import open_trackers
 
 
 class Callback:
-    """What a user adds to a run; every method is called on every rank, and does nothing by itself."""
+    """What a user adds to a run; every method is called on every rank, and does nothing by itself.
+
+    One with ``state_dict`` and ``load_state_dict`` has its state in checkpoints.
+    """
 
     def on_start(self, trainer: "Trainer") -> None:
         """Before the first step, after resuming."""
@@ -130,7 +132,8 @@ class Trainer:
                 and a checkpoint written, from which the same call goes on.
         """
         with ExitStack() as stack:
-            stack.enter_context(joined(self.config.timeout_s))
+            join(self.config.timeout_s)
+            self.stop = False
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked(Path(self.config.checkpoint_dir)))
             stack.callback(self._finish_saving)
@@ -150,8 +153,8 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Loss and metrics, weighted by samples, of a DataLoader or Dataset; every rank must call it."""
-        if self._built is None:
-            self._start(data)
+        join(self.config.timeout_s)
+        self._start(data)
         return self._evaluate(self._feed(data, False))
 
     def export(self, directory: str) -> Path:
@@ -163,13 +166,11 @@ class Trainer:
     def _start(self, data: Any) -> None:
         if self._built is not None:
             return
-        torch.manual_seed(self.config.seed)
-        random.seed(self.config.seed)
-        np.random.seed(self.config.seed % (1 << 32))
+        seed_generators(self.config.seed)
 
         def sample() -> Any:
             feed = Feed(data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
-            with torch.random.fork_rng():
+            with kept_generators():
                 return next(feed.windows(0))[0].data
 
         self._built = build(self.model, self.optimizer, self.loss_fn, self.config, sample)
@@ -214,10 +215,13 @@ class Trainer:
 
     def _take_up(self, path: Path, feed: Feed) -> None:
         assert self._built is not None
-        if (window := next(feed.windows(0), None)) is not None:
-            self._built.engine.settle(window)
+        self._built.engine.settle(lambda: next(feed.windows(0), None))
         restored = checkpoint.load(path, self.model, self.optimizer)
         extra = restored.extra
+        if not isinstance(extra, Mapping) or "place" not in extra:
+            raise CheckpointError(
+                f"{path} is no Trainer's: load it by panther.distributed.checkpoint.load, and begin anew"
+            )
         self.step, self.epoch, self._place = restored.step, extra["epoch"], extra["place"]
         self.skipped, self._sums, self._validated_at = extra["skipped"], extra["sums"], extra["validated_at"]
         self.history = History(extra["history"])
@@ -228,6 +232,11 @@ class Trainer:
             feed.load_state_dict(restored.rank_extra["feed"])
         if feed.window_samples and extra["samples"]:  # windows may have another size now: no sample is left out
             self._place = self._place * extra["samples"] // feed.window_samples
+        for callback, state in zip(self._stateful(), extra["callbacks"], strict=False):
+            callback.load_state_dict(state)
+
+    def _stateful(self) -> list[Any]:
+        return [one for one in self.callbacks if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
 
     # The loop
 
@@ -236,19 +245,19 @@ class Trainer:
         steps = feed.steps()
         last_epoch = config.epochs or (math.inf if config.max_steps else 1)
         total = config.max_steps or (None if steps is None else steps * int(last_epoch))
-        if total is None and config.schedule != "constant":
+        if total is None and config.schedule in ("linear", "cosine"):
             raise ConfigError(f"schedule={config.schedule!r} needs to know the last step: set max_steps")
         trackers.expect(total, self.step)
         self._clock, self._seen = time.perf_counter(), 0.0
+        if (self.epoch >= last_epoch or self._over()) and get_rank() == 0:
+            print(f"panther: step {self.step} was the last already: give more epochs or max_steps", file=sys.stderr)
         while self.epoch < last_epoch and not self._over():
-            generators = _generators()
-            windows = feed.windows(self.epoch, self._place)
-            _set_generators(generators)
+            with kept_generators():
+                windows = feed.windows(self.epoch, self._place)
             began = self._place
             for window in self._agreed_windows(windows, feed):
                 self._step(window, control, trackers, total)
                 profile.step()
-                self._place += 1
                 if validation is not None and self._due(config.validate_every_n_steps):
                     self._validate(validation, trackers)
                 if control.stopped:
@@ -258,7 +267,7 @@ class Trainer:
                 if self._over():
                     break
             if self._place == began == 0:
-                raise ConfigError("the training data is empty")
+                raise feed.nothing("training")
             if self._over() and (steps is None or self._place < steps):
                 break
             self.epoch, self._place = self.epoch + 1, 0
@@ -302,8 +311,9 @@ class Trainer:
         assert self._built is not None
         config, engine, scaler = self.config, self._built.engine, self._built.scaler
         factor = rate_factor(config.schedule, self.step, total, config.warmup_steps)
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
+        if config.schedule != "own":
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
         self.optimizer.zero_grad()
         samples = sum(batch.samples for batch in window)
         engine.run(window, lambda loss: control.start(loss, samples, engine.speaks))
@@ -313,7 +323,7 @@ class Trainer:
         logs = (self.step + 1) % config.log_every_n_steps == 0
         saves = config.checkpoint_every_n_steps is not None and (self.step + 1) % config.checkpoint_every_n_steps == 0
         norm = None
-        if config.gradient_clipping is not None or logs or saves:
+        if config.gradient_clipping is not None or logs or saves or config.nonfinite == "skip":
             if scaler is not None:
                 scaler.unscale_(self.optimizer)
             norm = engine.gradient_norm()
@@ -326,7 +336,7 @@ class Trainer:
         else:
             scaler.step(self.optimizer)
             scaler.update()
-        self.step += 1
+        self.step, self._place = self.step + 1, self._place + 1
         self._seen += seen
         for i, value in enumerate((loss * seen, seen, 1)):
             self._sums[i] += value
@@ -334,7 +344,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_step(self, loss)
         if logs:
-            self._record(trackers, {"gradient_norm": norm.item() if norm is not None else None})
+            self._record(trackers, {"gradient_norm": None if norm is None or not norm.isfinite() else norm.item()})
 
     def _skip(self, window: list[Batch], control: Control) -> bool:
         """Leave a step out, or stop; False tells the caller not to go on with it."""
@@ -345,7 +355,7 @@ class Trainer:
                 "rate, clip gradients, look at these samples, or set nonfinite='skip'"
             )
         self.skipped += 1
-        self.step += 1
+        self.step, self._place = self.step + 1, self._place + 1
         self.optimizer.zero_grad()
         return False
 
@@ -384,22 +394,20 @@ class Trainer:
         assert self._built is not None
         engine = self._built.engine
         modes = [(module, module.training) for part in engine.modules() for module in part.modules()]
-        generators = _generators()
         sums = torch.zeros(len(self.metrics) + 2, dtype=torch.float64)
         try:
             for part in engine.modules():
                 part.eval()
-            with torch.no_grad():
+            with torch.no_grad(), kept_generators():
                 for window in self._agreed_windows(feed.windows(0), feed):
                     for batch in window:
                         sums += engine.evaluate(batch, self.metrics)
         finally:
             for module, training in modes:
                 module.training = training
-            _set_generators(generators)
         *values, samples = agree(sums.tolist())
         if not samples:
-            raise ConfigError("the validation data is empty")
+            raise feed.nothing("validation")
         return {name: value / samples for name, value in zip(("loss", *self.metrics), values, strict=True)}
 
     def _save(self, feed: Feed) -> None:
@@ -418,6 +426,7 @@ class Trainer:
             "sums": self._sums,
             "validated_at": self._validated_at,
             "history": self.history.to_dict(),
+            "callbacks": [one.state_dict() for one in self._stateful()],
             "scaler": None if scaler is None else scaler.state_dict(),
             "config": self.config.to_dict(),
         }
@@ -454,16 +463,6 @@ class Trainer:
                 file=sys.stderr,
             )
         raise SystemExit(128 + control.stopped)
-
-
-def _generators() -> Any:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_generators(states: Any) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
 
 
 @contextmanager
