@@ -1,10 +1,12 @@
 """Runs that are killed at random moments and resumed: the trials behind tests/faults and `make torture`."""
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -20,9 +22,14 @@ from panther.errors import DistributedError
 from panther.nn import SKLinear
 from panther.train import Callback, TrainConfig, Trainer
 
-STEPS = 24
-MOMENTS = ("any", "in a file", "before the manifest", "before the rename", "after the rename", "in start-up")
+STEPS, EVERY = 24, 2  # of a run; between two of its checkpoints
+ANY = "at any time"
+MOMENTS = (
+    "in a step", "in a file", "before the manifest", "before the rename", "in the rename", "after the rename",
+    "before an old one goes", "in start-up", "while resuming",
+)  # fmt: skip
 VICTIMS = ("worker", "process group")
+_OF_RANK_0 = MOMENTS[2:7]  # the other rank has no part in these
 
 
 @dataclass(frozen=True)
@@ -34,16 +41,17 @@ class Trial:
     victim: str
     rank: int
     fraction: float
-    """Of the time of a whole run, for ``"any"``; of the checkpoints, for the others."""
+    """Of the time of a whole run, for ``ANY``; of the times that the moment comes, for the others."""
 
 
 def trials(n: int, seed: int = 0) -> list[Trial]:
-    """Trials over all kinds, half of them at any moment."""
+    """Trials over all kinds, every fifth of them at a time that nothing in the run tells."""
     draw = random.Random(seed)
     found = []
     for number in range(n):
-        moment = "any" if number % 2 else MOMENTS[1 + (number // 2) % (len(MOMENTS) - 1)]
-        found.append(Trial(number, moment, VICTIMS[number % 4 // 2], draw.randrange(2), draw.random()))
+        moment = ANY if number % 5 == 4 else MOMENTS[(number - number // 5) % len(MOMENTS)]
+        rank, fraction = draw.randrange(2), draw.random()
+        found.append(Trial(number, moment, draw.choice(VICTIMS), 0 if moment in _OF_RANK_0 else rank, fraction))
     return found
 
 
@@ -79,7 +87,7 @@ def train(directory: str, begun: float, kill: Trial | None, whole_s: float) -> s
         learning_rate=0.01,
         schedule="cosine",
         checkpoint_dir=f"{directory}/run",
-        checkpoint_every_n_steps=2,
+        checkpoint_every_n_steps=EVERY,
         keep_checkpoints=2,
         timeout_s=30,
     )
@@ -104,16 +112,18 @@ def _arm(kill: Trial, whole_s: float) -> None:
 
     if kill.moment == "in start-up":
         die()
-    if kill.moment == "any":
+    if kill.moment == ANY:
         timer = threading.Timer(kill.fraction * whole_s, die)
         timer.daemon = True
         timer.start()
         return
     from panther.distributed import _checkpoint_files as files
+    from panther.distributed import _checkpoint_ranks as ranks
 
-    count, at = [0], 1 + int(kill.fraction * STEPS // 2)
+    def trap(owner, name, times, before=True, first=1, every=1):
+        """Die at one of the calls, ``first``, ``first + every`` and so on, before it or after it."""
+        function, count, at = getattr(owner, name), [0], first + every * int(kill.fraction * times)
 
-    def trapped(function, before):
         def run(*args, **kwargs):
             count[0] += 1
             if count[0] == at and before:
@@ -125,14 +135,23 @@ def _arm(kill: Trial, whole_s: float) -> None:
                 die()
             return result
 
-        return run
+        setattr(owner, name, run)
 
-    if kill.moment == "in a file":
-        files.save_file = trapped(files.save_file, True)
-    elif kill.moment == "before the manifest":  # only rank 0 writes it, and renames
-        files.Writer.finish = trapped(files.Writer.finish, True)
+    saves = STEPS // EVERY
+    if kill.moment == "in a step":
+        trap(torch.optim.AdamW, "step", STEPS, before=kill.rank == 0)
+    elif kill.moment == "in a file":
+        trap(files, "save_file", saves)
+    elif kill.moment == "before the manifest":
+        trap(files.Writer, "finish", saves)
+    elif kill.moment == "in the rename":  # the folder has its name, of which the disk may know nothing yet
+        trap(files, "_sync_folder", saves, first=2, every=2)
+    elif kill.moment == "before an old one goes":  # one does with each save from the third on
+        trap(ranks, "remove", saves - 2)
+    elif kill.moment == "while resuming":
+        trap(checkpoint, "load", 1, before=kill.fraction < 0.5)
     else:
-        files.publish = trapped(files.publish, kill.moment == "before the rename")
+        trap(files, "publish", saves, before=kill.moment == "before the rename")
 
 
 def run_in_group(directory: Path, kill: Trial | None, whole_s: float = 0.0) -> tuple[str | None, float]:
@@ -144,6 +163,7 @@ def run_in_group(directory: Path, kill: Trial | None, whole_s: float = 0.0) -> t
         try:
             os.setsid()
             os.environ["SURVIVAL_GROUP"] = str(os.getpid())
+            tempfile.tempdir = str(directory)  # what launch cannot remove, being killed, goes with the trial
             digest, _ = launch(train, str(directory), begun, kill, whole_s, nproc=2, start_method="fork")
             (directory / "digest").write_text(digest or "")
             code = 0
@@ -152,10 +172,8 @@ def run_in_group(directory: Path, kill: Trial | None, whole_s: float = 0.0) -> t
         finally:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # whatever outlived the kill of one of its processes
-    except ProcessLookupError:
-        pass
     digest = directory / "digest"
     found = digest.read_text() if os.waitstatus_to_exitcode(status) == 0 else None
     digest.unlink(missing_ok=True)
@@ -180,11 +198,11 @@ class Outcome:
 def survive(directory: Path, trial: Trial, expected: str, whole_s: float) -> Outcome:
     """Kill a run, look at what it left, resume it, and compare."""
     directory.mkdir()
+    if trial.moment == "while resuming":  # there must be something to go on from
+        run_in_group(directory, Trial(trial.seed, "after the rename", "process group", 0, trial.fraction), whole_s)
     digest, _ = run_in_group(directory, trial, whole_s)
     killed = digest is None
-    seen = directory / "seen"
-    lines = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
-    finished = max((line["finished"] for line in lines if line["finished"]), default="")
+    finished = max((line["finished"] for line in _seen(directory) if line["finished"]), default="")
     left = checkpoint.checkpoints(directory / "run")
     unreadable = 0
     for path in left:
@@ -194,9 +212,14 @@ def survive(directory: Path, trial: Trial, expected: str, whole_s: float) -> Out
         except Exception:
             unreadable += 1
     lost = bool(finished) and (not left or left[-1].name < finished)
-    seen.unlink(missing_ok=True)
+    (directory / "seen").unlink(missing_ok=True)
     if killed:
         digest, _ = run_in_group(directory, None)
-    lines = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
-    first = next((line["first_step_s"] for line in lines if "first_step_s" in line), float("nan"))
+    first = next((line["first_step_s"] for line in _seen(directory) if "first_step_s" in line), float("nan"))
     return Outcome(trial, killed, digest == expected, unreadable, lost, first)
+
+
+def _seen(directory: Path) -> list[dict[str, object]]:
+    path = directory / "seen"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be a half
