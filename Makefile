@@ -19,10 +19,12 @@ demo: .venv/.demo-stamp
 test: .venv/.all-stamp
 	OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS)
 
-# The property tests with 2,000 examples each, and what is marked slow: the better part of an hour.
+# The property tests with 2,000 examples each, what is marked slow, and a hundred runs that are killed and resumed: more
+# than an hour.
 torture: .venv/.all-stamp
 	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -k fuzz --timeout 3000 $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/pytest -m 'slow and not gpu' --timeout 3000 $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_survival.py
 
 lint: .venv/.all-stamp
 	.venv/bin/ruff format --check .
@@ -36,10 +38,12 @@ docs: .venv/.all-stamp
 bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
-# pr.compress on models trained here, on one core: the first run trains four of them and takes two hours.
+# pr.compress on models trained here, on one core: the first run trains four of them and takes two hours. panther train
+# on two cores: half an hour.
 trials: .venv/.all-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_train.py $(filter --quick,$(ARGS))
 
 # Leaves .venv, which is only slow to make again; `rm -r .venv` removes it.
 clean:

@@ -2,10 +2,10 @@
 
 Error against time: methods of one family, the same code with another parameter, share a colour and are joined by a
 line. Error of attention against the number of features and the norms of queries and keys. What compressed models keep,
-against their size.
+against their size. Losses of the trial of panther train over the steps.
 """
 
-__all__ = ["draw", "draw_attention", "draw_compress"]
+__all__ = ["draw", "draw_attention", "draw_compress", "draw_training"]
 
 import csv
 import math
@@ -224,6 +224,32 @@ def draw_compress(threads: int = 1) -> Path:
     return _save(figure, axes, "compress")
 
 
+def draw_training(threads: int = 1) -> Path:
+    """Draw the losses of the sketched transformer and its dense twin, and those of the same run in other layouts."""
+    rows = _rows("train-text-curves", threads)
+    figure, axes = _panels(2)
+    whole, layouts = axes[0]
+    for run, colour in (("sketched, killed twice", "C0"), ("dense", "C1")):
+        here = [row for row in rows if row["run"] == run]
+        kind = run.partition(",")[0]
+        for column, style in (("loss", "-"), ("validation_loss", "o")):
+            found = [(int(row["step"]), float(row[column])) for row in here if row[column]]
+            label = kind if column == "loss" else f"{kind}, held out"
+            whole.plot(*zip(*found, strict=True), style, color=colour, label=label, markersize=4)
+    whole.set(xlabel="step", ylabel="nats a character", title="two processes, ddp")
+    last = max(int(row["step"]) for row in rows if row["run"].startswith("sketched, fsdp"))
+    for run, style in (("sketched, killed twice", "-"), ("sketched, fsdp", "x"), ("sketched, pp = 2", "+")):
+        here = [row for row in rows if row["run"] == run and row["loss"] and int(row["step"]) <= last]
+        steps, losses = [int(row["step"]) for row in here], [float(row["loss"]) for row in here]
+        layouts.plot(steps, losses, style, label=run.partition(", ")[2].replace("killed twice", "ddp"))
+    layouts.set(xlabel="step", title="sketched, in three layouts")
+    layouts.legend(frameon=False)
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+        axis.title.set_fontsize(10)
+    return _save(figure, axes, "train-text")
+
+
 def _rows(subject: str, threads: int) -> list[dict[str, str]]:
     with open(RESULTS / f"{subject}-cpu-threads-{threads}.csv", newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -253,3 +279,4 @@ if __name__ == "__main__":
         print(draw(wanted, int(sys.argv[1]) if len(sys.argv) > 1 else 2))
     print(draw_attention())
     print(draw_compress())
+    print(draw_training())
