@@ -141,7 +141,7 @@ def check_alike(
         given = in_words(settings())
         ranks = ranks_of(group)
         layers = _describe_source(model, ranks[0], group)
-        return {**given, **describe_library(), **layers, **describe_tensors(model)}
+        return {**layers, **describe_tensors(model), **given, **describe_library()}
 
     fix = "build the same model and pass the same arguments on every rank"
     agree(what, describe, group, fix, "models or settings")
