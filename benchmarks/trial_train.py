@@ -201,7 +201,7 @@ def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str,
         "kills": len(one.kills),
         "steps": log[-1]["step"],
         "wall_s": figure(time.monotonic() - wall),
-        "cpu_s": figure(_cpu_of_children() - cpu),
+        "cpu_s": None if one.kills else figure(_cpu_of_children() - cpu),  # who waits for the killed?
     }
     return log, measured
 
@@ -248,7 +248,13 @@ def _bytes_a_step(one: Run, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count(one: Run, steps: int) -> int:
-    settings = {"max_steps": steps, "log_every_n_steps": 1000, "batch_size": 16, "gradient_clipping": 1.0}
+    settings = {
+        "strategy": "ddp",
+        "max_steps": steps,
+        "log_every_n_steps": 1000,
+        "batch_size": 16,
+        "gradient_clipping": 1.0,
+    }
     torch.manual_seed(0)
     model = _KINDS[one.model]()
     trainer = pr.train.Trainer(model, loss_fn=loss, config=pr.train.TrainConfig(**settings | one.settings))

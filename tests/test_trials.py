@@ -1,4 +1,4 @@
-"""pr.compress on models trained here, at a reduced size: the methods rank as they should, within their budgets."""
+"""Trials at a reduced size: compressed models rank as they should, and training survives what is done to it."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-MODULES = ("harness", "text_model", "trials", "trial_encoder", "trial_digits")
+MODULES = ("harness", "text_model", "trials", "trial_encoder", "trial_digits", "trial_train")
 
 
 @pytest.fixture
@@ -51,3 +51,25 @@ def test_the_better_metric_keeps_more_of_a_convolutional_net(trial):
     assert rows["original"]["accuracy"] > 0.95
     assert rows["two_sided"]["kl"] < rows["svd"]["kl"] < rows["random"]["kl"]
     assert rows["two_sided"]["accuracy"] > rows["random"]["accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_text_model_trains_alike_whether_killed_or_laid_out_otherwise(monkeypatch):
+    """The trial itself compares the killed run to the undisturbed one, to the bit."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("PANTHER_TRIAL_TEXT", "")  # the trial sets it
+    trial_train = importlib.import_module("trial_train")
+    try:
+        rows, curves = trial_train.run(True)
+    finally:
+        for name in MODULES:
+            sys.modules.pop(name, None)
+    sent = {row["run"]: row["bytes_rank_0"] for row in rows}
+    assert sent["sketched, killed twice"] < sent["dense"] / 2
+    losses = {(line["run"], line["step"]): line["loss"] for line in curves if line["loss"] is not None}
+    for layout in ("sketched, fsdp", "sketched, pp = 2"):
+        found = {step: loss for (run, step), loss in losses.items() if run == layout}
+        assert len(found) >= 2
+        expected = [losses["sketched, killed twice", step] for step in found]
+        torch.testing.assert_close(list(found.values()), expected, rtol=1e-5, atol=0)
