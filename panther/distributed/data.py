@@ -235,8 +235,14 @@ def _ddp(
     return parallel
 
 
+# Closures of a hook's last futures hold its group, and are dropped on gloo's own thread. If theirs were the last
+# reference, after the group was left, that thread would end the group, wait for itself, and abort the process.
+_groups_with_hooks: set[dist.ProcessGroup] = set()
+
+
 def _register(parallel: DistributedDataParallel, comm_hook: str) -> None:
     group = parallel.process_group
+    _groups_with_hooks.add(group)
     if comm_hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START
