@@ -107,8 +107,8 @@ POINTS = ["decoder.layers.1", "decoder.layers.2.norm", "decoder.norm"]
     [
         ("1f1b", 2, {"layers": "decoder.layers", "balance": "time"}),
         ("zbv", 2, {"layers": "decoder.layers"}),
-        ("zero_bubble", 2, {"points": POINTS}),
-        ("gpipe", 4, {"points": POINTS}),
+        pytest.param("zero_bubble", 2, {"points": POINTS}, marks=pytest.mark.slow),
+        pytest.param("gpipe", 4, {"points": POINTS}, marks=pytest.mark.slow),
         *(
             pytest.param(name, 2, {"layers": "decoder.layers"}, marks=pytest.mark.slow)
             for name in SCHEDULES
