@@ -327,7 +327,7 @@ def _to_toml(settings: Mapping[str, Any]) -> str:
 
 
 def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _text(key)
 
 
 def _value(key: str, value: Any) -> str:
@@ -338,5 +338,9 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, bool | int | float | str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return _text(value)
     raise ConfigError(f"{key}={value!r} cannot be written as TOML: use JSON")
+
+
+def _text(value: bool | int | float | str) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

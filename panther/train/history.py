@@ -112,7 +112,8 @@ class History:
                     panel.plot(steps, values, marker="." if len(steps) < 50 else "", label=name.replace("_", " "))
             panel.set(xlabel="step", ylabel=label)
             panel.grid(alpha=0.3)
-            panel.legend()
+            if panel.lines:
+                panel.legend()
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure

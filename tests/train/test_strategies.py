@@ -100,7 +100,14 @@ class Breaks(Callback):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp", "fsdp"), ("hybrid", "hybrid"), ("pp", "pp")]
+    ("first", "second"),
+    [
+        ("ddp", "ddp"),
+        ("zero1", "zero1"),
+        ("pp", "pp"),
+        pytest.param("fsdp", "fsdp", marks=pytest.mark.slow),
+        pytest.param("hybrid", "hybrid", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, first, second):
     world, shares, settings = STRATEGIES[first]

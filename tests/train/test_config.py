@@ -1,0 +1,203 @@
+"""The settings of a run: kinds, ranges, pairs that exclude each other, files they are read from."""
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from panther.errors import ConfigError
+from panther.train import TrainConfig
+
+FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}
+# Of every setting, a value that is not its default, and values that are refused.
+VALUES = {
+    "epochs": (3, [0, 1.5, "3", True]),
+    "max_steps": (3, [0, -1, 2.0]),
+    "batch_size": (8, [0, "8"]),
+    "gradient_accumulation_steps": (4, [0, None]),
+    "gradient_clipping": (0.5, [0.0, -1.0, float("nan"), float("inf"), "1"]),
+    "strategy": ("fsdp", ["dp", None, 1]),
+    "data_parallel_size": (2, [0, 1.0]),
+    "tensor_parallel_size": (2, [0, "2"]),
+    "pipeline_parallel_size": (2, [0, False]),
+    "pipeline_layers": ("blocks", [1]),
+    "pipeline_microbatches": (4, [0, 0.5]),
+    "pipeline_schedule": ("gpipe", [None, 1]),
+    "precision": ("bf16", ["fp8", None]),
+    "learning_rate": (0.1, [0.0, -0.1, float("inf"), "0.1", True]),
+    "learning_rate_scaling": ("sqrt", ["square"]),
+    "warmup_steps": (5, [-1, 0.1]),
+    "schedule": ("cosine", ["exponential"]),
+    "activation_checkpointing": ("full", [True, "all"]),
+    "compile": (True, [1, "yes"]),
+    "seed": (7, [-1, 1 << 63, 0.5]),
+    "deterministic": (True, [0]),
+    "nonfinite": ("skip", ["ignore"]),
+    "checkpoint_dir": ("somewhere", [3]),
+    "checkpoint_every_n_steps": (10, [0, 1.0]),
+    "checkpoint_every_n_epochs": (1, [0]),
+    "checkpoint_asynchronously": (False, [None]),
+    "keep_checkpoints": (1, [0]),
+    "resume": ("never", ["", None]),
+    "log_every_n_steps": (1, [0]),
+    "validate_every_n_steps": (5, [0]),
+    "trackers": (("jsonl", "mlflow"), ["jsonl", ("wandb",), ("jsonl", "jsonl"), 1]),
+    "run_name": ("mine", ["", 1]),
+    "progress": (False, ["no"]),
+    "profile": (True, [1]),
+    "find_unused_parameters": (True, [1]),
+    "bucket_cap_mb": (5.0, [0, "5"]),
+    "comm_hook": ("fp16", ["int8"]),
+    "timeout_s": (60.0, [0, None]),
+    "extra": ({"note": "x", "deep": {"a": [1, 2.5, None]}}, [1, {"a": object()}, {"a": {1}}]),
+}
+
+
+def with_directory(name, value):
+    """A setting, and a directory where it needs one."""
+    needs = name.startswith("checkpoint_every") or name in ("profile", "trackers")
+    return {name: value} | ({"checkpoint_dir": "runs"} if needs else {})
+
+
+def test_every_setting_is_here():
+    assert set(VALUES) == FIELDS
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_setting_keeps_its_value_through_files(name, tmp_path):
+    config = TrainConfig(**with_directory(name, VALUES[name][0]))
+    assert getattr(config, name) == VALUES[name][0]
+    assert getattr(config, name) != getattr(TrainConfig(), name)
+    for file in (tmp_path / "run.json", tmp_path / "run.toml"):
+        if name == "extra" and file.suffix == ".toml":  # which has no null
+            with pytest.raises(ConfigError, match=r"cannot be written as TOML: use JSON"):
+                config.save(file)
+            continue
+        config.save(file)
+        assert TrainConfig.load(file) == config
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, bad) in VALUES.items() for value in bad])
+def test_a_wrong_value_is_named(name, value):
+    with pytest.raises(ConfigError, match=name.split("_")[0]):
+        TrainConfig(**with_directory(name, value))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epochs": 1, "max_steps": 2}, "epochs=1 and max_steps=2 exclude each other: give one"),
+        ({"checkpoint_every_n_steps": 2}, "checkpoints are asked for and checkpoint_dir is None: name a directory"),
+        ({"checkpoint_every_n_epochs": 2}, "checkpoints are asked for and checkpoint_dir is None"),
+        ({"profile": True}, "profile=True and checkpoint_dir=None: name a directory"),
+        ({"trackers": ("mlflow",)}, "the trackers mlflow write to checkpoint_dir, which is None: name one"),
+        ({"schedule": "own", "warmup_steps": 1}, "schedule='own' and warmup_steps=1 exclude each other"),
+        ({"learning_rate": "fast"}, "learning_rate='fast' must be a number, not str"),
+        ({"compile": 1}, "compile=1 must be true or false, not int"),
+        ({"epochs": True}, "epochs=True must be a whole number, not bool"),
+        ({"strategy": "dpp"}, "strategy='dpp' is unknown: use one of 'auto', 'ddp', 'fsdp'"),
+        ({"trackers": ("jsonl", "jsonl")}, "names one twice: name each once"),
+        ({"extra": {"a": {1}}}, "must be what JSON can hold (Object of type set is not JSON serializable)"),
+    ],
+)
+def test_messages(given, message):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**given)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("learning_rat", "learning_rate"),
+        ("lerning_rate", "learning_rate"),
+        ("gradient_clip", "gradient_clipping"),
+        ("checkpoint_every_n_step", "checkpoint_every_n_steps"),
+        ("tracker", "trackers"),
+        ("bucket_cap", "bucket_cap_mb"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key, near):
+    with pytest.raises(ConfigError, match=f"'{key}' is no setting: did you mean '{near}'"):
+        TrainConfig.from_dict({key: 1})
+
+
+def test_a_key_near_to_nothing_lists_all():
+    with pytest.raises(ConfigError, match=r"'zzz' is no setting: use some of epochs, max_steps, .*, extra"):
+        TrainConfig.from_dict({"zzz": 1})
+
+
+def test_it_is_never_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().epochs = 3
+    with pytest.raises(TypeError, match="positional"):
+        TrainConfig(3)
+
+
+def test_paths_and_whole_numbers_are_taken():
+    config = TrainConfig(checkpoint_dir=Path("runs"), resume=Path("runs") / "step-00000003", learning_rate=1)
+    assert (config.checkpoint_dir, config.resume, config.learning_rate) == ("runs", "runs/step-00000003", 1.0)
+    assert isinstance(config.learning_rate, float)
+
+
+def test_a_file_may_have_a_table(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("title = 'mine'\n[train]\nepochs = 2\nlearning_rate = 1\ntrackers = ['jsonl']\n")
+    assert TrainConfig.load(file) == TrainConfig(epochs=2, learning_rate=1.0)
+    file = tmp_path / "run.json"
+    file.write_text('{"train": {"epochs": 2}}')
+    assert TrainConfig.load(str(file)).epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.toml", "epochs = ", r"run\.toml is no sound TOML"),
+        ("run.json", "{", r"run\.json is no sound JSON"),
+        ("run.json", "[1]", r"run\.json must hold a table of settings"),
+        ("run.toml", "\xff", r"run\.toml is no sound TOML"),
+        ("run.toml", "epochs = 1\nepochs = 2", r"run\.toml is no sound TOML"),
+        ("run.toml", "epoch = 1", "'epoch' is no setting: did you mean 'epochs'"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path, name, text, message):
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.load(tmp_path / name)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read \(No such file or directory\)"):
+        TrainConfig.load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"run\.yaml must end in \.toml or \.json"):
+        TrainConfig().save(tmp_path / "run.yaml")
+
+
+plain = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=20))
+tables = st.dictionaries(
+    st.text(max_size=8), st.recursive(plain, lambda inner: st.lists(inner, max_size=3), max_leaves=4), max_size=4
+)
+
+
+@settings(max_examples=40)
+@given(
+    learning_rate=st.none() | st.floats(1e-300, 1e300),
+    seed=st.integers(0, 2**63 - 1),
+    run_name=st.text(min_size=1),
+    trackers=st.sampled_from([(), ("jsonl",), ("mlflow", "jsonl")]),
+    extra=st.dictionaries(st.text(max_size=8), plain | tables, max_size=4),
+)
+def test_fuzz_files(tmp_path_factory, learning_rate, seed, run_name, trackers, extra):
+    config = TrainConfig(
+        learning_rate=learning_rate, seed=seed, run_name=run_name, trackers=trackers, extra=extra, checkpoint_dir="x"
+    )
+    folder = tmp_path_factory.getbasetemp()
+    for file in (folder / "run.json", folder / "run.toml"):
+        config.save(file)
+        assert TrainConfig.load(file) == config
+    assert tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))["seed"] == seed

@@ -1,0 +1,164 @@
+"""Records in files: read back, one run even after a restart, on the first rank only."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from panther.distributed import launch
+from panther.errors import MissingExtraError, TrainingError
+from panther.train import Callback, TrainConfig, Trainer
+from panther.train.trackers import _JsonLines
+
+
+class BrokenError(Exception):
+    pass
+
+
+class Breaks(Callback):
+    def __init__(self, step):
+        self.at = step
+
+    def on_step(self, trainer, loss):
+        if trainer.step == self.at:
+            raise BrokenError
+
+
+def data(n=24):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(n, 8, generator=generator)
+    return TensorDataset(x, x[:, :2])
+
+
+def train(folder, callbacks=(), metrics=None, **settings):
+    torch.manual_seed(0)
+    settings = {"max_steps": 12, "log_every_n_steps": 2, "checkpoint_every_n_steps": 4, **settings}
+    config = TrainConfig(checkpoint_dir=folder, run_name="mine", **settings)
+    trainer = Trainer(nn.Linear(8, 2), None, nn.MSELoss(), config, callbacks, metrics=metrics)
+    trainer.fit(DataLoader(data(), 4, shuffle=True), DataLoader(data(10), 5))
+    return trainer
+
+
+def interrupted(folder, **settings):
+    """A run that breaks after step 11, with a checkpoint of step 8 and records of steps 8 and 10, and goes on."""
+    with pytest.raises(BrokenError):
+        train(folder, [Breaks(11)], **settings)
+    return train(folder, **settings)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_json_lines_are_the_history_after_a_restart(tmp_path):
+    trainer = interrupted(tmp_path)
+    assert lines(tmp_path) == list(trainer.history)
+    assert [row["step"] for row in lines(tmp_path) if "loss" in row] == [2, 4, 6, 8, 10, 12]
+
+
+def test_half_a_line_is_taken_out(tmp_path):
+    train(tmp_path, max_steps=4)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    trainer = train(tmp_path, max_steps=6)
+    assert lines(tmp_path) == list(trainer.history)
+
+
+def test_json_has_no_nan(tmp_path):
+    train(tmp_path, metrics={"odd": lambda output, target: torch.tensor(math.nan)}, max_steps=6)
+    found = [
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        for line in (tmp_path / "log.jsonl").read_text().splitlines()
+    ]
+    assert [row["validation_odd"] for row in found if "validation_odd" in row] == [None]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    tracker = _JsonLines(tmp_path / "log.jsonl", 0)
+    tracker.close()
+    tracker._file = open("/dev/full", "w")  # noqa: SIM115 (closing it fails, too)
+    with pytest.raises(TrainingError, match=r"^/dev/full cannot be written \(No space left on device\): make room$"):
+        tracker.record({"step": 1})
+    with pytest.raises(OSError, match="No space left"):
+        tracker.close()
+
+
+def events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_one_run_after_a_restart(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    trainer = interrupted(tmp_path, trackers=("tensorboard",))
+    found = events(tmp_path)
+    for name in ("loss", "learning_rate", "gradient_norm", "validation_loss"):
+        steps, values = trainer.history[name]
+        assert [step for step, _ in found[name]] == steps
+        assert [value for _, value in found[name]] == pytest.approx(values, rel=1e-6)
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def stored(folder):
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("mine")
+    runs = client.search_runs([experiment.experiment_id])
+    return client, runs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_one_run_after_a_restart(tmp_path):
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="the extra mlflow is not installed")
+    with pytest.raises(BrokenError):
+        train(tmp_path, [Breaks(11)], trackers=("jsonl", "mlflow"))
+    client, [run] = stored(tmp_path)
+    assert run.info.status == "FAILED"
+    trainer = train(tmp_path, trackers=("jsonl", "mlflow"))
+    client, [run] = stored(tmp_path)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mine")
+    assert (run.data.params["max_steps"], run.data.params["run_name"]) == ("12", "mine")
+    assert run.data.metrics["loss"] == pytest.approx(trainer.history.last["loss"])
+    steps = {metric.step for metric in client.get_metric_history(run.info.run_id, "loss")}
+    assert steps == {2, 4, 6, 8, 10, 12}
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["log.jsonl"]
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_only_the_first_rank_writes(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    launch(lambda: train(tmp_path, trackers=("jsonl", "tensorboard")).step, nproc=2, start_method="fork")
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert [row["step"] for row in lines(tmp_path) if "loss" in row] == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.distributed
+def test_what_is_not_installed_is_said_on_every_rank(tmp_path, monkeypatch):
+    def missing(module, extra):
+        raise MissingExtraError(f"{module} is needed: pip install 'panther-sketch[{extra}]'")
+
+    monkeypatch.setattr("panther.train.trackers.require_extra", missing)
+
+    def run():
+        with pytest.raises(MissingExtraError, match="panther-sketch") as caught:
+            train(tmp_path, trackers=("mlflow",), progress=False)
+        return str(caught.value)
+
+    first, second = launch(run, nproc=2, start_method="fork")
+    assert "mlflow" in first
+    assert "mlflow" in second
+
+
+def test_without_tqdm_there_is_no_bar(tmp_path, monkeypatch):
+    monkeypatch.setattr("panther.train.trackers.importlib.util.find_spec", lambda name: None)
+    assert train(tmp_path, max_steps=1).step == 1
