@@ -116,7 +116,7 @@ def _now() -> tuple[float, float]:
 def _by_hand(model: nn.Module, data: TensorDataset, batch: int) -> Callable[[], float]:
     """A step of a loop on torch alone, which has the loss as a number at its end."""
     world = get_world_size()
-    sampler = DistributedSampler(data, world, get_rank()) if world > 1 else None
+    sampler: DistributedSampler[Any] | None = DistributedSampler(data, world, get_rank()) if world > 1 else None
     loader = DataLoader(data, batch, sampler=sampler, shuffle=sampler is None)
     parallel = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)

@@ -94,7 +94,7 @@ def sketched() -> nn.Sequential:
             if attribute in ("o", "down"):  # what is added to the stream begins small, as in the dense twin
                 with torch.no_grad():
                     for factor in (small.S1, small.S2):
-                        factor /= math.sqrt(2 * (len(model) - 3))
+                        factor.div_(math.sqrt(2 * (len(model) - 3)))
             setattr(model.get_submodule(parent), attribute, small)
     return model
 
@@ -248,7 +248,7 @@ def _bytes_a_step(one: Run, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count(one: Run, steps: int) -> int:
-    settings = {
+    settings: dict[str, Any] = {
         "strategy": "ddp",
         "max_steps": steps,
         "log_every_n_steps": 1000,
