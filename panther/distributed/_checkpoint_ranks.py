@@ -46,7 +46,7 @@ def agreed(work: Callable[[], _T], group: Group) -> _T:
     result, error = _attempt(work)
     if get_world_size(group) == 1:
         if error is not None:
-            raise error
+            raise error from error.__cause__
         return result  # type: ignore[return-value]
     errors = gathered(None if error is None else (type(error), str(error)), group)
     if failed := {rank: found for rank, found in enumerate(errors) if found is not None}:
@@ -57,7 +57,7 @@ def agreed(work: Callable[[], _T], group: Group) -> _T:
 def from_first(work: Callable[[], _T], group: Group) -> _T:
     """Do the work on the first rank, and give all of them its result, or its error."""
     if get_world_size(group) == 1:
-        return work()
+        return agreed(work, group)
     result, error = _attempt(work) if get_rank(group) == 0 else (None, None)
     told: list[Any] = [(result, None if error is None else (type(error), str(error)))]
     dist.broadcast_object_list(told, group=group, group_src=0)
@@ -115,8 +115,9 @@ def collect(
     extra: Any,
     rank_extra: Any,
     group: Group,
+    **arguments: Any,
 ) -> Collected:
-    """This rank's tensors, and all ranks' values."""
+    """This rank's tensors, and all ranks' values; ``arguments`` must be the same on all of them."""
     rank, world = get_rank(group), get_world_size(group)
 
     def own() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -140,6 +141,7 @@ def collect(
         tensors |= generators
         extras = states.encode(extra, "extra", tensors if rank == 0 else {})
         return tensors, {
+            "arguments": {"step": step, "optimizer": optimizer is not None, **arguments},
             "modules": {name: spec for part in parts for name, spec in module_specs(part).items()},
             "aliases": same,
             "names": [name for name in state if name not in same],
@@ -152,6 +154,12 @@ def collect(
 
     tensors, mine = agreed(own, group)
     every = gathered(mine, group)
+    for rank, one in enumerate(every):
+        for name, value in one["arguments"].items():
+            if value != (wanted := every[0]["arguments"][name]):
+                raise CheckpointError(
+                    f"{name} is {wanted!r} on rank 0 and {value!r} on rank {rank}: pass the same on all"
+                )
     if states.are_stages(model):
         _check_stages(tensors, [set(one["names"]) for one in every], group)
     names = {name for one in every for name in one["names"]}

@@ -112,7 +112,8 @@ def save(
         extra: Numbers, strings, None, tensors, and lists, tuples and dicts of them: a scheduler's state_dict, say. The
             first rank's is stored.
         rank_extra: The same, of every rank: its place in the data, say.
-        keep: Checkpoints to leave in the directory, this one counted; None leaves all.
+        keep: How many checkpoints to leave in the directory, those of the latest steps; this one stays in any case.
+            None leaves all.
         group: Process group; None is the world, or this process alone.
 
     Returns:
@@ -135,7 +136,8 @@ def save(
         ('step-00000100', 100, {'epoch': 3})
     """
     _finish_pending(group)
-    state = ranks.collect(model, optimizer, _checked(step, keep), extra, rank_extra, group)
+    arguments = {"directory": os.fspath(directory), "keep": keep}
+    state = ranks.collect(model, optimizer, _checked(step, keep), extra, rank_extra, group, **arguments)
     return ranks.write(Path(directory), state, keep, group)
 
 
@@ -168,7 +170,8 @@ def async_save(
         'step-00000001'
     """
     _finish_pending(group)
-    state = ranks.collect(model, optimizer, _checked(step, keep), extra, rank_extra, group)
+    arguments = {"directory": os.fspath(directory), "keep": keep}
+    state = ranks.collect(model, optimizer, _checked(step, keep), extra, rank_extra, group, **arguments)
     state.tensors = BlockingAsyncStager().stage(state.tensors)
     side = ranks.side_group(group)
     pending = PendingSave(lambda: ranks.write(Path(directory), state, keep, side))

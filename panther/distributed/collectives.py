@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from panther.distributed._agreement import agree, in_words, ranks_of
 from panther.distributed._faults import watched
 from panther.distributed.mesh import get_world_size
-from panther.errors import ShapeError
+from panther.errors import DistributedError, DTypeError, ShapeError
 
 _OPERATIONS = ("sum", "mean")
 _GRADS = ("replicate", "partial")
@@ -74,14 +74,14 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
         grad: ``"replicate"`` or ``"partial"``; see the module.
 
     Raises:
-        ShapeError: On every rank, if shapes differ in another dimension than ``dim``.
+        ShapeError: If there is no such dimension; on every rank, if shapes differ in another one.
         ValueError: If ``grad`` is unknown.
         DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
             dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
 
     Cost: the bytes of ``x`` to every other rank, and first those of its shape.
     """
-    dim = dim % max(x.dim(), 1)
+    dim = _dimension("all_gather", x, dim)
     _check("all_gather", x, group, grad, dim=dim)
     with watched("all_gather", group):
         shapes = _shapes(x, group)
@@ -100,13 +100,13 @@ def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
         group: Process group; None is the world.
 
     Raises:
-        ShapeError: If there are fewer chunks than ranks.
+        ShapeError: If there is no such dimension, or it has fewer chunks than ranks.
         DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
             dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
 
     Cost: the bytes of ``x``; backward as many, for the gradients of all chunks are gathered.
     """
-    dim = dim % max(x.dim(), 1)
+    dim = _dimension("reduce_scatter", x, dim)
     n = _check("reduce_scatter", x, group, "replicate", dim=dim)
     sizes = chunk_sizes(x.shape[dim], n)
     with watched("reduce_scatter", group):
@@ -127,6 +127,8 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
         DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
             dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
     """
+    if src not in (ranks := ranks_of(group)):
+        raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
     _check("broadcast", x, group, grad, src=src)
     with watched("broadcast", group):
         return _Broadcast.apply(x, src, group, grad)
@@ -178,9 +180,11 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grad == "partial":
-            gradient = _AllReduce.apply(gradient, ctx.group, "partial")
-        return gradient, None, None
+        # Each rank hands on the whole of a gradient that all share to its own part of the graph: where that is
+        # differentiated again, what comes back from all of them is to be summed.
+        if ctx.grad == "replicate":
+            return _SumInBackward.apply(gradient, ctx.group), None, None
+        return _AllReduce.apply(gradient, ctx.group, "partial"), None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -201,8 +205,21 @@ class _AllGather(torch.autograd.Function):
         if ctx.grad == "partial":
             mine = _ReduceScatter.apply(gradient, ctx.dim, ctx.sizes, ctx.group)
         else:
-            mine = gradient.split(ctx.sizes, ctx.dim)[dist.get_rank(ctx.group)]
+            mine = _Chunk.apply(gradient, ctx.dim, ctx.sizes, ctx.group)
         return mine, None, None, None, None
+
+
+class _Chunk(torch.autograd.Function):
+    """This rank's chunk of a tensor that all share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        return x.split(sizes, dim)[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllGather.apply(gradient, ctx.dim, ctx.sizes, ctx.group, "replicate"), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -234,9 +251,24 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grad == "partial":
-            gradient = _AllReduce.apply(gradient, ctx.group, "partial")
-        return gradient if dist.get_rank() == ctx.src else torch.zeros_like(gradient), None, None, None
+        if ctx.grad == "replicate":
+            return _OnlyAt.apply(gradient, ctx.src, ctx.group), None, None, None
+        gradient = _AllReduce.apply(gradient, ctx.group, "partial")
+        here = torch.tensor(dist.get_rank() == ctx.src, device=gradient.device)
+        return torch.where(here, gradient, torch.zeros_like(gradient)), None, None, None
+
+
+class _OnlyAt(torch.autograd.Function):
+    """A tensor that all share, left at rank ``src``; zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: int, group: Group) -> Tensor:
+        ctx.src, ctx.group = src, group
+        return x.clone() if dist.get_rank() == src else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _Broadcast.apply(gradient, ctx.src, ctx.group, "replicate"), None, None
 
 
 class _SumInBackward(torch.autograd.Function):
@@ -250,10 +282,29 @@ class _SumInBackward(torch.autograd.Function):
         return _AllReduce.apply(gradient, ctx.group, "replicate"), None
 
 
+def _dimension(name: str, x: Tensor, dim: int) -> int:
+    """The dimension, counted from the front."""
+    _check_tensor(name, x)
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(
+            f"{name} along dim={dim} takes a tensor that has this dimension, and x has {x.dim()}"
+            + ("" if x.dim() else ": give it one by x.unsqueeze(0)")
+        )
+    return dim % x.dim()
+
+
+def _check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} takes a tensor, not a {type(x).__name__}")
+    if x.dtype is torch.bool and name in ("all_reduce", "reduce_scatter"):
+        raise DTypeError(f"{name} sums numbers, and x is torch.bool: convert it, by x.int() say")
+
+
 def _check(name: str, x: Tensor, group: Group, grad: str, **settings: Any) -> int:
     """World size of the group, if this rank is in it and the others mean the same, which is asked once a case."""
     if grad not in _GRADS:
         raise ValueError(f"grad={grad!r} is unknown: use one of {', '.join(map(repr, _GRADS))}")
+    _check_tensor(name, x)
     ranks = ranks_of(group)
     shape = f"{x.dim()} dimensions" if name == "all_gather" else str(tuple(x.shape))
     case = {"the tensor": f"{x.dtype} {shape}", **in_words({**settings, "grad": grad})}

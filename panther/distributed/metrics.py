@@ -80,8 +80,9 @@ class DistributedMetricsCollector:
             raise ValueError(f"metric {name!r} has reduce={metric.reduce!r} and now {reduce!r}: use two names")
         value = float(value)
         factor = weight if reduce == "mean" else 1.0
-        metric.total += value * factor
-        metric.weight += factor
+        if factor:  # a rank without samples has no mean, NaN say, and nothing to add
+            metric.total += value * factor
+            metric.weight += factor
         metric.largest = value if value > metric.largest or math.isnan(value) else metric.largest  # NaN stays
 
     def compute_global_metrics(self) -> dict[str, float]:

@@ -557,3 +557,27 @@ def test_a_hybrid_trainer_is_saved_under_the_names_of_the_whole_model(tmp_path):
     launch(train, {"pipeline_parallel_size": 2, "schedule": "interleaved"}, True, nproc=2, start_method="fork")
     launch(train, {"tensor_parallel_size": 2}, False, nproc=2, start_method="fork")
     check_export(tmp_path / "out", reference())
+
+
+def test_ranks_must_mean_the_same_checkpoint(tmp_path):
+    def run():
+        rank, messages = dist.get_rank(), []
+        for directory, step in ((tmp_path, 1 + rank), (tmp_path / str(rank), 1)):
+            with pytest.raises(CheckpointError) as caught:
+                checkpoint.save(directory, nn.Linear(2, 2), step=step)
+            messages.append(str(caught.value))
+        return messages
+
+    first, second = launch(run, nproc=2, start_method="fork")
+    assert first == second
+    assert first[0] == "step is 1 on rank 0 and 2 on rank 1: pass the same on all"
+    assert first[1].startswith("directory is ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_says_it_as_many_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"File exists: .*file"):
+        checkpoint.save(tmp_path / "file", nn.Linear(2, 2), step=1)
+    with pytest.raises(CheckpointError, match=r"No such file or directory: .*nope"):
+        checkpoint.async_save("/proc/nope", nn.Linear(2, 2), step=1).result()

@@ -166,3 +166,70 @@ def test_meshes():
     assert (get_rank(), get_world_size(), get_distributed_info().backend) == (0, 1, None)
     with pytest.raises(DistributedError, match="there is no process group"):
         make_mesh(dp=1)
+
+
+def second_derivatives(operation):
+    """Gradients of |d L / d x|^2 for L = sum(f(op(x_r))^3), on each rank, with a weight before the operation."""
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    y = operation(x * weight)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    # What each rank has of the first gradient is a part of one sum.
+    (second,) = torch.autograd.grad(first.square().sum(), weight)
+    return x.detach(), weight.detach(), second
+
+
+def joint_second_derivatives(inputs, combine):
+    xs = [x.clone().requires_grad_() for x, _ in inputs]
+    weights = [w.clone().requires_grad_() for _, w in inputs]
+    y = combine([x * w for x, w in zip(xs, weights, strict=True)])
+    firsts = torch.autograd.grad(y.pow(3).sum(), xs, create_graph=True, allow_unused=True)
+    penalty = sum(first.square().sum() for first in firsts if first is not None)
+    grads = torch.autograd.grad(penalty, weights, allow_unused=True)
+    return [torch.zeros(4, 3, dtype=torch.float64) if grad is None else grad for grad in grads]
+
+
+@pytest.mark.parametrize(
+    ("operation", "combine"),
+    [
+        (all_reduce, sum),
+        (lambda x: all_reduce(x, "mean"), lambda parts: sum(parts) / len(parts)),
+        (lambda x: all_gather(x, 1), lambda parts: torch.cat(parts, 1)),
+        (lambda x: broadcast(x, 1), lambda parts: parts[1]),
+    ],
+    ids=["sum", "mean", "gather", "broadcast"],
+)
+def test_second_derivatives_are_those_of_one_process(operation, combine):
+    results = launch(second_derivatives, operation, nproc=3, start_method="fork")
+    expected = joint_second_derivatives([(x, w) for x, w, _ in results], combine)
+    for (_, _, found), wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_what_collectives_cannot_take_is_said():
+    def run():
+        messages = []
+        for call in (
+            lambda: all_gather(torch.ones(2, 3), 5),
+            lambda: reduce_scatter(torch.ones(2, 4), -3),
+            lambda: all_gather(torch.ones(())),
+            lambda: all_reduce(torch.ones(2, dtype=torch.bool)),
+            lambda: broadcast(torch.ones(2), 7),
+            lambda: all_reduce(3.0),
+        ):
+            with pytest.raises(Exception) as caught:  # noqa: B017, PT011 (each has a class of its own)
+                call()
+            messages.append(f"{type(caught.value).__name__}: {caught.value}")
+        return messages
+
+    messages, _ = launch(run, nproc=2, start_method="fork")
+    assert messages == [
+        "ShapeError: all_gather along dim=5 takes a tensor that has this dimension, and x has 2",
+        "ShapeError: reduce_scatter along dim=-3 takes a tensor that has this dimension, and x has 2",
+        "ShapeError: all_gather along dim=0 takes a tensor that has this dimension, and x has 0: give it one by "
+        "x.unsqueeze(0)",
+        "DTypeError: all_reduce sums numbers, and x is torch.bool: convert it, by x.int() say",
+        "DistributedError: src=7 must be a global rank of the group, one of [0, 1]",
+        "TypeError: all_reduce takes a tensor, not a float",
+    ]

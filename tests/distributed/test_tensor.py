@@ -18,6 +18,7 @@ from panther.distributed import (
     TensorParallelSKLinear,
     launch,
     make_mesh,
+    tensor_parallel,
 )
 from panther.distributed._sharded import unshard
 from panther.errors import ShapeError
@@ -252,3 +253,31 @@ def test_what_is_refused():
     assert messages[2] == "layer_configs is empty and must have at least one layer"
     assert messages[3] == "layer_configs[0] must have the keys in_features, out_features, sketch_size, not in_features"
     assert messages[4].startswith("layer_configs[0] gives 4 features and layer_configs[1] takes 5")
+
+
+def test_second_derivatives_are_those_of_one_process():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(SKLinear(12, 20, 2), nn.Tanh(), SKLinear(20, 6, 2), nn.Linear(6, 3)).double()
+
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def penalised(model):
+        a = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(a).square().sum(), a, create_graph=True)
+        first.square().sum().backward()
+        return {
+            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+
+    def rank():
+        model = build()
+        tensor_parallel(model, make_mesh(tp=2)["tp"])
+        return penalised(model)
+
+    expected = penalised(build())
+    for found in launch(rank, nproc=2, start_method="fork"):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
