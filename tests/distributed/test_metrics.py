@@ -81,3 +81,10 @@ def test_nan_reset_and_bad_input():
     assert collector.compute_global_metrics() == {}
     with pytest.raises(DistributedError, match="must be those of the process group, 0 and 1"):
         DistributedMetricsCollector(1, 4)
+
+
+def test_a_mean_of_nothing_spoils_nothing():
+    collector = DistributedMetricsCollector(0, 1)
+    collector.update_metric("loss", 2.0, 3)
+    collector.update_metric("loss", float("nan"), 0)
+    assert collector.compute_global_metrics() == {"loss": 2.0}
