@@ -115,6 +115,7 @@ def stored(folder):
     return client, runs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_has_one_run_after_a_restart(tmp_path):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")

@@ -1,0 +1,145 @@
+"""panther train as users type it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import panther as pr
+from panther.cli import main
+from panther.distributed import checkpoint
+
+WORK = """
+import os, signal, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+def load():
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    return data, data
+
+class Deadly(TensorDataset):
+    def __getitem__(self, index):
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and os.path.exists("runs/step-00000002"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+def dies():
+    return Deadly(*load()[0].tensors)
+
+def metrics():
+    return {"accuracy": lambda output, target: (output.argmax(1) == target).double().mean()}
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+def nothing():
+    return 3
+
+def fails():
+    raise RuntimeError("no such file")
+"""
+TOML = """
+model = "{work}:build"
+data = "{work}:load"
+loss = "cross_entropy"
+[train]
+epochs = 2
+batch_size = 8
+learning_rate = 0.01
+checkpoint_dir = "runs"
+"""
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder with a module of the user's, whose name nobody has imported before."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    module = f"work_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(WORK)
+    (tmp_path / "run.toml").write_text(TOML.format(work=module))
+    yield module
+    sys.modules.pop(module, None)
+
+
+def log():
+    return [json.loads(line) for line in Path("runs/log.jsonl").read_text().splitlines()]
+
+
+def test_a_file_and_settings_over_it(work, capsys):
+    assert main(["train", "--config", "run.toml", "epochs=3", f"metrics={work}:metrics", "log_every_n_steps=1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("step 18  epoch 3  loss 0.")
+    assert "validation_accuracy 0." in out
+    assert [row["step"] for row in log() if "loss" in row] == list(range(1, 19))
+    assert checkpoint.checkpoints("runs")[-1].name == "step-00000018"
+    assert main(["train", "--config", "run.toml", "epochs=3"]) == 0
+    assert "panther: step 18 was the last already: give more epochs or max_steps" in capsys.readouterr().err
+
+
+def test_without_a_file(work, capsys):
+    settings = [f"model={work}:build", f"data={work}:load", "loss=cross_entropy", "batch_size=8", "max_steps=4"]
+    assert main(["train", *settings, f"optimizer={work}:optimizer", "log_every_n_steps=2"]) == 0
+    assert "learning_rate 0.1" in capsys.readouterr().out
+    assert main(["train", *settings, "optimizer=SGD", "learning_rate=0.5", "progress=false"]) == 0
+    assert not Path("runs").exists()
+
+
+def test_export(work):
+    assert main(["train", "--config", "run.toml", "--export", "model"]) == 0
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    restored = pr.load_compressed("model", model)
+    again = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    checkpoint.load("runs", again)
+    assert all(map(torch.equal, restored.state_dict().values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["epoch=3"], "'epoch' is no setting: did you mean 'epochs'?"),
+        (["modle=x:y"], "'modle' is no setting: did you mean 'model'?"),
+        (["epochs=many"], "epochs='many' must be a whole number, not str"),
+        (["epochs"], "'epochs' is no setting: write key=value"),
+        (["loss=cross_entropie"], "loss=cross_entropie is no function of torch.nn.functional"),
+        (["optimizer=Adamm"], "optimizer=Adamm is no optimizer of torch.optim"),
+        (["model=nowhere:build"], "there is no module nowhere"),
+        (["model=WORK:bild"], "has no function bild: it has"),
+        (["model=build"], "model=build must be of the form module:function"),
+        (["model=WORK:nothing"], "returns a int: it must return an nn.Module"),
+        (["data=WORK:fails"], "fails failed: RuntimeError: no such file"),
+        (["data=WORK:nothing"], "the data must be a DataLoader or a Dataset, not a int"),
+        (["max_steps=3"], "epochs=2 and max_steps=3 exclude each other: give one"),
+        (["batch_size=null"], "a Dataset needs batch_size"),
+        (["--max-restarts", "-1"], "--max-restarts -1 must be at least 0"),
+    ],
+)
+def test_bad_input_exits_with_1_and_says_why(work, given, message, capsys):
+    given = [item.replace("WORK", work) for item in given]
+    assert main(["train", "--config", "run.toml", *given]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("panther: error: ")
+    assert message in err
+
+
+@pytest.mark.usefixtures("work")
+def test_bad_files_and_flags(capsys):
+    assert main(["train", "--config", "none.toml"]) == 1
+    assert "none.toml cannot be read" in capsys.readouterr().err
+    assert main(["train"]) == 1
+    assert "model is missing: add model=module:function" in capsys.readouterr().err
+    Path("run.toml").write_text("train = 3")
+    assert main(["train", "--config", "run.toml"]) == 1
+    assert "'train' in run.toml must be a table" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "--nproc", "0"])
+    assert exit.value.code == 2

@@ -1,0 +1,203 @@
+"""What newcomers and adversaries try: callbacks with a state, another order of calls, other settings, odd sizes."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from panther.distributed import checkpoint, launch
+from panther.errors import CheckpointError, ConfigError
+from panther.train import Callback, TrainConfig, Trainer
+
+
+def build(norm=False):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6) if norm else nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 3))
+
+
+def samples(n=50):
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(n, 8, generator=generator), torch.randint(3, (n,), generator=generator))
+
+
+def trainer_of(callbacks=(), optimizer=None, norm=False, **settings):
+    return Trainer(build(norm), optimizer, nn.CrossEntropyLoss(), TrainConfig(**settings), callbacks)
+
+
+def shuffled(n=50, size=8, **settings):
+    return DataLoader(samples(n), size, shuffle=True, **settings)
+
+
+def same(one, other):
+    first, second = one.model.state_dict(), other.model.state_dict()
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+class Breaks(Callback):
+    def __init__(self, step):
+        self.at = step
+
+    def on_step(self, trainer, loss):
+        if trainer.step == self.at:
+            raise KeyboardInterrupt
+
+
+class Decay(Callback):
+    """A scheduler of torch, stepped every step."""
+
+    saved = None
+
+    def on_start(self, trainer):
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.8**step)
+        if self.saved is not None:
+            self.scheduler.load_state_dict(self.saved)
+
+    def on_step(self, trainer, loss):
+        self.scheduler.step()
+
+    def state_dict(self):
+        return {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
+
+    def load_state_dict(self, state):
+        self.saved = {**state, "lr_lambdas": [None]}
+
+
+def test_a_users_scheduler_goes_on(tmp_path):
+    settings = {"max_steps": 9, "schedule": "own", "learning_rate": 0.1, "log_every_n_steps": 1}
+    whole = trainer_of([Decay()], torch.optim.SGD, **settings)
+    rates = whole.fit(shuffled())["learning_rate"][1]
+    assert rates == pytest.approx([0.1 * 0.8**i for i in range(1, 10)])  # the record comes after the callback
+    settings |= {"checkpoint_dir": str(tmp_path), "checkpoint_every_n_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of([Decay(), Breaks(6)], torch.optim.SGD, **settings).fit(shuffled())
+    resumed = trainer_of([Decay()], torch.optim.SGD, **settings)
+    resumed.fit(shuffled())
+    assert same(whole, resumed)
+
+
+def test_groups_keep_their_ratio():
+    model = build()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.01}]
+    optimizer = torch.optim.SGD(groups)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), TrainConfig(max_steps=2, schedule="linear"))
+    trainer.fit(shuffled())
+    assert trainer.optimizer is optimizer
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.005])
+
+
+def test_evaluating_before_training_changes_nothing():
+    first, second = trainer_of(epochs=2), trainer_of(epochs=2)
+    first.evaluate(shuffled(11, 4))
+    for trainer in (first, second):
+        trainer.fit(shuffled())
+    assert same(first, second)
+
+
+def test_a_callback_that_raises_leaves_a_trainer_that_goes_on():
+    whole, broken = trainer_of(max_steps=10), trainer_of([Breaks(4)], max_steps=10)
+    whole.fit(shuffled())
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(shuffled())
+    broken.callbacks.clear()
+    broken.fit(shuffled())
+    assert broken.step == 10
+    assert same(whole, broken)
+
+
+def test_a_finished_run_says_so(capsys):
+    trainer = trainer_of(epochs=1)
+    rows = len(trainer.fit(shuffled()))
+    assert len(trainer.fit(shuffled())) == rows
+    assert capsys.readouterr().err == "panther: step 7 was the last already: give more epochs or max_steps\n"
+
+
+def test_another_batch_size_leaves_no_sample_out(tmp_path):
+    seen = []
+
+    class Data(TensorDataset):
+        def __getitem__(self, index):
+            seen.append(index)
+            return super().__getitem__(index)
+
+    def run(size, **settings):
+        trainer = trainer_of(epochs=1, checkpoint_dir=str(tmp_path), checkpoint_every_n_steps=3, **settings)
+        return trainer, DataLoader(Data(*samples(48).tensors), size, shuffle=True)
+
+    trainer, data = run(8)
+    trainer.callbacks.append(Breaks(4))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(data)
+    before, seen[:] = seen[:24], []
+    trainer, data = run(10)
+    trainer.fit(data)
+    assert sorted({*before, *seen}) == list(range(48))
+    assert len(seen) == 28  # from sample 20 on, of the 24 that were seen
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
+    model = build()
+    checkpoint.save(tmp_path, model, torch.optim.AdamW(model.parameters()), step=3)
+    with pytest.raises(CheckpointError, match=r"step-00000003 is no Trainer's"):
+        trainer_of(checkpoint_dir=str(tmp_path)).fit(shuffled())
+
+
+def test_what_a_trainer_cannot_use_is_said():
+    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times a step"):
+        trainer_of(optimizer=torch.optim.LBFGS).fit(shuffled())
+    with pytest.raises(ConfigError, match=r"samples are fewer than a batch on all processes has \(8\)"):
+        trainer_of().fit(shuffled(5, drop_last=True))
+
+
+def test_profile_and_deterministic_algorithms(tmp_path):
+    before = torch.are_deterministic_algorithms_enabled()
+    trainer_of(max_steps=9, profile=True, deterministic=True, checkpoint_dir=str(tmp_path)).fit(shuffled())
+    assert torch.are_deterministic_algorithms_enabled() == before
+    assert json.loads((tmp_path / "profile" / "rank-0.json").read_text())["traceEvents"]
+    assert "addmm" in (tmp_path / "profile" / "rank-0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_compiled_models_learn_the_same():
+    plain, compiled = (trainer_of(epochs=2, compile=on) for on in (False, True))
+    losses = [trainer.fit(shuffled(48)).last["loss"] for trainer in (plain, compiled)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.2)  # dropout is drawn otherwise
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_batch_norm_goes_on(tmp_path, strategy):
+    def run(folder, *callbacks):
+        settings = {"checkpoint_dir": str(folder), "checkpoint_every_n_steps": 2, "strategy": strategy}
+        trainer = trainer_of(callbacks, norm=True, max_steps=8, **settings)
+        try:
+            history = trainer.fit(shuffled(48, 4), DataLoader(samples(17), 3))
+        except KeyboardInterrupt:
+            return None
+        return history["validation_loss"], history.last["loss"]
+
+    whole = launch(lambda: run(tmp_path / "a"), nproc=2, start_method="fork")
+    broken = launch(lambda: run(tmp_path / "b", Breaks(5)), nproc=2, start_method="fork")
+    resumed = launch(lambda: run(tmp_path / "b"), nproc=2, start_method="fork")
+    assert broken == [None, None]
+    assert whole == resumed
+
+
+@pytest.mark.distributed
+def test_a_pipelines_last_window_may_be_shorter():
+    def run(size, **settings):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+        x, y = samples(40).tensors
+        trainer = Trainer(
+            model,
+            lambda p: torch.optim.SGD(p, 0.1),
+            nn.CrossEntropyLoss(),
+            TrainConfig(epochs=2, gradient_accumulation_steps=2, log_every_n_steps=1, **settings),
+        )
+        return trainer.fit(DataLoader(TensorDataset(x.double(), y), size))["gradient_norm"][1]
+
+    norms = run(8)
+    assert len(norms) == 6
+    assert launch(lambda: run(8, strategy="pp"), nproc=2, start_method="fork")[0] == pytest.approx(norms, rel=1e-9)
