@@ -53,6 +53,8 @@ class Decay(Callback):
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.8**step)
         if self.saved is not None:
             self.scheduler.load_state_dict(self.saved)
+            for group, rate in zip(trainer.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate  # making the scheduler set it to the first
 
     def on_step(self, trainer, loss):
         self.scheduler.step()
