@@ -39,14 +39,14 @@ class PipelineSchedule:
     """A schedule over this rank's stages; made by :func:`make_schedule`.
 
     Attributes:
-        schedule: torch's.
+        schedule: torch's; another one after a batch of another size.
         stages: This rank's stages.
         is_first: Whether the first stage is here, which reads the input.
         is_last: Whether the last stage is here, which makes the output and the loss.
     """
 
-    def __init__(self, schedule: Any, stages: list[PipelineStage], n_microbatches: int) -> None:
-        self.schedule, self.stages, self.n_microbatches = schedule, stages, n_microbatches
+    def __init__(self, make: Callable[[], Any], stages: list[PipelineStage], n_microbatches: int) -> None:
+        self._make, self.schedule, self.stages, self.n_microbatches = make, make(), stages, n_microbatches
         self.is_first = any(stage.is_first for stage in stages)
         self.is_last = any(stage.is_last for stage in stages)
         self._agreed: dict[str, str] | None = None
@@ -58,7 +58,8 @@ class PipelineSchedule:
     def step(self, x: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Forward and backward of a batch; every rank must call it, with the same batch.
 
-        Gradients are added to those that are there, as those of the loss over the whole batch.
+        Gradients are added to those that are there, as those of the loss over the whole batch. Batches may be of any
+        size that the microbatches divide, such as a smaller one at the end of an epoch.
 
         Args:
             x: The input, (samples, ...), or several for a model that takes them.
@@ -72,6 +73,9 @@ class PipelineSchedule:
                 traced for.
             DistributedError: If the ranks' batches differ in shape or dtype, which is seen when they change, or a rank
                 is gone or late.
+
+        Cost: where shapes or dtypes are not those of the step before, every stage runs forward and backward on one
+        microbatch more, without values, to learn the shapes of what stages send.
         """
         inputs = x if isinstance(x, tuple) else (x,)
         group = self.stages[0].group
@@ -83,6 +87,8 @@ class PipelineSchedule:
                 return described
 
             agree("PipelineSchedule.step", check, group, "pass every rank of the axis the same batch", "batches")
+            if self._agreed is not None:  # torch's has buffers for the shapes of its first batch, and takes no others
+                self.schedule = self._make()
             self._agreed = described
         losses: list[Tensor] = []
         given = inputs if self.is_first else ()
@@ -190,10 +196,12 @@ def _make(
         def share(output: Tensor, target: Tensor) -> Tensor:
             return loss_fn(output, target) / n_microbatches
 
+    def make() -> Any:
+        return kind.make(stages if kind.several else stages[0], n_microbatches, share, scale_grads=False)
+
     try:
-        schedule = kind.make(stages if kind.several else stages[0], n_microbatches, share, scale_grads=False)
+        return PipelineSchedule(make, stages, n_microbatches)
     except ValueError as error:
         raise ShapeError(
             f"schedule {name!r} cannot take n_microbatches={n_microbatches} over {stages[0].num_stages} stages: {error}"
         ) from error
-    return PipelineSchedule(schedule, stages, n_microbatches)

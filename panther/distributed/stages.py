@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map_only
 
@@ -132,10 +133,11 @@ class StagePlan:
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, without two of its faults.
+    """Torch's stage, without three of its faults.
 
-    Before the first step it runs every stage once on unset memory, to see what shapes it gives; and schedules that part
-    the backward in two cannot take a view from a stage, whose graph they cut off in place.
+    Before the first step of a size it runs every stage once on unset memory, to see what shapes it gives; it then drops
+    the gradients that a stage sharded by FSDP has from earlier steps; and schedules that part the backward in two
+    cannot take a view from a stage, whose graph they cut off in place.
     """
 
     traced_shapes: tuple[tuple[int, ...], ...] | None = None
@@ -149,6 +151,12 @@ class _Stage(PipelineStage):
             for x in args if not self.is_first else ():
                 x.zero_()  # an index that is anything would be out of range
         self._before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # it is its shards that have gradients
+        self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
         return super()._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
@@ -156,6 +164,8 @@ class _Stage(PipelineStage):
         with torch.no_grad():
             for buffer, before in self.__dict__.pop("_before", ()):  # statistics of nothing
                 buffer.copy_(before)
+        for parameter, gradient in self.__dict__.pop("_gradients", ()):
+            parameter.grad = gradient
 
 
 def plan_stages(
