@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +34,8 @@ class Engine(ABC):
     stages: int = 1
     speaks: bool
     """Whether this rank's losses are counted: one of those that see the same samples."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that split the data; None is the world."""
 
     @abstractmethod
     def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:
@@ -51,6 +54,18 @@ class Engine(ABC):
 
         It leaves traces in buffers and generators, which the checkpoint that is then loaded sets.
         """
+
+    def share_buffers(self) -> None:
+        """Give buffers that training changes, as BatchNorm's, the values of the first rank, as DDP does by itself."""
+        if self.size == 1:
+            return
+        first = dist.get_process_group_ranks(self.group)[0]
+        for part in self.modules():
+            for module in () if isinstance(part, DistributedDataParallel) else part.modules():
+                for name, buffer in module._buffers.items():
+                    kept = name not in module._non_persistent_buffers_set
+                    if buffer is not None and kept and buffer.is_floating_point() and module.training:
+                        dist.broadcast(buffer, first, group=self.group)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank."""
@@ -80,8 +95,9 @@ class WholeEngine(Engine):
         speaks: bool = True,
         precision: torch.dtype | None = None,
         scaler: Any = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.parts = self.model = model
+        self.parts, self.model, self.group = model, model, group
         self.loss_fn, self.device, self.rank, self.size, self.speaks = loss_fn, device, rank, size, speaks
         self.precision, self.scaler = precision, scaler
         self._sum = getattr(loss_fn, "reduction", "mean") == "sum"
@@ -129,6 +145,7 @@ class WholeEngine(Engine):
                 weight = self.size * (bool(batch.samples) if self._sum else batch.share)
                 scaled = loss * weight if batch.samples else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        self.share_buffers()
 
     def settle(self, first: Callable[[], list[Batch] | None]) -> None:  # noqa: D102
         if (
@@ -169,7 +186,7 @@ class PipelineEngine(Engine):
         microbatches: int,
         precision: torch.dtype | None,
     ) -> None:
-        self.built, self.device = built, device
+        self.built, self.device, self.group = built, device, built.dp_group
         self.parts = [stage.submod for stage in built.stages]
         dp, tp = built.mesh["dp"], built.mesh["tp"]
         self.rank, self.size, self.stages = dp.get_local_rank(), dp.size(), built.mesh["pp"].size()
@@ -207,6 +224,7 @@ class PipelineEngine(Engine):
                     1 if self._sum else batch.samples
                 )
         before_backward(total if self.speaks else torch.zeros_like(total))
+        self.share_buffers()
 
     def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102
         inputs, target = self._pair(batch.data)

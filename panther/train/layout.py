@@ -235,6 +235,7 @@ def _cut(
         size=mesh["dp"].size(),
         speaks=mesh["tp"].get_local_rank() == 0,
         precision=precision,
+        group=built.dp_group,
     )
 
 

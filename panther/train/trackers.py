@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,7 @@ class _Bar(_Tracker):
 
     def __init__(self) -> None:
         self._tqdm = require_extra("tqdm", "demo").tqdm
+        self._tqdm.set_lock(threading.RLock())  # its default is a semaphore, which outlives a process that is killed
         self._bar: Any = None
 
     def expect(self, total: int | None, step: int) -> None:

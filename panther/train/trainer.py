@@ -205,6 +205,12 @@ class Trainer:
             return
         if config.resume != "auto":
             self._take_up(Path(config.resume), feed)
+            later = on_first(lambda: [p.name for p in checkpoint.checkpoints(directory) if _step_of(p) > self.step])
+            if config.checkpoint_dir is not None and later:
+                raise ConfigError(
+                    f"the run goes on from step {self.step}, and {directory} has {later[-1]}, which the next run would "
+                    "take for the latest: name another checkpoint_dir, or remove the later checkpoints"
+                )
             return
         for path in reversed(on_first(lambda: checkpoint.checkpoints(directory))):
             try:
@@ -481,3 +487,8 @@ def _memory() -> int:
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.partition("-")[2].partition(".")[0])

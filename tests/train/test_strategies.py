@@ -235,8 +235,8 @@ class Counts(nn.Module):
 
 def test_the_advisor_chooses(monkeypatch):
     def run():
+        first = Trainer(Counts(), loss_fn=nn.CrossEntropyLoss())
         with pytest.warns(UserWarning, match="strategy='auto' is 'ddp', for the advisor cannot read the model") as seen:
-            first = Trainer(Counts(), loss_fn=nn.CrossEntropyLoss())
             first.fit(DataLoader(samples(8), 4))
         second = Trainer(build(), loss_fn=nn.CrossEntropyLoss())
         second.fit(DataLoader(samples(8), 4))
@@ -249,3 +249,34 @@ def test_the_advisor_chooses(monkeypatch):
     assert results[0][1][:2] == ["ddp", "ddp"]
     assert results[0][1][2] in ("fsdp", "hybrid")  # two copies do not fit
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}])
+def test_buffers_are_the_first_rank_s_everywhere(tmp_path, settings):
+    def run(directory, callbacks=()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+        config = TrainConfig(
+            max_steps=6, checkpoint_dir=str(directory), checkpoint_every_n_steps=2, validate_every_n_steps=1, **settings
+        )
+        trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config, callbacks=callbacks)
+        trainer.fit(DataLoader(samples(32), 4, shuffle=True), DataLoader(samples(19), 5))
+        return trainer.history["validation_loss"], trainer.model[1].running_mean.tolist()
+
+    def broken():
+        with pytest.raises(KeyError):
+            run(tmp_path / "run", [Breaks()])
+
+    (whole, means), (_, other) = launch(lambda: run(tmp_path / "whole"), nproc=2, start_method="fork")
+    assert means == other
+    launch(broken, nproc=2, start_method="fork")
+    (resumed, found), _ = launch(lambda: run(tmp_path / "run"), nproc=2, start_method="fork")
+    assert (resumed, found) == (whole, means)
+
+
+def test_later_checkpoints_of_another_branch_are_not_left_in_the_way(tmp_path):
+    train(12, tmp_path / "run", checkpoint_every_n_steps=2, keep_checkpoints=None)
+    first = checkpoint.checkpoints(tmp_path / "run")[0]
+    with pytest.raises(ConfigError, match=r"the run goes on from step 2, and .* has step-00000009, which the next run"):
+        train(12, tmp_path / "run", resume=str(first))
+    assert train(12, tmp_path / "other", resume=str(first)).step == 9
