@@ -2,6 +2,7 @@
 
 __all__ = ["HybridParallelTrainer"]
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.distributed._agreement import agree
+from panther.distributed._agreement import agree, transport
 from panther.distributed._faults import watched
 from panther.distributed.clipping import clip_gradients, gradient_norm
 from panther.distributed.data import data_parallel, shard_whole
@@ -78,8 +79,8 @@ class HybridParallelTrainer:
         self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
         self.num_microbatches = config["num_microbatches"]
         self.dp_group, self.tp_group = self.mesh["dp"].get_group(), self.mesh["tp"].get_group()
-        self._schedule: tuple[Any, PipelineSchedule] | None = None
-        self._form: dict[str, str] | None = None
+        self._criterion: _Shared | None = None
+        self._schedule: PipelineSchedule | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
         given = {name: value for name, value in config.items() if name != "pipeline_sample"}
         start_alike(model, dist.group.WORLD, "HybridParallelTrainer", lambda: given)  # type: ignore[arg-type]
@@ -124,31 +125,53 @@ class HybridParallelTrainer:
         """One step of the optimizer.
 
         Args:
-            batch: Samples and targets of this rank's place along dp, the same for all ranks of that place, and as many
-                at every place.
+            batch: Samples and targets of this rank's place along dp, the same for all ranks of that place. Other places
+                may have more or fewer samples, which are weighted as they count, but with a pipeline as many.
             optimizer: Of ``model.parameters()``.
-            criterion: A mean over samples.
+            criterion: A mean over samples; or their sum, if its attribute ``reduction`` is ``"sum"``.
 
         Returns:
-            The mean loss over the samples of all places, on every rank.
+            The mean loss over the samples of all places, or their sum, on every rank; it is that of which the
+            parameters get the gradient.
 
         Raises:
-            ShapeError: If the microbatches do not divide the samples.
-            DistributedError: If ranks that share layers pass batches of another form, or a rank is gone or late.
+            ShapeError: If a rank has no samples, or not as many targets, or the microbatches do not divide them.
+            ValueError: If the criterion's ``reduction`` is neither ``"mean"`` nor ``"sum"``.
+            DistributedError: If ranks that share layers, or with a pipeline any ranks, pass batches of another form, or
+                a rank is gone or late.
         """
         data, targets = batch
-        self._agree_on(data, targets)
         with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
-            return self._step(data, targets, optimizer, criterion)
+            share = self._share_of(data, targets, criterion)
+            return self._step(data, targets, optimizer, criterion, share)
 
-    def _agree_on(self, data: Tensor, targets: Tensor) -> None:
-        """Ranks that share layers must have one batch, which is asked when its form changes."""
-        forms = {"the samples": data, "the targets": targets}
-        form = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in forms.items()}
-        if self.mesh["tp"].size() > 1 and form != self._form:
-            fix = "pass ranks of one place along dp the same batch"
-            agree("train_step", lambda: form, self.tp_group, fix, "batches")
-        self._form = form
+    def _share_of(self, data: Tensor, targets: Tensor, criterion: Any) -> float:
+        """By what the loss is multiplied, so that the average of the gradients along dp is that of all samples' loss.
+
+        Asked in every step, for a rank does not see that the batch of another has changed.
+        """
+
+        def form() -> dict[str, str]:
+            return _form(data, targets, criterion)
+
+        try:
+            digest = hashlib.blake2b(repr(form()).encode(), digest_size=8).digest()
+            mine = [len(data), int.from_bytes(digest, signed=True), int(_reduction(criterion) == "sum")]
+        except Exception:  # every rank has to hear of it, which agree sees to
+            mine = [0, 0, 0]
+        dp, pp = self.mesh["dp"].size(), self.mesh["pp"].size()
+        sent = torch.tensor(mine, device=transport(None))
+        found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, sent)
+        places = torch.stack(found).cpu().view(1 if pp > 1 else dp, -1, 3)  # (places that may differ, their ranks, 3)
+        samples, alike = places[..., 0], (places == places[:, :1]).all() and len(places[..., 2].unique()) == 1
+        if not (samples.all() and alike):
+            some = "every rank" if pp > 1 else "ranks of one place along dp"
+            fix = f"pass {some} {'as many samples of one shape' if pp > 1 else 'the same batch'}"
+            agree("train_step", form, dist.group.WORLD, fix, "batches")
+        if _reduction(criterion) == "sum":
+            return float(dp)
+        return len(data) * len(places) / int(samples[:, 0].sum())
 
     def _step(
         self,
@@ -156,27 +179,57 @@ class HybridParallelTrainer:
         targets: Tensor,
         optimizer: torch.optim.Optimizer,
         criterion: Callable[[Tensor, Tensor], Tensor],
+        share: float,
     ) -> float:
         device = next(self.model.parameters()).device
         data, targets = data.to(device), targets.to(device)
         optimizer.zero_grad()
+        if self._criterion is None or self._criterion.criterion is not criterion:
+            self._criterion, self._schedule = _Shared(criterion), None
+        self._criterion.share = share
         if self.stages:
-            if self._schedule is None or self._schedule[0] is not criterion:
-                made = make_schedule(self.schedule_name, self.stages, self.num_microbatches, criterion)
-                self._schedule = criterion, made
-            _, loss = self._schedule[1].step(data, targets)
+            if self._schedule is None:
+                self._schedule = make_schedule(self.schedule_name, self.stages, self.num_microbatches, self._criterion)
+            _, loss = self._schedule.step(data, targets)
         else:
-            loss = criterion(self.model(data), targets)
+            loss = self._criterion(self.model(data), targets)
             loss.backward()
         if self.gradient_clipping is not None:
             norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
             clip_gradients(self.model.parameters(), self.gradient_clipping, norm)
         optimizer.step()
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         if loss is not None:
-            sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
-        dist.all_reduce(sums)
-        return (sums[0] / sums[1]).item()
+            total += loss.detach()
+        dist.all_reduce(total)
+        return total.item() / (self.mesh["dp"].size() * self.mesh["tp"].size())
+
+
+class _Shared:
+    """A criterion times the share of this rank's place."""
+
+    def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.criterion, self.reduction, self.share = criterion, _reduction(criterion), 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.criterion(output, target) * self.share
+
+
+def _reduction(criterion: Any) -> str:
+    return getattr(criterion, "reduction", "mean")
+
+
+def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:
+    """What a batch looks like, if a step can be made of it."""
+    if len(data) == 0 or len(targets) != len(data):
+        raise ShapeError(
+            f"a batch must have samples, and as many targets, and has {len(data)} and {len(targets)}: give every rank "
+            "a part of the batch, or leave it out on all"
+        )
+    if _reduction(criterion) not in ("mean", "sum"):
+        raise ValueError(f"the criterion has reduction={_reduction(criterion)!r}, and must have 'mean' or 'sum'")
+    forms = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in (("the samples", data), ("the targets", targets))}
+    return {**forms, "the criterion's reduction": _reduction(criterion)}
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:

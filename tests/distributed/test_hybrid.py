@@ -142,3 +142,79 @@ def test_what_is_refused():
     assert messages[5] == "gradient_clipping=0 must be positive, or None"
     assert messages[6] == "model_config must be a module or have the key 'layers', and has sizes"
     assert messages[7].startswith("a pipeline cuts an nn.Sequential, not a Bilinear")
+
+
+@pytest.mark.parametrize(
+    ("world", "config", "places"),
+    [
+        (2, {}, [[8, 4, 3], [8, 5, 8]]),
+        (2, {"data_parallel": "ddp"}, [[8, 7, 1], [8, 1, 7]]),
+        pytest.param(
+            *(4, {"tensor_parallel_size": 2, "data_parallel": "replicate"}, [[8, 7, 1], [8, 1, 7]]),
+            marks=pytest.mark.slow,
+        ),
+        (4, {"pipeline_parallel_size": 2}, [[8, 4], [8, 4]]),
+    ],
+    ids=["fsdp", "ddp", "tp", "pp"],
+)
+def test_means_and_sums_over_batches_of_other_sizes(world, config, places):
+    """The last batches of an epoch: fewer samples, and not as many at every place along dp."""
+    x, y = data()
+    criteria = [(nn.CrossEntropyLoss(), 0.5), (nn.CrossEntropyLoss(reduction="sum"), 0.05)]
+
+    def batches(place):
+        return [slice(8 * place, 8 * place + n) for n in places[place]]
+
+    def rank():
+        trainer = HybridParallelTrainer(build(100), config)
+        own, losses = batches(trainer.mesh["dp"].get_local_rank()), []
+        for criterion, rate in criteria:
+            optimizer = torch.optim.SGD(trainer.model.parameters(), rate)
+            for piece in own:
+                losses += [trainer.train_step((x[piece], y[piece]), optimizer, criterion) for _ in range(2)]
+        return losses
+
+    model, losses = build(100), []
+    for criterion, rate in criteria:
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        for pieces in zip(*map(batches, range(2)), strict=True):
+            whole = torch.cat([torch.arange(16)[piece] for piece in pieces])
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = criterion(model(x[whole]), y[whole])
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    for found in launch(rank, nproc=world, start_method="fork"):
+        assert found == pytest.approx(losses, rel=1e-7)
+
+
+def test_batches_that_are_refused():
+    """On every rank, before anything is changed."""
+    x, y = data()
+
+    def rank(config, *batches):
+        trainer = HybridParallelTrainer(build(100), config)
+        optimizer = torch.optim.SGD(trainer.model.parameters(), 0.5)
+        place, found = trainer.mesh["dp"].get_local_rank(), []
+        before = [p.to_local().clone() for p in trainer.model.parameters()]
+        for sizes, reductions in batches:
+            n = sizes[place]
+            with pytest.raises((ShapeError, ValueError, DistributedError)) as caught:
+                trainer.train_step((x[:n], y[:n]), optimizer, nn.CrossEntropyLoss(reduction=reductions[place]))
+            found.append(str(caught.value))
+        assert all(torch.equal(old, p.to_local()) for old, p in zip(before, trainer.model.parameters(), strict=True))
+        return found
+
+    mean = ("mean", "mean")
+    batches = ((8, 0), mean), ((0, 0), mean), ((8, 8), ("mean", "sum")), ((8, 8), ("none", "none"))
+    for messages in launch(lambda: rank({}, *batches), nproc=2, start_method="fork"):
+        assert messages[0].startswith("rank 1: a batch must have samples, and as many targets, and has 0 and 0: give")
+        assert messages[1].startswith("a batch must have samples")
+        assert "the criterion's reduction is mean on rank 0 and sum on rank 1" in messages[2]
+        assert messages[3] == "the criterion has reduction='none', and must have 'mean' or 'sum'"
+    stages = {"pipeline_parallel_size": 2}
+    for messages in launch(lambda: rank(stages, ((8, 6), mean), ((7, 7), mean)), nproc=4, start_method="fork"):
+        assert "(8, 40) on ranks 0, 1 and torch.float64 (6, 40) on ranks 2, 3" in messages[0]
+        assert messages[0].endswith("pass every rank as many samples of one shape")
+        assert messages[1].startswith("7 samples cannot be cut into n_microbatches=2 of one size")
