@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.modules.conv import _ConvNd
 
 from panther.distributed._attention import cannot_cut_heads
+from panther.distributed._between import is_of_single_entries, why_not_a_pair
 from panther.distributed._heads import find_attention
 from panther.distributed.collectives import chunk_sizes
 from panther.distributed.tensor import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
@@ -19,7 +20,7 @@ from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d, SKLinear
 
 # Feed-forward blocks by the names of their layers: those that widen, whose outputs are cut, and the one that narrows.
-# Between them stand only functions of single entries.
+# Whether only functions of single entries stand between them, a trace of the block tells.
 _FEED_FORWARD = (
     (("linear1",), "linear2"),  # torch
     (("gate_proj", "up_proj"), "down_proj"),  # Llama and its kin
@@ -35,10 +36,6 @@ _FEED_FORWARD = (
     (("wi",), "wo"),
     (("c_fc",), "c_proj"),
 )
-_ELEMENTWISE = (
-    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish, nn.Hardswish, nn.ReLU6,
-    nn.Dropout, nn.Identity,
-)  # fmt: skip
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _CONVOLUTIONS = (_ConvNd, SKConv1d, SKConv2d, SKConv3d)
 
@@ -56,6 +53,8 @@ class Plan:
     """Of modules, what they are on each rank."""
     summed: set[str] = field(default_factory=set)
     """Modules that are copied, and whose gradients are summed."""
+    plain: set[str] = field(default_factory=set)
+    """Modules whose parameters others read."""
 
 
 def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
@@ -145,14 +144,14 @@ def _plan_pairs(plan: Plan, model: nn.Module, ranks: int, several: set[str], tie
         reason = _elsewhere(layers, several, tied)
         if reason is not None:
             pass
-        elif firsts[0].endswith("w1") and {taken} == {modules[0].in_features, modules[-1].out_features}:
-            reason = "is of one size with the layers beside it, and their names do not tell which comes last"
         elif widths != {taken}:
             reason = f"gives {', '.join(map(str, sorted(widths)))} features, and {last!r} takes {taken}"
         elif not _can_cut(width, ranks):
             reason = f"has {width} features between, too few for {ranks} ranks"
-        elif norm := _norm_between(model.get_submodule(owner), modules, width):
-            reason = f"may have {norm!r} between, which takes all {width} features"
+        elif (why := why_not_a_pair(model.get_submodule(owner), modules[:-1], modules[-1])) is not None:
+            reason = why
+            if why.startswith("its block reads"):
+                plan.plain |= set(layers)
         else:
             for name in firsts:
                 plan.styles[name], plan.why[name] = ColwiseSKParallel(), f"paired with {last!r}"
@@ -172,7 +171,7 @@ def _pairs(model: nn.Module) -> Iterator[tuple[str, list[str], str]]:
             if all(_is_linear(layers.get(name)) for name in (*firsts, last)):
                 yield prefix, [dot + name for name in firsts], dot + last
                 break
-        if isinstance(module, nn.Sequential):
+        if type(module).forward is nn.Sequential.forward:
             before: str | None = None
             for name, child in module.named_children():
                 if _is_linear(child):
@@ -181,23 +180,8 @@ def _pairs(model: nn.Module) -> Iterator[tuple[str, list[str], str]]:
                     else:
                         yield prefix, [dot + before], dot + name
                         before = None
-                elif not isinstance(child, _ELEMENTWISE):
+                elif not is_of_single_entries(child):
                     before = None
-
-
-def _norm_between(owner: nn.Module, layers: list[Any], width: int) -> str | None:
-    """A module of a block, other than an nn.Sequential's, whose parameters are as wide as what its layers have between.
-
-    It may act between them, unless the block is one whose forward is known.
-    """
-    if isinstance(owner, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return None
-    for name, child in owner.named_modules():
-        if name and child not in layers and not _is_linear(child):
-            for parameter in child._parameters.values():
-                if parameter is not None and tuple(parameter.shape) == (width,):
-                    return name
-    return None
 
 
 def _plan_large(plan: Plan, model: nn.Module, ranks: int, several: set[str], tied: dict[str, Any]) -> None:
@@ -251,7 +235,7 @@ def _plan_sequences(plan: Plan, model: nn.Module, elsewhere: set[str]) -> None:
                 before = None
             elif isinstance(child, _NORMS) and dot + name not in elsewhere:
                 norms.append(dot + name)
-            elif not isinstance(child, _ELEMENTWISE):
+            elif not is_of_single_entries(child):
                 before = None
 
 

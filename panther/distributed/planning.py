@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed._attention import HeadwiseRandAttention
 from panther.distributed._cutting import remember_
@@ -20,7 +22,7 @@ from panther.distributed._pairing import Plan, plan_automatically, shared_parame
 from panther.distributed._sharded import ColwiseSKLinear, RowwiseSKLinear, copy_
 from panther.distributed.sync import start_alike
 from panther.distributed.tensor import ColwiseSKParallel, RowwiseSKParallel
-from panther.errors import ShapeError
+from panther.errors import DistributedError, ShapeError
 
 
 class Placed(NamedTuple):
@@ -60,8 +62,9 @@ def tensor_parallel(
 
     - pairs of linear layers, sketched or dense, between which only functions of single entries stand: neighbours in an
       nn.Sequential, and feed-forward blocks that name their layers as torch's and common transformers do (linear1 and
-      linear2; gate_proj, up_proj and down_proj; fc1 and fc2; ...). The outputs of the first and the inputs of the
-      second are cut, as :func:`torch.chunk` cuts them, so that one sum a pair is all that is sent;
+      linear2; gate_proj, up_proj and down_proj; fc1 and fc2; ...) and whose forward, which is traced, does nothing else
+      there. The outputs of the first and the inputs of the second are cut, as :func:`torch.chunk` cuts them, so that
+      one sum a pair is all that is sent;
     - attention by whole heads, if the ranks divide them: :class:`~panther.nn.RandMultiHeadAttention`,
       nn.MultiheadAttention (whose packed projection stays whole on every rank), and blocks that
       name their projections as transformers do (q_proj, k_proj, v_proj and o_proj; query, key, value and dense; ...).
@@ -84,10 +87,11 @@ def tensor_parallel(
         What was done to every module that has parameters of its own, and why.
 
     Raises:
-        ShapeError: If the mesh has several dimensions, a name of the plan matches nothing, a layer that it names has
-            fewer outputs or inputs than ranks, or it cuts a parameter that layers share in several ways.
+        ShapeError: If ``mesh`` is none, or has several dimensions, a name of the plan matches nothing, a layer that it
+            names has fewer outputs or inputs than ranks, or it cuts a parameter that layers share in several ways.
         ValueError: If ``plan`` is another string, or ``sequence_parallel`` is asked for beside a plan of styles.
-        DistributedError: If there is no process group.
+        DistributedError: If there is no process group, or the model is cut already, or was given to data_parallel
+            before: tensor parallelism comes first.
 
     Example:
         >>> import panther as pr, torch
@@ -99,6 +103,9 @@ def tensor_parallel(
         [('0', 'outputs cut'), ('2', 'inputs cut'), ('3', 'copied')]
         >>> pr.distributed.shutdown()
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise ShapeError(f"tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], and was given {mesh!r}")
+    _check_plain(model)
     if mesh.ndim != 1:
         raise ShapeError(f"tensor_parallel takes one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']")
     if isinstance(plan, str) and plan != "auto":
@@ -135,6 +142,27 @@ def tensor_parallel(
     return TensorParallelReport(tuple(placed))
 
 
+def _check_plain(model: nn.Module) -> None:
+    """Raise if a model is cut, sharded or wrapped."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise DistributedError(
+            "the model is in DistributedDataParallel, which would not see its layers being cut: call tensor_parallel "
+            "first, on the plain model, then data_parallel with strategy='fsdp' or 'replicate'"
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise DistributedError(
+            "the model is sharded for data parallelism, and its shards cannot be cut: call tensor_parallel first, then "
+            "data_parallel"
+        )
+    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    cut = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+    if cut:
+        raise DistributedError(
+            f"{len(cut)} of the model's tensors are on a mesh already, such as {cut[0]!r}: call tensor_parallel once, "
+            "with a plan for all that is to be cut, or on unshard_module(model)"
+        )
+
+
 def _place(name: str, module: nn.Module, mesh: DeviceMesh, plan: Plan) -> tuple[str, str]:
     """What was done to a module, copying it if nothing was, and why."""
     if name in plan.styles:
@@ -148,6 +176,8 @@ def _place(name: str, module: nn.Module, mesh: DeviceMesh, plan: Plan) -> tuple[
         parts = [placement for p in module._parameters.values() if p is not None for placement in p.placements]  # type: ignore[attr-defined]
         action = "copied" if all(isinstance(placement, Replicate) for placement in parts) else "cut"
         return action, f"with {owner!r}" if owner in plan.styles else "with the module that it is part of"
+    if name in plan.plain:
+        return "copied", f"{plan.why[name]}; its parameters stay plain tensors"
     how = copy_(module, mesh, name in plan.summed)
     return "copied", plan.why.get(name, how) if "plain" not in how else f"{plan.why.get(name, '')} {how}".strip()
 

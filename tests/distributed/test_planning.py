@@ -15,7 +15,7 @@ from panther.distributed import (
     make_mesh,
     tensor_parallel,
 )
-from panther.errors import ShapeError
+from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
@@ -191,3 +191,32 @@ def test_what_is_left_and_what_is_refused():
     assert messages[0].startswith("tensor_parallel takes one mesh axis, and the mesh has ('dp', 'tp')")
     assert messages[1] == "plan='megatron' must be 'auto', or a mapping of names to styles"
     assert messages[2].startswith("plan names 'mlp', which matches no module of embed, encoder")
+
+
+def test_what_is_cut_sharded_or_wrapped_is_refused_and_left_as_it_was():
+    def rank():
+        mesh = make_mesh(dp=1, tp=2)
+        found = []
+        for prepare in (
+            lambda model: tensor_parallel(model, mesh["tp"]) and model,
+            lambda model: data_parallel(model, mesh["dp"], "fsdp"),
+            lambda model: data_parallel(model, mesh["dp"]),
+            lambda model: nn.ModuleDict({"inner": data_parallel(model, mesh["dp"])}),
+        ):
+            model = prepare(nn.Sequential(SKLinear(8, 12, 2), nn.ReLU(), SKLinear(12, 8, 2)))
+            before = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+            with pytest.raises(DistributedError) as caught:
+                tensor_parallel(model, mesh["tp"])
+            same = all(torch.equal(whole(p), before[name]) for name, p in model.named_parameters())
+            found.append((str(caught.value), same))
+        with pytest.raises(ShapeError, match=r"takes a DeviceMesh, such as .*, and was given None"):
+            tensor_parallel(nn.Linear(2, 2), None)
+        return found
+
+    for found in on_ranks(rank):
+        assert all(same for _, same in found)
+        again, sharded, wrapped, inside = (message for message, _ in found)
+        assert again.startswith("6 of the model's tensors are on a mesh already, such as '0.S1'")
+        assert sharded.startswith("the model is sharded for data parallelism")
+        assert wrapped == inside
+        assert wrapped.startswith("the model is in DistributedDataParallel")
