@@ -17,6 +17,7 @@ __all__ = [
     "remember_",
 ]
 
+import copyreg
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,17 @@ class CutModule(nn.Module):
         """This rank's part of a parameter or buffer, for autograd too; None for one that is not there."""
         part = local_part(getattr(self, name))
         return sum_in_backward(part, self.tp_group) if name in self.summed and part is not None else part
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take whole tensors too, which every rank gives alike: nothing is sent."""
+        for name, own in (*self.named_parameters(), *self.named_buffers()):
+            given = state_dict.get(prefix + name)
+            if not isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
+                continue
+            if given.shape == own.shape:  # of others torch has to say so
+                cut = distribute_tensor(given.detach(), own.device_mesh, own.placements, src_data_rank=None)
+                state_dict[prefix + name] = cut
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def local_part(tensor: Any) -> Any:
@@ -172,5 +184,18 @@ def _copied_class(plain: type[nn.Module]) -> type[nn.Module]:
             output = plain.forward(self, *args, **kwargs)
         return no_view(output) if isinstance(output, Tensor) else output
 
-    body = {"forward": forward, "__doc__": plain.__doc__, "__module__": __name__}
-    return type(f"Copied{plain.__name__}", (CutModule, plain), body)
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced = plain.__reduce_ex__(self, protocol)
+        if type(self) is made and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _new_copied, (plain,), *reduced[2:]
+        return reduced
+
+    body = {"forward": forward, "__reduce_ex__": reduce, "__doc__": plain.__doc__, "__module__": __name__}
+    made: type[nn.Module] = type(f"Copied{plain.__name__}", (CutModule, plain), body)
+    return made
+
+
+def _new_copied(plain: type[nn.Module]) -> nn.Module:
+    """What pickle and copy begin with: they do not find the class by its name."""
+    cls = _copied_class(plain)  # type: ignore[arg-type]
+    return cls.__new__(cls)

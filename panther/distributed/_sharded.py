@@ -76,6 +76,10 @@ class ShardedSKLinear(CutModule, SKLinear):
         """The dense weight that follows, whole; every rank must ask."""
         return unshard(self).weight
 
+    def to_linear(self) -> nn.Linear:
+        """The dense layer that follows, whole; every rank must ask."""
+        return unshard(self).to_linear()
+
 
 _REPLICATE = Replicate()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from panther.distributed._cutting import Cut
 from panther.nn._sketched import SketchedModule
@@ -87,7 +87,14 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 def _whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    # Shards of parts of one dimension are put together an axis at a time: of all at once torch warns that it does so.
+    placements = list(tensor.placements)
+    for axis in range(len(placements) - 1):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor().clone()
 
 
 def _is_of_distributed(hook: Any) -> bool:

@@ -29,7 +29,7 @@ from panther.distributed._dense import ColwiseLinear, RowwiseLinear, VocabularyE
 from panther.distributed._layouts import Layouts
 from panther.distributed._sharded import ColwiseSKLinear, RowwiseSKLinear, shard_
 from panther.distributed.collectives import all_gather
-from panther.errors import ShapeError
+from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
 
@@ -193,6 +193,7 @@ class TensorParallelSKLinear(nn.Module):
 
     Raises:
         ShapeError: If a size is not positive, or there are fewer outputs than ranks.
+        DistributedError: If there is no process group.
 
     Cost: with ``gather_output`` the outputs are sent, which pairing layers avoids; see :class:`TensorParallelModel`.
 
@@ -245,6 +246,7 @@ class TensorParallelModel(nn.Module):
 
     Raises:
         ShapeError: If there are no layers, keys are missing or unknown, or widths do not follow one another.
+        DistributedError: If there is no process group.
 
     Example:
         >>> import panther as pr
@@ -296,6 +298,8 @@ def check_configs(layer_configs: Sequence[Mapping[str, Any]]) -> None:
 def _as_mesh(group: dist.ProcessGroup | DeviceMesh) -> DeviceMesh:
     if isinstance(group, DeviceMesh):
         return group
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DistributedError("there is no process group: call panther.distributed.init() first")
     return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 

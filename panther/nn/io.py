@@ -42,8 +42,8 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         The folder.
 
     Raises:
-        FormatError: If the state_dict holds something other than tensors, or a tensor on the meta device, or a sketched
-            layer is parametrized or pruned.
+        FormatError: If the state_dict holds something other than tensors, or a tensor on the meta device or cut over
+            ranks, or a sketched layer is parametrized or pruned.
         SketchMismatchError: If a seed is damaged, so that nobody could load the file.
         OSError: If the folder cannot be written.
 
@@ -168,6 +168,11 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise FormatError(f"state_dict entry {name!r} is a {type(value).__name__}: only tensors can be saved")
+        if hasattr(value, "full_tensor"):  # a DTensor, by what it has: torch may be built without them
+            raise FormatError(
+                f"{name!r} is a DTensor, on a mesh of ranks: call panther.distributed.checkpoint.export(model, dir) on "
+                "every rank, or save unshard_module(model)"
+            )
         if value.is_meta:
             raise FormatError(f"{name!r} is on the meta device and has no values: load or initialise the model first")
         if value.layout is not torch.strided:

@@ -1,0 +1,137 @@
+"""What becomes of a model that is cut over ranks when it is converted, pickled, copied, loaded or saved."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import panther
+from panther.distributed import (
+    TensorParallelModel,
+    TensorParallelSKLinear,
+    data_parallel,
+    launch,
+    make_mesh,
+    tensor_parallel,
+    unshard_module,
+)
+from panther.errors import DistributedError, FormatError
+from panther.nn import SKLinear
+
+pytestmark = pytest.mark.distributed
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    sketched = SKLinear(12, 20, 2), nn.ReLU(), SKLinear(20, 12, 2)
+    model = nn.Sequential(
+        *sketched, nn.LayerNorm(12), Attending(), nn.Linear(12, 8), nn.BatchNorm1d(6), nn.Linear(8, 7)
+    )
+    return model.double()
+
+
+def data():
+    return torch.randn(3, 6, 12, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_a_cut_layer_becomes_dense():
+    def rank():
+        model = build(dist.get_rank())
+        tensor_parallel(model, make_mesh(tp=2)["tp"])
+        return model[0].to_linear(), model[2].to_linear()
+
+    single = build(0)
+    for dense in launch(rank, nproc=2, start_method="fork"):
+        for ours, layer in zip(dense, (single[0], single[2]), strict=True):
+            assert type(ours) is nn.Linear
+            assert torch.equal(ours.weight, layer.to_linear().weight)
+
+
+def test_pickled_and_copied(tmp_path):
+    x = data()
+
+    def rank():
+        model = build(dist.get_rank())
+        tensor_parallel(model, make_mesh(tp=2)["tp"])
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded, copied, out = torch.load(file, weights_only=False), copy.deepcopy(model), model(x)
+        with pytest.raises(FormatError) as caught:
+            panther.save_compressed(model, tmp_path / f"{dist.get_rank()}")
+        kinds = [[type(module) for module in m.modules()] for m in (model, loaded, copied)]
+        assert not (tmp_path / f"{dist.get_rank()}").exists()
+        return (
+            torch.equal(loaded(x), out),
+            torch.equal(copied(x), out),
+            kinds[0] == kinds[1] == kinds[2],
+            str(caught.value),
+        )
+
+    for *same, message in launch(rank, nproc=2, start_method="fork"):
+        assert all(same)
+        assert message.startswith("'0.S1' is a DTensor, on a mesh of ranks: call panther.distributed.checkpoint.export")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_whole_tensors_are_loaded(sharded):
+    x = data()
+
+    def rank():
+        mesh = make_mesh(dp=2, tp=2) if sharded else make_mesh(tp=2)
+        model = build(dist.get_rank())
+        tensor_parallel(model, mesh["tp"])
+        if sharded:
+            model = data_parallel(model, mesh["dp"], "fsdp")
+        given = build(7).state_dict()
+        result = model.load_state_dict(given)
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.bias"):
+            model.load_state_dict(given | {"0.bias": torch.zeros(3)})
+        cut = all(isinstance(p, DTensor) for p in model.parameters())
+        return model.eval()(x).detach(), unshard_module(model).state_dict(), cut, tuple(result)
+
+    single = build(7).eval()
+    for out, state, cut, result in launch(rank, nproc=4 if sharded else 2, start_method="fork"):
+        assert cut
+        assert result == ([], [])
+        torch.testing.assert_close(out, single(x).detach())
+        assert all(torch.equal(state[name], value) for name, value in single.state_dict().items())
+
+
+def test_the_plain_model_comes_back_without_torchs_warnings(capfd):
+    """Of bias and S1, which two axes cut along one dimension, torch would warn of two collectives."""
+
+    def rank():
+        mesh = make_mesh(dp=2, tp=2)
+        model = build(dist.get_rank())
+        tensor_parallel(model, mesh["tp"])
+        model = data_parallel(model, mesh["dp"], "fsdp")
+        return unshard_module(model).state_dict()
+
+    expected = build(0).state_dict()
+    for state in launch(rank, nproc=4, start_method="fork"):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert "redistributing" not in capfd.readouterr().err
+
+
+def test_there_must_be_a_process_group():
+    configs = [{"in_features": 8, "out_features": 8, "sketch_size": 2}]
+    for make in (
+        lambda: TensorParallelSKLinear(8, 8, 2, dist.group.WORLD),
+        lambda: TensorParallelModel(configs, dist.group.WORLD),
+    ):
+        with pytest.raises(DistributedError, match="there is no process group"):
+            make()
