@@ -43,13 +43,14 @@ def pretended_mesh(ranks: int) -> Iterator[DeviceMesh]:
     if alone:
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     members = list(range(dist.get_rank(), dist.get_rank() + ranks))
+    name = f"panther_plan_{next(_GROUPS)}"
     group, _ = distributed_c10d._new_process_group_helper(
         ranks,
         0,
         members,
         "fake",
         FakeStore(),
-        distributed_c10d.GroupName(f"panther_plan_{next(_GROUPS)}"),
+        distributed_c10d.GroupName(name),
         timeout=timedelta(minutes=1),
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
@@ -59,7 +60,8 @@ def pretended_mesh(ranks: int) -> Iterator[DeviceMesh]:
     for module, name in steps:
         setattr(module, name, lambda *args, **kwargs: None)
     try:
-        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+        # By a name of its own: DTensor keeps what it found for a mesh, and takes equal ones for the same.
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
     finally:
         for (module, name), step in zip(steps, before, strict=True):
             setattr(module, name, step)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from panther.distributed import get_distributed_info, get_world_size, init, shutdown
 from panther.distributed._checkpoint_ranks import from_first, gathered
@@ -33,26 +32,30 @@ class Control:
         self.stopped = 0
         """The signal that some rank got, as of the last step; 0 for none."""
         self._device = get_distributed_info().device
+        self._alone = get_world_size() == 1
         self._own_loss = 0.0
-        self._row = torch.zeros(5, dtype=torch.float64)
+        self._row = [0.0] * 5
+        self._sent = torch.zeros(5)
         self._work: Any = None
 
-    def start(self, loss: Tensor, samples: int, counted: bool) -> None:
+    def start(self, loss: float, samples: int, counted: bool) -> None:
         """Send this rank's sum of losses over its samples."""
-        self._own_loss = value = loss.item()
+        self._own_loss = value = loss
         finite = value - value == 0.0
         told = [float(number in self.received) for number in _SIGNALS]
         row = [*told, float(not finite), value if finite and counted else 0.0, float(samples if counted else 0)]
-        self._row = torch.tensor(row, dtype=torch.float64, device=self._device)
-        if get_world_size() > 1:
-            self._work = dist.all_reduce(self._row, async_op=True)
+        if self._alone:
+            self._row = row
+        else:
+            self._sent = torch.tensor(row, dtype=torch.float64, device=self._device)
+            self._work = dist.all_reduce(self._sent, async_op=True)
 
     def finish(self) -> tuple[float, float]:
         """The mean loss over all samples of the step, NaN if one rank's is not finite, and the samples."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
-        *told, nonfinite, loss, samples = self._row.tolist()
+            self._work, self._row = None, self._sent.tolist()
+        *told, nonfinite, loss, samples = self._row
         self.stopped = next((int(number) for number, count in zip(_SIGNALS, told, strict=True) if count), 0)
         return (float("nan") if nonfinite else loss / max(samples, 1.0)), samples
 

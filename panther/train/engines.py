@@ -38,7 +38,7 @@ class Engine(ABC):
     """The ranks that split the data; None is the world."""
 
     @abstractmethod
-    def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:
+    def run(self, window: list[Batch], before_backward: Callable[[float], None]) -> None:
         """Add the gradients of a window; ``before_backward`` gets the sum of this rank's losses over its samples."""
 
     @abstractmethod
@@ -54,6 +54,12 @@ class Engine(ABC):
 
         It leaves traces in buffers and generators, which the checkpoint that is then loaded sets.
         """
+
+    def _placed(self, data: Any) -> Any:
+        """A batch on this rank's device; loaders make them on the CPU."""
+        if self.device.type == "cpu":
+            return data
+        return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), data)
 
     def share_buffers(self) -> None:
         """Give buffers that training changes, as BatchNorm's, the values of the first rank, as DDP does by itself."""
@@ -107,7 +113,7 @@ class WholeEngine(Engine):
 
     def _forward(self, data: Any) -> tuple[Tensor, Any, Any]:
         """Loss, output and target of a batch."""
-        data = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), data)
+        data = self._placed(data)
         with self._autocast():
             if self.loss_fn is None:
                 output = self._call(data)
@@ -129,8 +135,8 @@ class WholeEngine(Engine):
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision)
 
-    def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:  # noqa: D102
-        total = torch.zeros((), dtype=torch.float64)
+    def run(self, window: list[Batch], before_backward: Callable[[float], None]) -> None:  # noqa: D102
+        losses: list[tuple[Tensor, int]] = []
         for number, batch in enumerate(window):
             last = number == len(window) - 1
             with self._synchronised(last):
@@ -138,12 +144,16 @@ class WholeEngine(Engine):
                 if loss.dim():
                     raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be one number: reduce it")
                 if batch.samples:
-                    total = total.to(loss.device) + loss.detach().double() * (1 if self._sum else batch.samples)
-                if last:
-                    before_backward(total)
+                    losses.append((loss.detach(), 1 if self._sum else batch.samples))
+                if last:  # what it is, is asked once a window: a GPU is waited for then
+                    before_backward(sum(one.item() * count for one, count in losses))
                 # Averaged over ranks, this is the gradient of the mean over the window's samples, or of their sum.
                 weight = self.size * (bool(batch.samples) if self._sum else batch.share)
-                scaled = loss * weight if batch.samples else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+                scaled = loss
+                if not batch.samples:
+                    scaled = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+                elif weight != 1.0:
+                    scaled = loss * weight
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         self.share_buffers()
 
@@ -202,7 +212,7 @@ class PipelineEngine(Engine):
         return list(self.parts)
 
     def _pair(self, data: Any) -> tuple[Any, Any]:
-        data = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), data)
+        data = self._placed(data)
         if not isinstance(data, tuple | list) or len(data) != 2:
             raise ConfigError("a pipeline's batch must be (input, target), the input a tensor or a tuple of tensors")
         return (tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)), data[1]
@@ -210,8 +220,8 @@ class PipelineEngine(Engine):
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.precision is None else torch.autocast(self.device.type, self.precision)
 
-    def run(self, window: list[Batch], before_backward: Callable[[Tensor], None]) -> None:  # noqa: D102
-        total = torch.zeros((), dtype=torch.float64)
+    def run(self, window: list[Batch], before_backward: Callable[[float], None]) -> None:  # noqa: D102
+        total = 0.0
         if not self._sum:
             self._shared.divisor = len(window)  # the last one of an epoch may be shorter
         for batch in window:
@@ -220,10 +230,8 @@ class PipelineEngine(Engine):
             with self._autocast():
                 _, loss = self.schedule.step(inputs, target)
             if loss is not None:
-                total = total + loss.detach().double().cpu() * self._shared.divisor * (
-                    1 if self._sum else batch.samples
-                )
-        before_backward(total if self.speaks else torch.zeros_like(total))
+                total += loss.item() * self._shared.divisor * (1 if self._sum else batch.samples)
+        before_backward(total if self.speaks else 0.0)
         self.share_buffers()
 
     def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102

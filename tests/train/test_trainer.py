@@ -300,7 +300,7 @@ def test_a_disk_that_is_full_stops_with_the_last_checkpoint_intact(tmp_path, mon
                 monkeypatch.setattr("panther.distributed._checkpoint_files.save_file", full)
 
     with pytest.raises(CheckpointError, match=r"step 4 is not written: OSError: \[Errno 28\] No space left on device"):
-        run("shuffled", tmp_path, [Full()], checkpoint_every_n_steps=2)
+        run("shuffled", tmp_path, [Full()], checkpoint_every_n_steps=2, checkpoint_asynchronously=False)
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000002"]
     with pytest.raises(CheckpointError, match="cannot be written to"):
         run("shuffled", "/proc/nothing")
