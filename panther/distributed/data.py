@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed._faults import watched
+from panther.distributed.mesh import groups_of
 from panther.distributed.sync import check_alike, send_alike, send_sketches, start_alike, verify_sketches
 from panther.errors import DistributedError, ShapeError
 from panther.nn._sketched import SketchedModule
@@ -64,12 +65,13 @@ def data_parallel(
 
     Raises:
         ValueError: If ``strategy`` or ``comm_hook`` is unknown, an option is another strategy's, or nothing in the
-            model can be trained or has values.
-        ShapeError: If ``mesh`` has too many axes.
+            model can be trained or has values, or it is a list of modules, without a forward, that is to be sharded.
+        ShapeError: If ``mesh`` has too many axes, or a parameter that is to be sharded has no dimension.
         SketchMismatchError: On every rank, if sketched layers differ between ranks.
         DistributedError: On every rank, if anything else of the models, the arguments or the libraries' versions does,
-            or a rank is gone or late. If there is no process group, or layers are cut over ranks by tensor parallelism
-            and the strategy is ``"ddp"``, which loses their parameters.
+            or a rank is gone or late. If there is no process group, that of the mesh is gone, the model is wrapped or
+            sharded already, or layers are cut over ranks by tensor parallelism and the strategy is ``"ddp"``, which
+            loses their parameters.
 
     Cost: a broadcast of the model here. A step sends the gradients of the trained factors once with ``"ddp"`` and
     ``"replicate"``; ``"fsdp"`` gathers the factors twice and scatters the gradients.
@@ -89,7 +91,7 @@ def data_parallel(
         given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
         return {**given, "cpu_offload": cpu_offload, **options}
 
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)] if isinstance(mesh, DeviceMesh) else [mesh]
+    groups = groups_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
     for group in groups:
         check_alike(model, group, "data_parallel", settings)
     if strategy == "ddp":
@@ -110,7 +112,7 @@ def shard_whole(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
     """``"fsdp"`` or ``"replicate"`` with the model as one block, as pipelines need it; in place."""
     mesh = _mesh_of(mesh, strategy)
     for axis in range(mesh.ndim):
-        start_alike(model, mesh.get_group(axis))
+        start_alike(model, mesh.get_group(axis), settings=lambda: check_trainable(model, strategy))
     fully_shard(model, mesh=mesh, shard_placement_fn=_placement(mesh))
 
 
@@ -136,11 +138,41 @@ def _check(
         raise ValueError(
             "the model has tensors on the meta device, without values: call to_empty and initialise it first"
         )
+    check_trainable(model, strategy)
     if strategy == "ddp" and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise DistributedError(
             "layers of the model are cut over ranks, and DistributedDataParallel loses their parameters after the "
             "first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
         )
+
+
+def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
+    """Raise if a strategy cannot take the model, as torch says when a part of it is sharded; no settings."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule):
+            state = "sharded" if isinstance(module, FSDPModule) else "wrapped by DistributedDataParallel"
+            raise DistributedError(
+                f"a model can be wrapped or sharded once, and {f'{name!r} in it' if name else 'this one'} is {state}: "
+                "train it as it is, or build it anew"
+            )
+    if strategy == "ddp":
+        return {}
+    if _has_no_forward(model):
+        raise ValueError(
+            f"a model that is sharded must have a forward, in which its parameters are gathered, and a "
+            f"{type(model).__name__} has none: pass the module whose forward uses it"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ShapeError(
+                f"parameters that are sharded must have a dimension, and {name!r} has the shape (): give it the shape "
+                "(1,), or use strategy='ddp'"
+            )
+    return {}
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
@@ -202,7 +234,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def _elements(module: nn.Module) -> Iterator[nn.Module]:
     stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential) or not stack:
+        if isinstance(child, nn.ModuleList | nn.Sequential) or _has_no_forward(child) or not stack:
             yield from _elements(child)
         elif any(True for _ in child.parameters()):
             yield child

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from panther.distributed._agreement import agree, transport
 from panther.distributed._faults import watched
 from panther.distributed.clipping import clip_gradients, gradient_norm
-from panther.distributed.data import data_parallel, shard_whole
+from panther.distributed.data import check_trainable, data_parallel, shard_whole
 from panther.distributed.mesh import get_world_size, make_mesh
-from panther.distributed.pipelining import PipelineSchedule, make_schedule
+from panther.distributed.pipelining import PipelineSchedule, check_schedule, make_schedule
 from panther.distributed.planning import TensorParallelReport, tensor_parallel
 from panther.distributed.stages import StageModules, StagePlan, plan_stages
 from panther.distributed.sync import start_alike
@@ -53,9 +53,11 @@ class HybridParallelTrainer:
 
     Raises:
         ValueError: If a key is unknown, or a value is none of those known.
+        TypeError: If a value is of another type.
         ShapeError: If the sizes do not make the world, or the model cannot be cut.
-        DistributedError: If there is no process group, or a combination is wrong in torch: ``"ddp"`` with tensor
-            parallelism (it loses the cut layers' parameters), or with a pipeline (it fails in the second step).
+        DistributedError: If there is no process group, the model is wrapped or sharded already, or a combination is
+            wrong in torch: ``"ddp"`` with tensor parallelism (it loses the cut layers' parameters), or with a pipeline
+            (it fails in the second step).
 
     Example:
         >>> import panther as pr
@@ -83,7 +85,11 @@ class HybridParallelTrainer:
         self._schedule: PipelineSchedule | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
         given = {name: value for name, value in config.items() if name != "pipeline_sample"}
-        start_alike(model, dist.group.WORLD, "HybridParallelTrainer", lambda: given)  # type: ignore[arg-type]
+
+        def settings() -> dict[str, Any]:
+            return given | check_trainable(model, config["data_parallel"])
+
+        start_alike(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
         self.report: TensorParallelReport | None = None
         stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
         plan = self._plan(model, config) if stages > 1 else None  # traced while its layers are whole
@@ -254,9 +260,12 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     tp = check_size("tensor_parallel_size", config["tensor_parallel_size"], least=1)
     pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
     config["data_parallel_size"] = config["data_parallel_size"] or max(get_world_size() // (tp * pp), 1)
+    check_schedule(config["schedule"])
     per_rank = _STAGES_A_RANK.get(config["schedule"], 2)
     config["num_microbatches"] = check_size("num_microbatches", config["num_microbatches"] or pp * per_rank, least=1)
     clipping = config["gradient_clipping"]
+    if clipping is not None and not isinstance(clipping, int | float):
+        raise TypeError(f"gradient_clipping must be a number or None, not {type(clipping).__name__}")
     if clipping is not None and not clipping > 0:
         raise ValueError(f"gradient_clipping={clipping} must be positive, or None")
     if config["data_parallel"] not in _DATA_PARALLEL:

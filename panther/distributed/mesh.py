@@ -114,6 +114,25 @@ def make_mesh(
     return init_device_mesh(_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Process groups of a mesh's axes, of this rank.
+
+    Raises:
+        DistributedError: If there is no process group, or that of the mesh is gone.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DistributedError(
+            "there is no process group: call panther.distributed.init() first, and make_mesh after it"
+        )
+    try:
+        return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    except RuntimeError as error:
+        raise DistributedError(
+            f"the mesh with the axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)} belongs to process groups "
+            "that are gone: make it anew after init"
+        ) from error
+
+
 def _advice(sizes: dict[str, int], world: int, product: int) -> str:
     """Another size of one axis that fits, or another world."""
     for name in sizes:

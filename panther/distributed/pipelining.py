@@ -144,7 +144,7 @@ def make_schedule(
 
     Raises:
         ValueError: If the schedule is unknown or does not fit the stages, or ``loss_fn`` reduces nothing.
-        ShapeError: If ``n_microbatches`` is not what the schedule needs.
+        ShapeError: If ``n_microbatches`` is not what the schedule needs, or there are no stages.
         DistributedError: If ranks ask for different schedules.
 
     Example:
@@ -157,6 +157,10 @@ def make_schedule(
         torch.Size([6, 2])
         >>> pr.distributed.shutdown()
     """
+    if not stages:
+        raise ShapeError(
+            "stages must be those of this rank, one at least, and are empty: pass what split_stages returns"
+        )
     made: list[PipelineSchedule] = []
 
     def check() -> dict[str, str]:
@@ -169,11 +173,16 @@ def make_schedule(
     return made[0]
 
 
+def check_schedule(name: str) -> None:
+    """Raise ValueError unless there is a schedule of this name."""
+    if name not in _SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, _SCHEDULES))}")
+
+
 def _make(
     name: str, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineSchedule:
-    if name not in _SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, _SCHEDULES))}")
+    check_schedule(name)
     kind = _SCHEDULES[name]
     check_size("n_microbatches", n_microbatches, least=1)
     indices = [stage.stage_index for stage in stages]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from panther.distributed._balancing import Segments, balanced_cuts, check_shared, sizes_in_parameters, timed_cuts
 from panther.distributed._stage_graph import trace_stages
+from panther.distributed.mesh import groups_of
 from panther.distributed.sync import start_alike
 from panther.errors import ShapeError, check_size
 
@@ -180,7 +181,7 @@ def plan_stages(
     sample: Tensor | tuple[Tensor, ...] | None,
 ) -> StagePlan:
     """The first half of :func:`split_stages`, after which the model may be cut along other axes."""
-    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+    group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     inputs = (sample,) if isinstance(sample, Tensor) else sample

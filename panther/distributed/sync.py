@@ -19,6 +19,7 @@ from panther.distributed._agreement import (
     ranks_of,
     transport,
 )
+from panther.distributed._checkin import name_ranks
 from panther.distributed._faults import watched
 from panther.errors import DistributedError
 from panther.nn import RandMultiHeadAttention, sinSRPE
@@ -109,7 +110,8 @@ def start_alike(
             ranks hear of.
 
     Raises:
-        DistributedError: On every rank, before anything is changed, if models, settings or versions differ.
+        DistributedError: On every rank, before anything is changed, if models, settings or versions differ, or a tensor
+            is cut over the ranks.
         SketchMismatchError: The same, for sketched layers.
     """
     check_alike(model, group, what, settings)
@@ -118,13 +120,35 @@ def start_alike(
 
 def send_alike(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
     """The second half of :func:`start_alike`, for models that are known to be alike."""
-    src = dist.get_process_group_ranks(group)[0]
+    ranks = dist.get_process_group_ranks(group)
+    _check_whole(model, ranks)
+    src = ranks[0]
     with watched(what, group):
         send_sketches(model, group)
         for tensor in (*model.parameters(), *model.buffers()):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             dist.broadcast(local.detach(), src, group=group)
     verify_sketches(model, group)
+
+
+def _check_whole(model: nn.Module, ranks: list[int]) -> None:
+    """Of tensors that are cut over the ranks each has another part, which must not be sent to the others."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    cut = [name for name, tensor in named if isinstance(tensor, DTensor) and _is_cut_over(tensor, ranks)]
+    if cut:
+        more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
+        raise DistributedError(
+            f"parameters must be whole on every rank, and {cut[0]!r}{more} are cut over "
+            f"{name_ranks(ranks)} already: use the model as it is, or build it anew"
+        )
+
+
+def _is_cut_over(tensor: DTensor, ranks: list[int]) -> bool:
+    mesh = tensor.device_mesh
+    return any(
+        not placement.is_replicate() and len({*ranks}.intersection(dist.get_process_group_ranks(mesh.get_group(i)))) > 1
+        for i, placement in enumerate(tensor.placements)
+    )
 
 
 def send_sketches(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -140,6 +164,7 @@ def check_alike(
     def describe() -> dict[str, str]:
         given = in_words(settings())
         ranks = ranks_of(group)
+        _check_whole(model, ranks)
         layers = _describe_source(model, ranks[0], group)
         return {**layers, **describe_tensors(model), **given, **describe_library()}
 

@@ -7,19 +7,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from panther.distributed import (
     ColwiseSKParallel,
     CommunicationCounter,
+    HybridParallelTrainer,
     RowwiseSKParallel,
     data_parallel,
+    init,
     launch,
     make_mesh,
+    shutdown,
     verify_sketches,
 )
+from panther.distributed.sync import send_alike, start_alike
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
@@ -258,3 +264,112 @@ def test_what_is_refused():
     assert messages[3].startswith("comm_hook='fp16' is for strategy='ddp'")
     assert messages[4].startswith("mixed_precision is for strategy='fsdp'")
     assert messages[5].startswith("cpu_offload is for strategy='fsdp'")
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)})])
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_models_that_cannot_be_sharded_are_left_alone():
+    """Torch says so only when it has sharded the blocks."""
+
+    def rank():
+        mesh, found = make_mesh(dp=2), []
+        wrapped, sharded = data_parallel(network(0), mesh), data_parallel(network(0), mesh, "fsdp")
+        for model, strategy in (
+            (sharded, "fsdp"),
+            (nn.Sequential(sharded), "replicate"),
+            (wrapped, "ddp"),
+            (nn.Sequential(wrapped), "fsdp"),
+            (nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), "fsdp"),
+            (nn.ModuleDict({"a": nn.Linear(4, 4)}), "replicate"),
+            (Scaled(), "fsdp"),
+        ):
+            before = [p.to_local().clone() if isinstance(p, DTensor) else p.clone() for p in model.parameters()]
+            for call in (
+                lambda m=model, s=strategy: data_parallel(m, mesh, s),
+                lambda m=model, s=strategy: HybridParallelTrainer(m, {"data_parallel": s}),
+            ):
+                with pytest.raises((DistributedError, ValueError)) as caught:
+                    call()
+                found.append(str(caught.value))
+            for old, p in zip(before, model.parameters(), strict=True):
+                assert torch.equal(old, p.to_local() if isinstance(p, DTensor) else p)
+            assert (model in (sharded, wrapped)) or not isinstance(model, FSDPModule)
+        return found
+
+    first, second = on_ranks(rank)
+    assert first == second
+    assert first[::2] == first[1::2]
+    assert [message.split(":")[0] for message in first[::2]] == [
+        "a model can be wrapped or sharded once, and this one is sharded",
+        "a model can be wrapped or sharded once, and '0' in it is sharded",
+        "a model can be wrapped or sharded once, and this one is wrapped by DistributedDataParallel",
+        "a model can be wrapped or sharded once, and '0' in it is wrapped by DistributedDataParallel",
+        *(
+            f"a model that is sharded must have a forward, in which its parameters are gathered, and a {kind} has none"
+            for kind in ("ModuleList", "ModuleDict")
+        ),
+        "parameters that are sharded must have a dimension, and 'scale' has the shape ()",
+    ]
+
+
+def test_elements_without_a_forward_are_not_blocks():
+    def rank():
+        torch.manual_seed(0)
+        model = Scaled()
+        model.scale = nn.Parameter(torch.ones(1))
+        data_parallel(model, make_mesh(dp=2), "fsdp")
+        return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+    assert on_ranks(rank) == [["", "layers.0"]] * 2
+
+
+def test_parts_are_not_sent_over_the_ranks_that_share_them():
+    def rank():
+        mesh, found = make_mesh(dp=2), []
+        model = nn.Linear(6, 4)
+        for name, parameter in list(model.named_parameters()):
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        before = model.weight.to_local().clone()
+        group = mesh.get_group()
+        for call in (
+            lambda: send_alike(model, group, "test"),
+            lambda: start_alike(model, group),
+            lambda: data_parallel(model, mesh, "fsdp"),
+        ):
+            with pytest.raises(DistributedError) as caught:
+                call()
+            found.append(str(caught.value))
+        assert torch.equal(model.weight.to_local(), before)
+        return found
+
+    first, second = on_ranks(rank)
+    assert first == second
+    for message in first:
+        assert message.startswith(
+            "parameters must be whole on every rank, and 'weight' and 1 more are cut over ranks 0, 1"
+        )
+
+
+def test_a_mesh_of_groups_that_are_gone():
+    mesh, messages = None, []
+    for _ in range(2):
+        init()
+        try:
+            if mesh is None:
+                group = dist.new_group([0])
+                mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+            else:
+                with pytest.raises(DistributedError) as caught:
+                    data_parallel(nn.Linear(2, 2), mesh)
+                messages.append(str(caught.value))
+        finally:
+            shutdown()
+        with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first, and make_mesh after it"):
+            data_parallel(nn.Linear(2, 2), mesh)
+    start = "the mesh with the axes ('dp',) of sizes (1,) belongs to process groups that are gone"
+    assert messages == [f"{start}: make it anew after init"]

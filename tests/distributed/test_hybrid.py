@@ -126,9 +126,11 @@ def test_what_is_refused():
             (CONFIG, {"data_parallel": "zero"}),
             (CONFIG, {"gradient_clipping": 0}),
             ({"sizes": []}, {}),
+            (CONFIG, {"schedule": "nonsense"}),
+            (CONFIG, {"gradient_clipping": "1"}),
             (nn.Bilinear(3, 3, 3), {"pipeline_parallel_size": 2}),
         ):
-            with pytest.raises((ValueError, ShapeError, DistributedError)) as caught:
+            with pytest.raises((ValueError, TypeError, DistributedError)) as caught:
                 HybridParallelTrainer(model, config)
             messages.append(str(caught.value))
         return messages
@@ -141,7 +143,9 @@ def test_what_is_refused():
     assert messages[4].startswith("data_parallel='zero' is unknown")
     assert messages[5] == "gradient_clipping=0 must be positive, or None"
     assert messages[6] == "model_config must be a module or have the key 'layers', and has sizes"
-    assert messages[7].startswith("a pipeline cuts an nn.Sequential, not a Bilinear")
+    assert messages[7].startswith("schedule 'nonsense' is unknown: use one of 'gpipe', '1f1b'")
+    assert messages[8] == "gradient_clipping must be a number or None, not str"
+    assert messages[9].startswith("a pipeline cuts an nn.Sequential, not a Bilinear")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def test_what_is_refused():
             lambda: make_schedule("interleaved", v, 2, loss),
             lambda: make_schedule("gpipe", one, 2, nn.MSELoss(reduction="none")),
             lambda: make_schedule("gpipe", one, 5, loss).step(x, y),
+            lambda: make_schedule("1f1b", [], 2, loss),
         ):
             with pytest.raises((ValueError, TypeError)) as caught:
                 call()
@@ -137,6 +138,7 @@ def test_what_is_refused():
     assert messages[9] == "the loss has reduction='none', and must have 'mean' or 'sum'"
     rule = "12 samples cannot be cut into n_microbatches=5 of one size"
     assert messages[10] == f"{rule}: use one of 1, 2, 3, 4, 6, 12, or another batch"
+    assert messages[11].startswith("stages must be those of this rank, one at least, and are empty")
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         split_stages(network(0), 2)
 
