@@ -11,7 +11,7 @@ know what they are parts of; products are of local tensors. Each rank draws its 
 __all__ = ["ColwiseSKLinear", "CopiedSKLinear", "RowwiseSKLinear", "ShardedSKLinear", "copy_", "shard_", "unshard"]
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,17 @@ class ShardedSKLinear(CutModule, SKLinear):
             for name, value in sketches.items()
         }
         super().set_fitted_({name: value.redistribute(mesh, [self.placements[name]]) for name, value in cut.items()})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take the whole sketches of a fitted layer too, where this one is seeded."""
+        for name, shape in self.sketch_shapes().items():
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
+                continue
+            if given.shape == torch.Size(shape):
+                cut = distribute_tensor(given.detach(), self.tp_mesh, [self.placements[name]], src_data_rank=None)
+                state_dict[prefix + name] = cut
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, cols = (range(size) for size in self.sketch_shapes()[name])

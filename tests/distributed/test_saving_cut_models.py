@@ -111,6 +111,32 @@ def test_whole_tensors_are_loaded(sharded):
         assert all(torch.equal(state[name], value) for name, value in single.state_dict().items())
 
 
+@pytest.mark.parametrize("before", ["seeded", "fitted"])
+def test_fitted_layers_are_loaded(before):
+    x = data()
+
+    def build(seed, fitted):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(12, 20), nn.Linear(20, 12), nn.Linear(12, 12)]
+        if fitted:
+            layers = [SKLinear.from_linear(layer, 1, 2) for layer in layers]
+        else:
+            layers = [SKLinear(layer.in_features, layer.out_features, 2) for layer in layers]
+        return nn.Sequential(layers[0], nn.ReLU(), layers[1], layers[2]).double()
+
+    def rank():
+        model = build(dist.get_rank(), before == "fitted")
+        tensor_parallel(model, make_mesh(tp=2)["tp"])
+        model.load_state_dict(build(7, fitted=True).state_dict())
+        return model(x).detach(), unshard_module(model).state_dict(), model[0].is_fitted
+
+    single = build(7, fitted=True)
+    for out, state, fitted in launch(rank, nproc=2, start_method="fork"):
+        assert fitted
+        torch.testing.assert_close(out, single(x).detach())
+        assert all(torch.equal(state[name], value) for name, value in single.state_dict().items())
+
+
 def test_the_plain_model_comes_back_without_torchs_warnings(capfd):
     """Of bias and S1, which two axes cut along one dimension, torch would warn of two collectives."""
 
