@@ -299,8 +299,8 @@ def _can_cut(stats: ModelStats, tp: int, notes: list[str]) -> bool:
         return True
     try:
         cut = stats.cut(tp)
-    except (ShapeError, ValueError) as error:
-        notes.append(f"tp={tp} was left out: {error}")
+    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may use what is cut in ways of its own
+        notes.append(f"tp={tp} was left out: {str(error).partition(chr(10))[0]}")
         return False
     if not any(element.tp_calls for element in cut.elements):
         notes.append(f"tp={tp} was left out: it cuts none of the model's layers")

@@ -166,9 +166,9 @@ class Feed:
         """
         if self.streams:
             return self._streamed(start)
-        plan = self._plan(epoch)[start:]
+        plan, workers = self._plan(epoch)[start:], self.loader.num_workers
         self._order.batches = [
-            _Indices(mine or batch[:1], _mix(self.seed, epoch, start + step, number, self.rank))
+            _Indices(mine or batch[:1], _mix(self.seed, epoch, start + step, number, self.rank) if workers else 0)
             for step, window in enumerate(plan)
             for number, (mine, batch) in enumerate((batch[self.rank :: self.size], batch) for batch in window)
         ]

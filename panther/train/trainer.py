@@ -230,7 +230,7 @@ class Trainer:
             )
         self.step, self.epoch, self._place = restored.step, extra["epoch"], extra["place"]
         self.skipped, self._sums, self._validated_at = extra["skipped"], extra["sums"], extra["validated_at"]
-        self.history = History(extra["history"])
+        self.history = History.from_state_dict(extra["history"])
         self._saved_at = (self.step, self.epoch, len(self.history))
         if self._built.scaler is not None and extra["scaler"] is not None:
             self._built.scaler.load_state_dict(extra["scaler"])
@@ -431,7 +431,7 @@ class Trainer:
             "skipped": self.skipped,
             "sums": self._sums,
             "validated_at": self._validated_at,
-            "history": self.history.to_dict(),
+            "history": self.history.state_dict(),
             "callbacks": [one.state_dict() for one in self._stateful()],
             "scaler": None if scaler is None else scaler.state_dict(),
             "config": self.config.to_dict(),

@@ -67,3 +67,15 @@ def test_plot(tmp_path, rows, labels):
     assert found == labels
     if rows:
         assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[5, 10], [10, 20, 30]]
+
+
+def test_records_go_through_columns_and_come_back():
+    records = [
+        {"step": 1, "loss": 0.5, "gradient_norm": None},
+        {"step": 2**40, "validation_loss": 1e-300},
+        {"step": 3, "loss": float("inf")},
+    ]
+    back = History.from_state_dict(History(records).state_dict())
+    assert back.to_dict() == records
+    assert [type(row["step"]) for row in back] == [int] * 3
+    assert History.from_state_dict(History().state_dict()).to_dict() == []
