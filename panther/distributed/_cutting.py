@@ -191,8 +191,17 @@ def _copied_class(plain: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     body = {"forward": forward, "__reduce_ex__": reduce, "__doc__": plain.__doc__, "__module__": __name__}
+    if hasattr(plain, "to_conv"):
+        body["to_conv"] = _to_conv
     made: type[nn.Module] = type(f"Copied{plain.__name__}", (CutModule, plain), body)
     return made
+
+
+def _to_conv(self: Any) -> nn.Module:
+    """The dense convolution that follows; every rank must ask."""
+    from panther.distributed._unsharding import unshard_module  # which needs this module
+
+    return unshard_module(self).to_conv()  # type: ignore[operator]
 
 
 def _new_copied(plain: type[nn.Module]) -> nn.Module:

@@ -20,7 +20,7 @@ from panther.distributed import (
     unshard_module,
 )
 from panther.errors import DistributedError, FormatError
-from panther.nn import SKLinear
+from panther.nn import SKConv2d, SKLinear
 
 pytestmark = pytest.mark.distributed
 
@@ -51,10 +51,14 @@ def test_a_cut_layer_becomes_dense():
     def rank():
         model = build(dist.get_rank())
         tensor_parallel(model, make_mesh(tp=2)["tp"])
-        return model[0].to_linear(), model[2].to_linear()
+        convolution = SKConv2d(3, 4, 3)
+        tensor_parallel(nn.Sequential(convolution), make_mesh(tp=2)["tp"])
+        same = torch.equal(convolution.to_conv().weight, unshard_module(convolution).to_conv().weight)
+        return (model[0].to_linear(), model[2].to_linear()), same
 
     single = build(0)
-    for dense in launch(rank, nproc=2, start_method="fork"):
+    for dense, same in launch(rank, nproc=2, start_method="fork"):
+        assert same
         for ours, layer in zip(dense, (single[0], single[2]), strict=True):
             assert type(ours) is nn.Linear
             assert torch.equal(ours.weight, layer.to_linear().weight)
