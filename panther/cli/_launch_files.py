@@ -155,6 +155,7 @@ def slurm(job: JobConfig) -> str:
     words = [
         word.replace("HEAD_NODE", '"$head_node"', 1) if word.startswith("--rdzv-endpoint=") else word for word in words
     ]
+    words = [f'{word}"-$SLURM_JOB_ID"' if word.startswith("--rdzv-id=") and job.nodes > 1 else word for word in words]
     return "\n".join(
         [
             "#!/bin/bash",
@@ -174,7 +175,8 @@ def slurm(job: JobConfig) -> str:
             "# the job is queued again, to go on from what they saved.",
             "requeue=no",
             "step=",
-            'pass_on() { [ -z "$step" ] || kill -TERM "$step" 2>/dev/null; }',
+            "# srun itself would answer TERM by killing the processes, so scancel sends it to those of the step.",
+            'pass_on() { [ -z "$step" ] || scancel --signal=TERM "$SLURM_JOB_ID.0"; }',
             "trap 'requeue=yes; pass_on' USR1",
             "trap pass_on TERM",
             "",

@@ -180,8 +180,9 @@ class TrainConfig:
             raise ConfigError(f"seed={self.seed} must be below 2^63")
         if len(set(self.trackers)) < len(self.trackers):
             raise ConfigError(f"trackers={list(self.trackers)} names one twice: name each once")
-        if not self.run_name or not self.resume:
-            raise ConfigError(f"run_name={self.run_name!r} and resume={self.resume!r} must not be empty")
+        for name in ("run_name", "resume", "checkpoint_dir"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} must not be empty")
         try:
             json.dumps(dict(self.extra))
         except (TypeError, ValueError) as error:

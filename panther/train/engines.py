@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from panther.distributed import HybridParallelTrainer, make_schedule
 from panther.distributed.clipping import clip_gradients, gradient_norm
 from panther.errors import ConfigError
+from panther.train.arguments import check_loss
 from panther.train.batches import Batch
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
@@ -106,7 +107,7 @@ class WholeEngine(Engine):
         self.parts, self.model, self.group = model, model, group
         self.loss_fn, self.device, self.rank, self.size, self.speaks = loss_fn, device, rank, size, speaks
         self.precision, self.scaler = precision, scaler
-        self._sum = getattr(loss_fn, "reduction", "mean") == "sum"
+        self._sum = reduction_of(loss_fn) == "sum"
 
     def modules(self) -> list[nn.Module]:  # noqa: D102 (said by Engine)
         return [self.model]
@@ -141,8 +142,7 @@ class WholeEngine(Engine):
             last = number == len(window) - 1
             with self._synchronised(last):
                 loss, _, _ = self._forward(batch.data)
-                if loss.dim():
-                    raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be one number: reduce it")
+                check_loss(loss)
                 if batch.samples:
                     losses.append((loss.detach(), 1 if self._sum else batch.samples))
                 if last:  # what it is, is asked once a window: a GPU is waited for then
@@ -201,7 +201,7 @@ class PipelineEngine(Engine):
         dp, tp = built.mesh["dp"], built.mesh["tp"]
         self.rank, self.size, self.stages = dp.get_local_rank(), dp.size(), built.mesh["pp"].size()
         self.precision, self.loss_fn = precision, loss_fn
-        self._sum = getattr(loss_fn, "reduction", "mean") == "sum"
+        self._sum = reduction_of(loss_fn) == "sum"
         shared = _Shared(loss_fn, 1 / self.size)
         self._shared = shared
         self.schedule = make_schedule(built.schedule_name, built.stages, microbatches, shared)
@@ -262,10 +262,16 @@ class _Shared:
     """A loss divided: by the batches of a window for a mean over all of them, by a share of ranks for a sum."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], divisor: float) -> None:
-        self.loss_fn, self.reduction, self.divisor = loss_fn, getattr(loss_fn, "reduction", "mean"), divisor
+        self.loss_fn, self.reduction, self.divisor = loss_fn, reduction_of(loss_fn), divisor
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         return self.loss_fn(output, target) / self.divisor
+
+
+def reduction_of(loss_fn: Any) -> str:
+    """``"sum"`` or ``"mean"``: the loss's attribute, or the keyword of a partial; a function without is a mean."""
+    keywords = getattr(loss_fn, "keywords", None) or {}
+    return getattr(loss_fn, "reduction", None) or keywords.get("reduction", "mean")
 
 
 def own_loss(output: Any) -> Tensor:

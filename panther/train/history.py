@@ -1,10 +1,11 @@
 """What happened in a run, as rows; to a table, a file or a plot."""
 
-__all__ = ["History"]
+__all__ = ["History", "peak_memory"]
 
 import csv
 import math
 import os
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -153,3 +154,10 @@ class History:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
+
+
+def peak_memory() -> int:
+    """The most bytes this process has had, on its GPU if it uses one."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

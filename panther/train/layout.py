@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -246,10 +247,12 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _named(engine: Engine) -> dict[str, nn.Parameter]:
+    """This rank's parameters by their names in the model as the user built it."""
     named = {}
     for module in engine.modules():
-        for name, parameter in module.named_parameters():
-            named[name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")] = parameter
+        inside = module.module if isinstance(module, DistributedDataParallel) else module
+        for name, parameter in inside.named_parameters():
+            named[name.replace("_checkpoint_wrapped_module.", "")] = parameter
     return named
 
 

@@ -3,14 +3,12 @@
 __all__ = ["Callback", "Trainer"]
 
 import math
-import os
-import resource
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,12 @@ from torch import Tensor, nn
 
 from panther.distributed import checkpoint, get_rank, get_world_size
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
+from panther.train.arguments import check_arguments
 from panther.train.batches import Batch, Feed
 from panther.train.config import TrainConfig
 from panther.train.control import Control, agree, join, on_first, signals
-from panther.train.drawing import kept_generators, seed_generators
-from panther.train.history import History
+from panther.train.drawing import deterministic, kept_generators, seed_generators
+from panther.train.history import History, peak_memory
 from panther.train.layout import Built, Optimizer, build
 from panther.train.locking import locked
 from panther.train.profiling import profiled
@@ -96,6 +95,7 @@ class Trainer:
         *,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     ) -> None:
+        check_arguments(model, optimizer, loss_fn, config, callbacks, metrics, Callback)
         self.config = config or TrainConfig()
         self.model: Any = model
         self.optimizer: Any = optimizer
@@ -138,7 +138,7 @@ class Trainer:
                 stack.enter_context(locked(Path(self.config.checkpoint_dir)))
             stack.callback(self._finish_saving)
             if self.config.deterministic:
-                stack.enter_context(_deterministic())
+                stack.enter_context(deterministic())
             control = stack.enter_context(signals())
             self._start(train)
             feed = self._feed(train)
@@ -152,7 +152,10 @@ class Trainer:
         return self.history
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Loss and metrics, weighted by samples, of a DataLoader or Dataset; every rank must call it."""
+        """Loss and metrics of the model as it is, weighted by samples; every rank must call it.
+
+        A checkpoint is taken up by ``fit`` alone.
+        """
         join(self.config.timeout_s)
         self._start(data)
         return self._evaluate(self._feed(data, False))
@@ -238,7 +241,13 @@ class Trainer:
             feed.load_state_dict(restored.rank_extra["feed"])
         if feed.window_samples and extra["samples"]:  # windows may have another size now: no sample is left out
             self._place = self._place * extra["samples"] // feed.window_samples
-        for callback, state in zip(self._stateful(), extra["callbacks"], strict=False):
+        kept, found = extra["callbacks"], [type(one).__name__ for one in self._stateful()]
+        if [name for name, _ in kept] != found:
+            raise CheckpointError(
+                f"{path} has the states of the callbacks {[name for name, _ in kept]}, and the run has {found}: pass "
+                "the same ones, in their order"
+            )
+        for callback, (_, state) in zip(self._stateful(), kept, strict=True):
             callback.load_state_dict(state)
 
     def _stateful(self) -> list[Any]:
@@ -257,6 +266,8 @@ class Trainer:
         self._clock, self._seen = time.perf_counter(), 0.0
         if (self.epoch >= last_epoch or self._over()) and get_rank() == 0:
             print(f"panther: step {self.step} was the last already: give more epochs or max_steps", file=sys.stderr)
+        if self._place and self._place == steps:  # a signal came between an epoch's last step and its end
+            self._end_epoch(feed, validation, trackers)
         while self.epoch < last_epoch and not self._over():
             with kept_generators():
                 windows = feed.windows(self.epoch, self._place)
@@ -276,14 +287,7 @@ class Trainer:
                 raise feed.nothing("training")
             if self._over() and (steps is None or self._place < steps):
                 break
-            self.epoch, self._place = self.epoch + 1, 0
-            if validation is not None and config.validate_every_n_steps is None:
-                self._validate(validation, trackers)
-            for callback in self.callbacks:
-                callback.on_epoch(self)
-            every = config.checkpoint_every_n_epochs
-            if self._due(config.checkpoint_every_n_steps) or (every and self.epoch % every == 0):
-                self._save(feed)
+            self._end_epoch(feed, validation, trackers)
         if self._sums[2]:
             self._record(trackers, {})
         if validation is not None and self._validated_at != self.step:
@@ -291,6 +295,16 @@ class Trainer:
         if config.checkpoint_dir is not None:
             self._save(feed)
             self._finish_saving()
+
+    def _end_epoch(self, feed: Feed, validation: Feed | None, trackers: Any) -> None:
+        self.epoch, self._place = self.epoch + 1, 0
+        if validation is not None and self.config.validate_every_n_steps is None:
+            self._validate(validation, trackers)
+        for callback in self.callbacks:
+            callback.on_epoch(self)
+        every = self.config.checkpoint_every_n_epochs
+        if self._due(self.config.checkpoint_every_n_steps) or (every and self.epoch % every == 0):
+            self._save(feed)
 
     def _over(self) -> bool:
         return self.stop or (self.config.max_steps is not None and self.step >= self.config.max_steps)
@@ -377,7 +391,7 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             **more,
             "samples_per_s": self._seen / max(now - self._clock, 1e-9),
-            "memory_bytes": _memory(),
+            "memory_bytes": peak_memory(),
             "skipped": self.skipped,
         }
         self._sums, self._clock, self._seen = [0.0, 0.0, 0.0], now, 0.0
@@ -432,7 +446,7 @@ class Trainer:
             "sums": self._sums,
             "validated_at": self._validated_at,
             "history": self.history.state_dict(),
-            "callbacks": [one.state_dict() for one in self._stateful()],
+            "callbacks": [(type(one).__name__, one.state_dict()) for one in self._stateful()],
             "scaler": None if scaler is None else scaler.state_dict(),
             "config": self.config.to_dict(),
         }
@@ -469,24 +483,6 @@ class Trainer:
                 file=sys.stderr,
             )
         raise SystemExit(128 + control.stopped)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def _memory() -> int:
-    """The most bytes this process has had, on its GPU if it uses one."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _step_of(path: Path) -> int:

@@ -226,6 +226,7 @@ def stubs(srun):
     texts = {
         "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; echo other; else echo "$@" >> scontrol.log; fi',
         "srun": srun,
+        "scancel": 'if [ "$*" = "--signal=TERM 7.0" ]; then kill -TERM "$(cat step.pid)"; fi',
     }
     for name, text in texts.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -267,7 +268,9 @@ def test_slurm_job_saves_and_is_queued_again_before_its_time_is_up():
         "signal.signal(signal.SIGTERM, save)\nopen('ready', 'w').close()\nwhile True:\n    signal.pause()\n"
     )
     init("slurm", "--time=1:00:00")
-    process = shell("slurm.sbatch", **stubs('shift; SLURM_NODEID=0 exec "$@"'))
+    # As srun does, the stand-in answers TERM by killing the processes: it must not be what is sent to it.
+    srun = 'shift; SLURM_NODEID=0 "$@" & echo $! > step.pid; trap "kill -KILL $!" TERM; wait $!'
+    process = shell("slurm.sbatch", **stubs(srun))
     deadline = time.monotonic() + 100
     while not Path("ready").exists():
         assert process.poll() is None

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -339,3 +340,91 @@ class _Dicts(nn.Module):
 
     def forward(self, x):
         return {"logits": self.layer(x)}
+
+
+class Wrapper(nn.Module):
+    """Names that look as if DistributedDataParallel had made them."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(24, 3)
+        self.weight, self.bias = nn.Parameter(torch.ones(24)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return self.module(x * self.weight) + self.bias
+
+
+def test_every_parameter_is_trained_whatever_it_is_called():
+    model = Wrapper()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    Trainer(model, loss_fn=nn.CrossEntropyLoss()).fit(DataLoader(samples(), 8))
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_partial_of_a_sum_is_a_sum():
+    losses = [nn.CrossEntropyLoss(reduction="sum"), partial(nn.functional.cross_entropy, reduction="sum")]
+    weights = []
+    for loss in losses:
+        torch.manual_seed(0)
+        model = nn.Linear(24, 3)
+        Trainer(model, lambda p: torch.optim.SGD(p, 0.01), loss, TrainConfig(gradient_accumulation_steps=2)).fit(
+            DataLoader(samples(), 8)
+        )
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+
+
+class Epochs(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_epoch(self, trainer):
+        self.seen.append(trainer.epoch)
+
+
+def test_a_signal_between_the_last_step_and_the_end_of_its_epoch(tmp_path):
+    expected = run("shuffled", max_steps=8)  # four steps an epoch
+    with pytest.raises(SystemExit):
+        run("shuffled", tmp_path, [Signals(signal.SIGTERM, 7)], max_steps=8)
+    epochs = Epochs()
+    trainer = run("shuffled", tmp_path, [epochs], max_steps=8)
+    assert (trainer.epoch, epochs.seen) == (2, [2])
+    assert trainer.history.last["epoch"] == expected.history.last["epoch"] == 2
+
+
+class Counting(Callback):
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_states_of_callbacks_go_to_the_same_classes(tmp_path):
+    run("shuffled", tmp_path, [Counting()], max_steps=4, schedule="constant")
+    with pytest.raises(CheckpointError, match=r"has the states of the callbacks \['Counting'\], and the run has \[\]"):
+        run("shuffled", tmp_path)
+    callback = Counting()
+    run("shuffled", tmp_path, [Epochs(), callback])
+    assert callback.loaded == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_fn": nn.CrossEntropyLoss}, r"loss_fn is the class CrossEntropyLoss: make one"),
+        ({"loss_fn": "cross_entropy"}, "loss_fn must be a function of output and target, not a str"),
+        ({"optimizer": "adam"}, r"optimizer must be an optimizer, or a function of parameters .* not a str"),
+        ({"config": {"epochs": 2}}, "config must be a TrainConfig, not a dict"),
+        ({"callbacks": Callback()}, "callbacks must be a list"),
+        ({"metrics": [len]}, "metrics must be a mapping"),
+        ({"metrics": {"loss": len}}, "a metric is called 'loss'"),
+        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "there is nothing to train"),
+        ({"loss_fn": lambda y, t: (y.sum(), 1)}, "loss_fn returned a tuple: it must return a tensor"),
+        ({"loss_fn": lambda y, t: y.sum().item()}, "loss_fn returned a float"),
+        ({"loss_fn": lambda y, t: y.sum().detach()}, "the loss depends on no trained parameter"),
+    ],
+)
+def test_arguments_of_another_kind_are_said(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Trainer(arguments.pop("model", build()), **arguments).fit(DataLoader(samples(), 8))
