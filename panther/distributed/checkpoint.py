@@ -56,6 +56,7 @@ class PendingSave:
     def __init__(self, work: Callable[[], Path]) -> None:
         self._path: Path | None = None
         self._error: BaseException | None = None
+        self._told = False
         self._thread = threading.Thread(target=self._run, args=(work,), name="panther-checkpoint")
         self._thread.start()
 
@@ -83,6 +84,7 @@ class PendingSave:
         if self._thread.is_alive():
             raise TimeoutError(f"the checkpoint is not written after {timeout} seconds")
         if self._error is not None:
+            self._told = True
             raise self._error
         assert self._path is not None
         return self._path
@@ -386,11 +388,12 @@ def _checked(step: int, keep: int | None) -> int:
 
 
 def _finish_pending(group: dist.ProcessGroup | None) -> None:
-    """Wait for this group's asynchronous checkpoint, and raise its error, so that none fails unnoticed."""
+    """Wait for this group's asynchronous checkpoint, and raise its error if nobody has heard of it."""
     waiting = [entry for entry in _pending if entry[0] is group]
     _pending[:] = [entry for entry in _pending if entry[0] is not group]
     for _, pending in waiting:
-        pending.result()
+        if not pending._told:
+            pending.result()
 
 
 def _folder(path: Path) -> Path:

@@ -581,3 +581,14 @@ def test_one_process_says_it_as_many_do(tmp_path):
         checkpoint.save(tmp_path / "file", nn.Linear(2, 2), step=1)
     with pytest.raises(CheckpointError, match=r"No such file or directory: .*nope"):
         checkpoint.async_save("/proc/nope", nn.Linear(2, 2), step=1).result()
+
+
+def test_an_error_of_an_asynchronous_checkpoint_is_told_once(tmp_path):
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError):
+        checkpoint.async_save("/proc/nope", model, step=1).result()
+    checkpoint.save(tmp_path, model, step=1)  # it was heard of
+    checkpoint.async_save("/proc/nope", model, step=2)
+    with pytest.raises(CheckpointError, match="nope"):
+        checkpoint.save(tmp_path, model, step=3)
+    checkpoint.save(tmp_path, model, step=3)
