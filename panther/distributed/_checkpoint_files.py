@@ -47,6 +47,7 @@ from torch.futures import Future
 
 from panther._version import __version__
 from panther.errors import FormatError
+from panther.nn.io import read_record
 
 MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION = "panther-checkpoint", 1
@@ -262,19 +263,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         FormatError: If it is missing, foreign, of another version, or damaged.
     """
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FormatError(f"{path} is missing: give a folder that panther.distributed.checkpoint wrote") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path} cannot be read as JSON ({error}): the checkpoint is damaged") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise FormatError(f"{path} is not Panther's: its 'format' must be {_FORMAT!r}")
-    if manifest.get("format_version") != _VERSION:
-        raise FormatError(
-            f"{path} has format_version {manifest.get('format_version')!r} and this Panther reads {_VERSION}: use the "
-            "Panther that wrote it, or a newer one"
-        )
+    manifest = read_record(path, _FORMAT, _VERSION, "panther.distributed.checkpoint", "the checkpoint is damaged")
     checksum = manifest.pop("checksum", None)
     if checksum != zlib.crc32(_canonical(manifest)):
         raise FormatError(f"{path} does not match its checksum: the checkpoint is damaged")

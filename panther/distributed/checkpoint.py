@@ -137,9 +137,7 @@ def save(
         >>> path.name, restored.step, restored.extra
         ('step-00000100', 100, {'epoch': 3})
     """
-    _finish_pending(group)
-    arguments = {"directory": os.fspath(directory), "keep": keep}
-    state = ranks.collect(model, optimizer, _checked(step, keep), extra, rank_extra, group, **arguments)
+    state = _collect(directory, model, optimizer, step, extra, rank_extra, keep, group)
     return ranks.write(Path(directory), state, keep, group)
 
 
@@ -171,9 +169,7 @@ def async_save(
         ...     pending.result().name
         'step-00000001'
     """
-    _finish_pending(group)
-    arguments = {"directory": os.fspath(directory), "keep": keep}
-    state = ranks.collect(model, optimizer, _checked(step, keep), extra, rank_extra, group, **arguments)
+    state = _collect(directory, model, optimizer, step, extra, rank_extra, keep, group)
     state.tensors = BlockingAsyncStager().stage(state.tensors)
     side = ranks.side_group(group)
     pending = PendingSave(lambda: ranks.write(Path(directory), state, keep, side))
@@ -381,10 +377,23 @@ def restore_architecture(path: str | os.PathLike[str], model: nn.Module) -> nn.M
     return model
 
 
-def _checked(step: int, keep: int | None) -> int:
+def _collect(
+    directory: str | os.PathLike[str],
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    extra: Any,
+    rank_extra: Any,
+    keep: int | None,
+    group: dist.ProcessGroup | None,
+) -> ranks.Collected:
+    """What is to be written, after the checkpoint that is still being written."""
+    _finish_pending(group)
+    check_size("step", step, least=0)
     if keep is not None:
         check_size("keep", keep, least=1)
-    return check_size("step", step, least=0)
+    where = os.fspath(directory)
+    return ranks.collect(model, optimizer, step, extra, rank_extra, group, directory=where, keep=keep)
 
 
 def _finish_pending(group: dist.ProcessGroup | None) -> None:

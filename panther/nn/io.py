@@ -194,20 +194,37 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     return tensors, aliases
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_record(path: Path, format: str, version: int, writer: str, damaged: str) -> dict[str, Any]:
+    """A JSON object that says which format it is of, and in which version.
+
+    Args:
+        path: The file.
+        format: What its ``"format"`` must be.
+        version: What its ``"format_version"`` must be.
+        writer: What writes such files, for errors.
+        damaged: What a file that is no JSON means.
+
+    Raises:
+        FormatError: If it is missing, foreign, damaged, or of another version.
+    """
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FormatError(f"{path} is missing: give a folder that pr.save_compressed wrote") from None
+        raise FormatError(f"{path} is missing: give a folder that {writer} wrote") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path} cannot be read as JSON ({error}): the save is damaged, write it again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise FormatError(f"{path} is not Panther's: its 'format' must be {_FORMAT!r}")
-    if manifest.get("format_version") != _VERSION:
+        raise FormatError(f"{path} cannot be read as JSON ({error}): {damaged}") from None
+    if not isinstance(record, dict) or record.get("format") != format:
+        raise FormatError(f"{path} is not Panther's: its 'format' must be {format!r}")
+    if record.get("format_version") != version:
         raise FormatError(
-            f"{path} has format_version {manifest.get('format_version')!r} and this Panther reads {_VERSION}: "
+            f"{path} has format_version {record.get('format_version')!r} and this Panther reads {version}: "
             "use the Panther that wrote it, or a newer one"
         )
+    return record
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest = read_record(path, _FORMAT, _VERSION, "pr.save_compressed", "the save is damaged, write it again")
     weights, modules, aliases = (manifest.get(key) for key in ("weights", "modules", "aliases"))
     if not isinstance(weights, str) or weights in ("", ".", "..") or set(weights) & set("/\\:\0"):
         raise FormatError(f"{path} names the weights file {weights!r}: it must be a plain file name in that folder")
