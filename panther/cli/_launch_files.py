@@ -19,6 +19,7 @@ _PATTERNS = {
     "memory": (r"\d+[KMGT]", "a whole number and K, M, G or T, as in 64G"),
     "partition": (r"[\w.,-]+", "names of letters, digits, dots and dashes"),
     "image": (r"[\w./:@-]+", "a container image, as in registry/name:tag"),
+    "volume": (r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[\w./-]+", "a claim and a path in the container, as in runs:/runs"),
 }
 _LEAST = {"nodes": 1, "nproc_per_node": 1, "gpus_per_node": 0, "cpus_per_node": 1, "max_restarts": 0, "grace": 1}
 
@@ -62,6 +63,9 @@ class JobConfig:
 
     image: str | None = None
     """Container image with Panther and the script, for Kubernetes and compose."""
+
+    volume: str | None = None
+    """For Kubernetes: the PersistentVolumeClaim that outlives the pods, and where they have it, as ``runs:/runs``."""
 
     backend: str | None = None
     """``gloo`` or ``nccl``; None leaves it to the script."""

@@ -133,12 +133,19 @@ def _pod(config: JobConfig, container: str, host: str, rank_variable: str) -> di
     marker = "NODE-RANK-GOES-HERE"
     words = [word.replace("$", "$$") for word in config.arguments(host, marker)]  # $(NAME) is a variable to Kubernetes
     words = [f"--node-rank=$({rank_variable})" if word == f"--node-rank={marker}" else word for word in words]
+    # What a container has by default is too small for the workers of data loaders.
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    if config.volume:
+        claim, _, path = config.volume.partition(":")
+        mounts.append({"name": "kept", "mountPath": path})
+        volumes.append({"name": "kept", "persistentVolumeClaim": {"claimName": claim}})
     main: dict[str, Any] = {
         "name": container,
         "image": config.image,
         "command": ["panther", "launch"],
         "args": words,
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": mounts,
     }
     limits = {name: value for name, value in limits.items() if value is not None}
     if limits:
@@ -148,6 +155,5 @@ def _pod(config: JobConfig, container: str, host: str, rank_variable: str) -> di
     return {
         "terminationGracePeriodSeconds": config.grace + 30,
         "containers": [main],
-        # What a container has by default is too small for the workers of data loaders.
-        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+        "volumes": volumes,
     }

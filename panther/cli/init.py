@@ -18,7 +18,7 @@ _KINDS = {
     "compose": "a docker compose file with two nodes or more on one machine",
 }
 _LISTED = ("name", "nodes", "nproc_per_node", "gpus_per_node", "cpus_per_node", "memory", "time", "partition", "image",
-           "backend", "max_restarts", "port", "grace")  # fmt: skip
+           "volume", "backend", "max_restarts", "port", "grace")  # fmt: skip
 _HELP = {
     "name": "of the job (default: panther)",
     "nodes": "number of nodes (default: 1; for compose 2)",
@@ -29,6 +29,7 @@ _HELP = {
     "time": "time limit of Slurm, as 24:00:00",
     "partition": "of Slurm",
     "image": "container image with Panther in it, for Kubernetes and compose",
+    "volume": "Kubernetes' claim for checkpoints and data, and its path in the pods, as runs:/runs",
     "backend": "gloo or nccl (default: by the GPUs)",
     "max_restarts": "how often to start all processes again after a failure (default: 0)",
     "port": "on which the first node listens (default: 29500)",
@@ -48,7 +49,8 @@ def add_parser(commands: Any) -> None:
                 help=text,
                 usage=f"panther init {kind} [options] script.py [arguments of the script]\n"
                 f"       panther init {kind} --config FILE.toml [options]",
-                description=f"Write {text} that starts a script. Options stand before the script.",
+                description=f"Write {text} that starts a script, or panther train where FILE.toml names a model. "
+                "Options stand before the script.",
             )
         )
     parser.set_defaults(run=run)
@@ -85,7 +87,10 @@ def run(args: argparse.Namespace) -> int:
     if args.args:
         values["args"] = args.args
     if not values.get("script"):
-        raise PantherError("nothing to run: name a script after the options, or in the table [launch] of --config")
+        raise PantherError(
+            "nothing to run: name a script after the options, or in the table [launch] of --config, or there a model "
+            "and data, for panther train"
+        )
     if args.kind == "compose":
         values.setdefault("nodes", 2)
     config = JobConfig(**values)
@@ -122,7 +127,8 @@ def _read(file: str) -> dict[str, Any]:
         raise PantherError(f"--config {file} cannot be read ({error.strerror})") from None
     except tomllib.TOMLDecodeError as error:
         raise PantherError(f"--config {file} is not TOML: {error}") from None
-    table = content.get("launch")
+    trains = any("model" in part for part in (content, content.get("train")) if isinstance(part, dict))
+    table = content.get("launch", {} if trains else None)
     if not isinstance(table, dict):
         raise PantherError(f'--config {file} has no table [launch]: begin with [launch] and script = "train.py"')
     known = {field.name for field in fields(JobConfig)}
@@ -131,4 +137,8 @@ def _read(file: str) -> dict[str, Any]:
         raise PantherError(
             f"--config {file} has {', '.join(unknown)} in [launch], and known are {', '.join(sorted(known))}"
         )
+    if trains and "script" not in table:
+        more = table.get("args", [])
+        args = ["train", "--config", file, *more] if isinstance(more, list) else more  # what is no list is refused
+        table = table | {"script": "panther", "module": True, "args": args}
     return table

@@ -78,6 +78,7 @@ def _settings(path: str | None, given: list[str]) -> dict[str, Any]:
     from panther.train.config import read_settings
 
     settings = {} if path is None else read_settings(path)
+    settings.pop("launch", None)  # is panther init's
     inner = settings.pop("train", {})
     if not isinstance(inner, Mapping):
         raise ConfigError(f"'train' in {path} must be a table")
@@ -86,12 +87,16 @@ def _settings(path: str | None, given: list[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise PantherError(f"{item!r} is no setting: write key=value")
-        settings[key] = _value(text)
+        settings[key] = _value(key, text)
     return settings
 
 
-def _value(text: str) -> Any:
-    """A number, truth value, null or list, written as in JSON; else the text."""
+def _value(key: str, text: str) -> Any:
+    """A number, truth value, null or list, written as in JSON; else, and where a text is asked for, the text."""
+    from panther.train.config import asks_for_text
+
+    if asks_for_text(key):
+        return None if text in ("null", "None") else text
     try:
         return json.loads(text)
     except ValueError:

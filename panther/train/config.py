@@ -4,6 +4,7 @@ __all__ = ["TrainConfig"]
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -150,7 +151,7 @@ class TrainConfig:
     timeout_s: float = 300.0
     """Seconds to wait for other ranks."""
 
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Whatever the user wants to keep with the run; stored in checkpoints and trackers."""
 
     def __post_init__(self) -> None:
@@ -159,6 +160,8 @@ class TrainConfig:
             value = getattr(self, name)
             if isinstance(value, list):  # JSON and TOML have no tuples
                 object.__setattr__(self, name, tuple(value))
+            elif isinstance(value, str) and typing.get_origin(kind) is tuple:  # one, and a comma for more
+                object.__setattr__(self, name, tuple(value.split(",")))
             elif isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
             elif isinstance(value, int) and not isinstance(value, bool) and float in (*typing.get_args(kind), kind):
@@ -183,6 +186,8 @@ class TrainConfig:
         for name in ("run_name", "resume", "checkpoint_dir"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty")
+        if self.resume not in ("auto", "never") and self.resume.lower() in ("auto", "never", "none", "true", "false"):
+            raise ConfigError(f"resume={self.resume!r} must be 'auto', 'never' or the path of a checkpoint")
         try:
             json.dumps(dict(self.extra))
         except (TypeError, ValueError) as error:
@@ -285,6 +290,13 @@ _LEAST = {
 }
 
 
+def asks_for_text(name: str) -> bool:
+    """Whether a setting is a text, or may be."""
+    kind = _types().get(name)
+    return str in (kind, *typing.get_args(kind))
+
+
+@functools.cache
 def _types() -> dict[str, Any]:
     return typing.get_type_hints(TrainConfig)
 

@@ -46,6 +46,9 @@ class Engine(ABC):
     def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:
         """Loss and metrics of a batch times its samples, and the samples; zeros where this rank does not speak."""
 
+    def check_evaluation(self) -> None:  # noqa: B027 (most can)
+        """Raise ConfigError if this layout cannot be evaluated."""
+
     @abstractmethod
     def modules(self) -> list[nn.Module]:
         """The modules of this rank."""
@@ -233,6 +236,13 @@ class PipelineEngine(Engine):
                 total += loss.item() * self._shared.divisor * (1 if self._sum else batch.samples)
         before_backward(total if self.speaks else 0.0)
         self.share_buffers()
+
+    def check_evaluation(self) -> None:  # noqa: D102
+        if self.built.schedule_name in ("zbv", "dualpipev"):  # torch's eval steals gradients that are not there
+            raise ConfigError(
+                f"pipeline_schedule={self.built.schedule_name!r} cannot be evaluated by torch: leave the validation "
+                "data out, or use '1f1b', 'interleaved' or 'zero_bubble'"
+            )
 
     def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102
         inputs, target = self._pair(batch.data)

@@ -184,6 +184,8 @@ class Trainer:
     def _feed(self, data: Any, training: bool = True) -> Feed:
         assert self._built is not None
         engine, config = self._built.engine, self.config
+        if not training:
+            engine.check_evaluation()
         return Feed(
             data,
             batch_size=config.batch_size,

@@ -46,7 +46,7 @@ POD = {
         "restartPolicy": str,
         "subdomain": str,
         "terminationGracePeriodSeconds": int,
-        "volumes": [{"!name": str, "emptyDir": {"medium": str}}],
+        "volumes": [{"!name": str, "emptyDir": {"medium": str}, "persistentVolumeClaim": {"!claimName": str}}],
     }
 }
 SERVICE = {
@@ -149,6 +149,18 @@ def test_kubernetes(options):
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     if nodes == 2:
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": 16, "memory": "64Gi"}}
+
+
+def test_a_volume_outlives_the_pods():
+    init("kubernetes", "--image=x", "--volume=my-runs:/data/runs")
+    _, job = yaml.safe_load_all(Path("job.yaml").read_text())
+    pytorchjob = yaml.safe_load(Path("pytorchjob.yaml").read_text())
+    assert faults(job, JOB) + faults(pytorchjob, PYTORCHJOB) == []
+    for pod in (job["spec"]["template"], pytorchjob["spec"]["pytorchReplicaSpecs"]["Master"]["template"]):
+        (container,) = pod["spec"]["containers"]
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == "/data/runs")
+        (volume,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"])
+        assert volume["persistentVolumeClaim"] == {"claimName": "my-runs"}
 
 
 def test_compose():
@@ -307,6 +319,25 @@ def test_config_file_and_options(capsys):
     assert "    --module\n    package.train\n    --lr\n    '1 2'\n" in text
 
 
+def test_one_file_says_what_to_train_and_on_what(capsys):
+    Path("mine.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def net():\n    return torch.nn.Linear(3, 2)\n"
+        "def data():\n    return TensorDataset(torch.randn(8, 3), torch.randn(8, 2))\n"
+    )
+    Path("run.toml").write_text(
+        'model = "mine:net"\ndata = "mine:data"\nloss = "mse_loss"\n[train]\nbatch_size = 2\ncheckpoint_dir = "kept"\n'
+        '[launch]\nnproc_per_node = 2\nbackend = "gloo"\n'
+    )
+    assert main(["init", "torchrun", "--config=run.toml"]) == 0
+    text = Path("torchrun.sh").read_text()
+    assert "--nproc-per-node=2 \\\n" in text
+    assert text.endswith("    --module \\\n    panther \\\n    train \\\n    --config \\\n    run.toml\n")
+    assert main(["train", "--config", "run.toml"]) == 0
+    assert "step 4  epoch 1" in capsys.readouterr().out
+    assert [path.name for path in Path("kept").glob("step-*")] == ["step-00000004"]
+
+
 def test_nothing_is_overwritten_without_force(capsys):
     init("torchrun")
     before = Path("torchrun.sh").read_text()
@@ -337,6 +368,8 @@ def test_nothing_is_overwritten_without_force(capsys):
         (["slurm", "--config", "unknown.toml"], "--config unknown.toml has node in [launch], and known are args,"),
         (["slurm", "--config", "types.toml"], "--nodes 'two' must be int"),
         (["slurm", "--config", "args.toml"], "args must be a list of strings, not 'a b'"),
+        (["slurm", "--config", "model.toml"], "args must be a list of strings, not 5"),
+        (["kubernetes", "--image=x", "--volume=runs", "t.py"], "--volume 'runs' must be a claim and a path"),
     ],
 )
 def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
@@ -346,6 +379,7 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     Path("unknown.toml").write_text(f"{head}node = 2\n")
     Path("types.toml").write_text(f'{head}nodes = "two"\n')
     Path("args.toml").write_text(f'{head}args = "a b"\n')
+    Path("model.toml").write_text('model = "a:b"\ntrain = 3\n[launch]\nargs = 5\n')
     assert main(["init", *arguments]) == 1
     err = capsys.readouterr().err
     assert err.startswith("panther: error: ")

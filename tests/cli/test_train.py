@@ -90,7 +90,8 @@ def test_without_a_file(work, capsys):
     settings = [f"model={work}:build", f"data={work}:load", "loss=cross_entropy", "batch_size=8", "max_steps=4"]
     assert main(["train", *settings, f"optimizer={work}:optimizer", "log_every_n_steps=2"]) == 0
     assert "learning_rate 0.1" in capsys.readouterr().out
-    assert main(["train", *settings, "optimizer=SGD", "learning_rate=0.5", "progress=false"]) == 0
+    texts = ["run_name=5", "trackers=jsonl", "pipeline_layers=null"]
+    assert main(["train", *settings, *texts, "optimizer=SGD", "learning_rate=0.5", "progress=false"]) == 0
     assert not Path("runs").exists()
 
 
@@ -118,6 +119,7 @@ def test_export(work):
         (["model=WORK:nothing"], "returns a int: it must return an nn.Module"),
         (["data=WORK:fails"], "fails failed: RuntimeError: no such file"),
         (["data=WORK:nothing"], "the data must be a DataLoader or a Dataset, not a int"),
+        (["resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),
         (["max_steps=3"], "epochs=2 and max_steps=3 exclude each other: give one"),
         (["batch_size=null"], "a Dataset needs batch_size"),
         (["--max-restarts", "-1"], "--max-restarts -1 must be at least 0"),

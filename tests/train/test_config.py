@@ -6,7 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 from panther.errors import ConfigError
@@ -42,10 +43,10 @@ VALUES = {
     "checkpoint_every_n_epochs": (1, [0]),
     "checkpoint_asynchronously": (False, [None]),
     "keep_checkpoints": (1, [0]),
-    "resume": ("never", ["", None]),
+    "resume": ("never", ["", None, "Never"]),
     "log_every_n_steps": (1, [0]),
     "validate_every_n_steps": (5, [0]),
-    "trackers": (("jsonl", "mlflow"), ["jsonl", ("wandb",), ("jsonl", "jsonl"), 1]),
+    "trackers": (("jsonl", "mlflow"), ["wandb", ("wandb",), ("jsonl", "jsonl"), 1]),
     "run_name": ("mine", ["", 1]),
     "progress": (False, ["no"]),
     "profile": (True, [1]),
@@ -142,6 +143,8 @@ def test_it_is_never_changed():
 def test_paths_and_whole_numbers_are_taken():
     config = TrainConfig(checkpoint_dir=Path("runs"), resume=Path("runs") / "step-00000003", learning_rate=1)
     assert (config.checkpoint_dir, config.resume, config.learning_rate) == ("runs", "runs/step-00000003", 1.0)
+    assert hash(config) == hash(TrainConfig.from_dict(config.to_dict()))
+    assert TrainConfig(trackers="jsonl,mlflow", checkpoint_dir="x").trackers == ("jsonl", "mlflow")
     assert isinstance(config.learning_rate, float)
 
 
@@ -184,7 +187,7 @@ tables = st.dictionaries(
 )
 
 
-@settings(max_examples=40)
+@fuzz
 @given(
     learning_rate=st.none() | st.floats(1e-300, 1e300),
     seed=st.integers(0, 2**63 - 1),
