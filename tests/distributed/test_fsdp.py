@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks, take_steps, weights_of, whole
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +21,6 @@ from panther.distributed import (
     RowwiseSKParallel,
     data_parallel,
     init,
-    launch,
     make_mesh,
     shutdown,
     verify_sketches,
@@ -30,10 +30,6 @@ from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 def network(seed, fitted=False, dtype=torch.float64):
@@ -48,22 +44,10 @@ def data(n=12, dtype=torch.float64):
     return x.to(dtype), torch.randn(n, 5, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def train(model, x, y, optimizer=None, steps=10, clip=None):
     optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [whole(parameter).detach().clone() for parameter in model.parameters()]
+    losses, _ = take_steps(optimizer, lambda: nn.functional.mse_loss(model(x), y), steps, clip)
+    return losses, list(weights_of(model).values())
 
 
 def slice_of(rank, n, total=12):

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks, take_steps, weights_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from panther.distributed import HybridParallelTrainer, launch
+from panther.distributed import HybridParallelTrainer
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
@@ -34,16 +34,8 @@ def data():
 def single(steps, clip):
     model, (x, y) = build(100), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    losses, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(model(x), y), steps, clip)
+    return losses, weights_of(model)
 
 
 def check(world, config, clip=0.1, steps=10):
@@ -56,16 +48,10 @@ def check(world, config, clip=0.1, steps=10):
         own = slice(16 // places * place, 16 // places * (place + 1))
         criterion = nn.CrossEntropyLoss()
         losses = [trainer.train_step((x[own], y[own]), optimizer, criterion) for _ in range(steps)]
-        parts = [stage.submod for stage in trainer.stages] or [trainer.model]
-        weights = {}
-        for part in parts:
-            for name, parameter in part.named_parameters():
-                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                weights[name.removeprefix("module.")] = whole.detach()
-        return losses, weights
+        return losses, weights_of(*([stage.submod for stage in trainer.stages] or [trainer.model]))
 
     losses, weights = single(steps, clip)
-    results = launch(rank, nproc=world, start_method="fork")
+    results = on_ranks(rank, world)
     found = set()
     for their_losses, theirs in results:
         assert their_losses == pytest.approx(losses, rel=1e-6)
@@ -110,7 +96,7 @@ def test_the_guide_s_configuration():
         losses = [trainer.train_step((x.float(), y), optimizer, nn.CrossEntropyLoss()) for _ in range(20)]
         return losses, [entry.action for entry in trainer.report.placed]
 
-    for losses, actions in launch(rank, nproc=2, start_method="fork"):
+    for losses, actions in on_ranks(rank):
         assert losses[-1] < 0.8 * losses[0]
         assert actions == ["outputs cut", "inputs cut", "outputs cut", "inputs cut", "copied"]
 
@@ -135,7 +121,7 @@ def test_what_is_refused():
             messages.append(str(caught.value))
         return messages
 
-    messages = launch(rank, nproc=2, start_method="fork")[0]
+    messages = on_ranks(rank)[0]
     assert messages[0].startswith("parallelism_config has the unknown keys tensor_parallel: use some of tensor_")
     assert messages[1].startswith("dp * pp * tp = 1 * 1 * 3 = 3 must equal the world size (2)")
     assert messages[2].startswith("data_parallel='ddp' and tensor_parallel_size > 1 do not go together")
@@ -189,7 +175,7 @@ def test_means_and_sums_over_batches_of_other_sizes(world, config, places):
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
-    for found in launch(rank, nproc=world, start_method="fork"):
+    for found in on_ranks(rank, world):
         assert found == pytest.approx(losses, rel=1e-7)
 
 
@@ -212,13 +198,13 @@ def test_batches_that_are_refused():
 
     mean = ("mean", "mean")
     batches = ((8, 0), mean), ((0, 0), mean), ((8, 8), ("mean", "sum")), ((8, 8), ("none", "none"))
-    for messages in launch(lambda: rank({}, *batches), nproc=2, start_method="fork"):
+    for messages in on_ranks(lambda: rank({}, *batches)):
         assert messages[0].startswith("rank 1: a batch must have samples, and as many targets, and has 0 and 0: give")
         assert messages[1].startswith("a batch must have samples")
         assert "the criterion's reduction is mean on rank 0 and sum on rank 1" in messages[2]
         assert messages[3] == "the criterion has reduction='none', and must have 'mean' or 'sum'"
     stages = {"pipeline_parallel_size": 2}
-    for messages in launch(lambda: rank(stages, ((8, 6), mean), ((7, 7), mean)), nproc=4, start_method="fork"):
+    for messages in on_ranks(lambda: rank(stages, ((8, 6), mean), ((7, 7), mean)), 4):
         assert "(8, 40) on ranks 0, 1 and torch.float64 (6, 40) on ranks 2, 3" in messages[0]
         assert messages[0].endswith("pass every rank as many samples of one shape")
         assert messages[1].startswith("7 samples cannot be cut into n_microbatches=2 of one size")

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import gradients_of, on_ranks, take_steps, weights_of, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -13,7 +14,6 @@ from panther.distributed import (
     ColwiseSKParallel,
     CommunicationCounter,
     RowwiseSKParallel,
-    launch,
     make_mesh,
     tensor_parallel,
     unshard_module,
@@ -24,14 +24,6 @@ from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
 NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def close(ours, theirs, dtype=torch.float64):
@@ -70,7 +62,7 @@ def results(model, x):
     leaf = x.clone().requires_grad_()
     out = model(leaf)
     out.square().mean().backward()
-    return out.detach(), leaf.grad, {name: whole(p.grad).detach() for name, p in model.named_parameters()}
+    return out.detach(), leaf.grad, gradients_of(model)
 
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -119,9 +111,7 @@ def test_the_sequence_cut_before_and_after(n, kind, dim, dtensors):
             assert tuple(out.placements) == (layout,)
             out = out.to_local()
         (out.square().sum() / (21 * 30)).backward()
-        gradients = {name: whole(p.grad).detach() for name, p in model.named_parameters()}
-        gather = [all_gather(part, dim) for part in (out.detach(), leaf.grad)]
-        return *gather, gradients
+        return *(all_gather(part, dim) for part in (out.detach(), leaf.grad)), gradients_of(model)
 
     expected = results(pair(kind, 0), x)
     for out, dx, gradients in on_ranks(rank, n):
@@ -191,16 +181,11 @@ def test_a_transformer_by_a_plan(n, kind):
         return Transformer(MAKERS[kind][0]).double()
 
     def train(model):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses = []
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, {name: whole(p).detach() for name, p in model.named_parameters()}
+        def loss():
+            return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+        losses, _ = take_steps(torch.optim.SGD(model.parameters(), 0.1), loss, clip=0.5)
+        return losses, weights_of(model)
 
     def rank():
         model = build(dist.get_rank())

@@ -3,18 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks, take_pipeline_steps, weights_of
 from torch import nn
 
-from panther.distributed import launch, make_mesh, make_schedule, split_stages
+from panther.distributed import make_mesh, make_schedule, split_stages
 from panther.distributed.data import shard_whole
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 def network(seed, fitted=False):
@@ -53,14 +50,8 @@ def test_ten_steps_are_those_of_one_process(name, reduction):
         model = network(100 + dist.get_rank(), fitted=True)  # other weights and sketches on every rank
         stages = split_stages(model, 2 * per_rank, order=order)
         schedule = make_schedule(name, stages, 4, criterion)
-        optimizer = torch.optim.SGD(schedule.parameters(), rate)
-        losses = []
-        for _ in range(10):
-            optimizer.zero_grad()
-            output, loss = schedule.step(x, y)
-            optimizer.step()
-            losses.append(None if loss is None else loss.item())
-        weights = {name: p.detach() for stage in stages for name, p in stage.submod.named_parameters()}
+        losses, output = take_pipeline_steps(torch.optim.SGD(schedule.parameters(), rate), schedule, x, y)
+        weights = weights_of(*(stage.submod for stage in stages))
         return losses, weights, None if output is None else output.detach()
 
     single = network(100, fitted=True)
@@ -170,7 +161,7 @@ def test_gradients_are_added_to_those_of_earlier_steps():
             nn.functional.cross_entropy(whole(x[piece]), y[piece]).backward()
         return [torch.allclose(grad, whole.get_parameter(name).grad, rtol=1e-12) for name, grad in found.items()]
 
-    assert launch(run, nproc=2, start_method="fork") == [[True, True], [True, True]]
+    assert on_ranks(run) == [[True, True], [True, True]]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])

@@ -3,26 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks, take_steps, weights_of, whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from panther.distributed import (
-    ColwiseSKParallel,
-    RowwiseSKParallel,
-    data_parallel,
-    launch,
-    make_mesh,
-    tensor_parallel,
-)
+from panther.distributed import ColwiseSKParallel, RowwiseSKParallel, data_parallel, make_mesh, tensor_parallel
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 class Gated(nn.Module):
@@ -62,20 +51,10 @@ def data():
     return tokens, torch.randint(5, (8,), generator=generator)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def train(model, x, y, steps=10):
+def train(model, x, y):
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: whole(parameter).detach().clone() for name, parameter in model.named_parameters()}
+    losses, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(model(x), y))
+    return losses, weights_of(model)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -117,13 +96,8 @@ def test_with_fsdp_and_clipping():
 
     def run(model, x, y):
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        norms = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x).mean(1), y).backward()
-            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)).item())
-            optimizer.step()
-        return norms, [whole(parameter).detach().clone() for parameter in model.parameters()]
+        _, norms = take_steps(optimizer, lambda: nn.functional.cross_entropy(model(x).mean(1), y), 5, clip=0.1)
+        return norms, list(weights_of(model).values())
 
     def rank():
         mesh = make_mesh(dp=2, tp=2)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import gradients_of, on_ranks, take_steps, weights_of, whole
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from panther.distributed import (
     ColwiseSKParallel,
     RowwiseSKParallel,
     data_parallel,
-    launch,
     make_mesh,
     tensor_parallel,
     unshard_module,
@@ -20,14 +20,6 @@ from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv2d, SKLinear
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Language(nn.Module):
@@ -56,11 +48,11 @@ def train(model, tokens, steps=10):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
         loss.backward()
-        first = first or {name: whole(p.grad).detach().clone() for name, p in model.named_parameters()}
+        first = first or gradients_of(model)
         norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)).item())
         optimizer.step()
         losses.append(loss.item())
-    return losses, norms, first, {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    return losses, norms, first, weights_of(model)
 
 
 def batch():
@@ -185,16 +177,10 @@ def test_every_module_with_parameters_is_in_the_report(n):
 
     def run(model):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
-        losses = []
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), torch.arange(4) % 3)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(model(x), torch.arange(4) % 3))
         model.eval()
         with torch.no_grad():
-            return losses, model(x), {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+            return losses, model(x), weights_of(model)
 
     def rank():
         model = Own(dist.get_rank())

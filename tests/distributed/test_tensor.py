@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import gradients_of, on_ranks, take_steps, weights_of, whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from panther.distributed import (
@@ -16,7 +16,6 @@ from panther.distributed import (
     RowwiseSKParallel,
     TensorParallelModel,
     TensorParallelSKLinear,
-    launch,
     make_mesh,
     tensor_parallel,
 )
@@ -26,10 +25,6 @@ from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
 NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 def pair(seed, fitted=False, dtype=torch.float64, sizes=(40, 50, 30), bias=True):
@@ -51,10 +46,6 @@ def data(dtype=torch.float64, n=7, width=40, out=30):
     return x, torch.randn(n, 2, out, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def close(ours, theirs, dtype):
     assert (ours - theirs).norm() <= NORMWISE[dtype] * theirs.norm() + 1e-30
 
@@ -73,15 +64,9 @@ def test_a_pair_is_the_layer_in_one_piece(n, fitted, dtype, bias):
         leaf = x.clone().requires_grad_()
         out = model(leaf)
         nn.functional.mse_loss(out, y).backward()
-        gradients = {name: whole(p.grad).detach() for name, p in model.named_parameters()}
         parts = {name: p.to_local().shape for name, p in model.named_parameters()}
-        return (
-            out.detach(),
-            leaf.grad,
-            gradients,
-            parts,
-            [layer.weight for layer in model if isinstance(layer, SKLinear)],
-        )
+        weights = [layer.weight for layer in model if isinstance(layer, SKLinear)]
+        return out.detach(), leaf.grad, gradients_of(model), parts, weights
 
     single = pair(100, fitted, dtype, bias=bias)
     leaf = x.clone().requires_grad_()
@@ -108,15 +93,8 @@ def test_ten_steps_of_training(fitted):
 
     def train(model):
         optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        losses = []
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+        losses, _ = take_steps(optimizer, lambda: nn.functional.mse_loss(model(x), y), clip=0.1)
+        return losses, weights_of(model)
 
     def rank():
         return train(parallelize_module(pair(100 + dist.get_rank(), fitted), make_mesh(tp=3)["tp"], PLAN))
@@ -266,11 +244,7 @@ def test_second_derivatives_are_those_of_one_process():
         a = x.clone().requires_grad_()
         (first,) = torch.autograd.grad(model(a).square().sum(), a, create_graph=True)
         first.square().sum().backward()
-        return {
-            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach()
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
+        return {name: whole(p.grad).detach() for name, p in model.named_parameters() if p.grad is not None}
 
     def rank():
         model = build()
@@ -278,6 +252,6 @@ def test_second_derivatives_are_those_of_one_process():
         return penalised(model)
 
     expected = penalised(build())
-    for found in launch(rank, nproc=2, start_method="fork"):
+    for found in on_ranks(rank):
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)

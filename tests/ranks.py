@@ -1,0 +1,53 @@
+"""Work on several ranks, and steps of training whose losses and weights are compared with those of one process."""
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from panther.distributed import launch
+
+
+def on_ranks(work, n=2, *args):
+    """What ``work(*args)`` returns on each of n ranks, which are forked and so may run any function."""
+    return launch(work, *args, nproc=n, start_method="fork")
+
+
+def whole(tensor):
+    """The tensor in one piece."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weights_of(*models):
+    """Copies of the parameters in one piece, under the names that they have without DistributedDataParallel."""
+    named = (item for model in models for item in model.named_parameters())
+    return {name.removeprefix("module."): whole(p).detach().clone() for name, p in named}
+
+
+def gradients_of(model):
+    """Copies of the gradients in one piece, by the names of the parameters."""
+    return {name: whole(p.grad).detach().clone() for name, p in model.named_parameters()}
+
+
+def take_steps(optimizer, loss, steps=10, clip=None):
+    """Minimise ``loss()``; its values, and the norms of the gradients where they are clipped."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    losses, norms = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        if clip is not None:
+            norms.append(whole(nn.utils.clip_grad_norm_(parameters, clip)).item())
+        optimizer.step()
+        losses.append(value.item())
+    return losses, norms
+
+
+def take_pipeline_steps(optimizer, schedule, x, y, steps=10):
+    """Losses, None on ranks that do not have them, and the last output."""
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output, loss = schedule.step(x, y)
+        optimizer.step()
+        losses.append(None if loss is None else loss.item())
+    return losses, output
