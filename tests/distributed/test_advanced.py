@@ -1,17 +1,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 
-from panther.distributed import AdvancedDistributedTrainer, CommunicationCounter, launch
+from panther.distributed import AdvancedDistributedTrainer, CommunicationCounter
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 def network(seed):

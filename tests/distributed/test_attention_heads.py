@@ -3,31 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import gradients_of, on_ranks, take_steps, weights_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from panther.distributed import (
-    HeadwiseParallel,
-    data_parallel,
-    launch,
-    make_mesh,
-    tensor_parallel,
-    unshard_module,
-)
+from panther.distributed import HeadwiseParallel, data_parallel, make_mesh, tensor_parallel, unshard_module
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKLinear, sinSRPE
 
 pytestmark = pytest.mark.distributed
 NORMWISE = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def close(ours, theirs, tolerance, floor=0.0):
@@ -44,8 +29,7 @@ def attend(module, query, key, value, **kwargs):
     leaves = {id(x): x.clone().requires_grad_() for x in (query, key, value)}
     out, _ = module(*(leaves[id(x)] for x in (query, key, value)), **kwargs)
     out.square().sum().backward()
-    gradients = {name: whole(p.grad).detach() for name, p in module.named_parameters()}
-    return out.detach(), [leaf.grad for leaf in leaves.values()], gradients
+    return out.detach(), [leaf.grad for leaf in leaves.values()], gradients_of(module)
 
 
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
@@ -107,15 +91,7 @@ class Block(nn.Module):
 
 def train(model, x, steps=10):
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    losses, norms = [], []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, {name: whole(parameter).detach() for name, parameter in model.named_parameters()}
+    return *take_steps(optimizer, lambda: model(x).square().mean(), steps, clip=0.5), weights_of(model)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -283,7 +259,7 @@ def test_separate_projections(n, sketched):
         leaf = x.clone().requires_grad_()
         out = model(leaf)
         out.square().sum().backward()
-        gradients = {name: whole(p.grad).detach() for name, p in model.named_parameters()}
+        gradients = gradients_of(model)
         plain = unshard_module(model)
         same = plain.num_heads == 12 and plain.num_key_value_heads == 6 and torch.allclose(plain(x), out)
         return out.detach(), leaf.grad, gradients, heads, same, [entry.action for entry in report.placed]

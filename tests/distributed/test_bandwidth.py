@@ -2,8 +2,9 @@ import csv
 
 import pytest
 import torch.distributed as dist
+from ranks import on_ranks
 
-from panther.distributed import launch, profile_communication_overhead
+from panther.distributed import profile_communication_overhead
 from panther.errors import DistributedError, ShapeError
 
 pytestmark = pytest.mark.distributed
@@ -18,7 +19,7 @@ def test_every_operation_at_every_size(tmp_path):
         some = profile_communication_overhead([12], operations=["broadcast"], repetitions=1)
         return profile, str(profile), some
 
-    (first, text, some), (second, *_), (third, *_) = launch(rank, nproc=3, start_method="fork")
+    (first, text, some), (second, *_), (third, *_) = on_ranks(rank, 3)
     assert first == second == third  # the slowest rank's times, everywhere
     assert [(row.operation, row.message_bytes) for row in first.timings] == [
         (name, size)
@@ -47,6 +48,6 @@ def test_one_rank_and_bad_input():
             profile_communication_overhead([0])
         return {row.operation for row in profile_communication_overhead([64], repetitions=1).timings}
 
-    assert launch(rank, nproc=1, start_method="fork") == [{"all_reduce", "all_gather", "reduce_scatter", "broadcast"}]
+    assert on_ranks(rank, 1) == [{"all_reduce", "all_gather", "reduce_scatter", "broadcast"}]
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         profile_communication_overhead()

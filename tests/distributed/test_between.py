@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import on_ranks, take_steps, weights_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from panther.distributed import launch, make_mesh, tensor_parallel
+from panther.distributed import make_mesh, tensor_parallel
 from panther.distributed._between import why_not_a_pair
 
 pytestmark = pytest.mark.distributed
@@ -160,13 +160,8 @@ def test_ten_steps_are_those_of_one_process():
         return nn.Sequential(*map(Block, [*functions, branches_on_what_is_whole])).double()
 
     def train(model):
-        optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        parameters = model.named_parameters()
-        return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in parameters}
+        take_steps(torch.optim.SGD(model.parameters(), 0.5), lambda: model(x).square().mean())
+        return weights_of(model)
 
     def rank():
         model = build(dist.get_rank())
@@ -178,7 +173,7 @@ def test_ten_steps_are_those_of_one_process():
         )
 
     weights = train(build(0))
-    for theirs, report, reasons in launch(rank, nproc=2, start_method="fork"):
+    for theirs, report, reasons in on_ranks(rank):
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
         cut = {name for name, action in report.items() if action.endswith("cut")}

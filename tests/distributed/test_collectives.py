@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 from panther.distributed import (
     all_gather,
@@ -11,7 +12,6 @@ from panther.distributed import (
     get_distributed_info,
     get_rank,
     get_world_size,
-    launch,
     make_mesh,
     reduce_scatter,
 )
@@ -19,10 +19,6 @@ from panther.distributed.collectives import chunk_sizes
 from panther.errors import DistributedError, ShapeError
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 def given(rank, *shape):
@@ -201,7 +197,7 @@ def joint_second_derivatives(inputs, combine):
     ids=["sum", "mean", "gather", "broadcast"],
 )
 def test_second_derivatives_are_those_of_one_process(operation, combine):
-    results = launch(second_derivatives, operation, nproc=3, start_method="fork")
+    results = on_ranks(second_derivatives, 3, operation)
     expected = joint_second_derivatives([(x, w) for x, w, _ in results], combine)
     for (_, _, found), wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -223,7 +219,7 @@ def test_what_collectives_cannot_take_is_said():
             messages.append(f"{type(caught.value).__name__}: {caught.value}")
         return messages
 
-    messages, _ = launch(run, nproc=2, start_method="fork")
+    messages, _ = on_ranks(run)
     assert messages == [
         "ShapeError: all_gather along dim=5 takes a tensor that has this dimension, and x has 2",
         "ShapeError: reduce_scatter along dim=-3 takes a tensor that has this dimension, and x has 2",

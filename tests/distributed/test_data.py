@@ -4,18 +4,15 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
-from panther.distributed import CommunicationCounter, DistributedSketchedModel, data_parallel, launch, verify_sketches
+from panther.distributed import CommunicationCounter, DistributedSketchedModel, data_parallel, verify_sketches
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import SKLinear
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 def network(seed, fitted=False):

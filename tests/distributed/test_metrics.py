@@ -5,15 +5,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
-from panther.distributed import CommunicationCounter, DistributedMetricsCollector, launch
+from panther.distributed import CommunicationCounter, DistributedMetricsCollector
 from panther.errors import DistributedError
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 @pytest.mark.parametrize("n", [1, 3])

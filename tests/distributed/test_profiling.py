@@ -3,9 +3,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch.distributed import _functional_collectives as functional_collectives
 
-from panther.distributed import CommunicationCounter, launch
+from panther.distributed import CommunicationCounter
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +26,7 @@ def test_bytes_are_those_a_rank_hands_over():
         dist.all_reduce(x)  # after the block
         return dict(traffic.bytes_by_operation), traffic.calls, traffic.bytes, silence.calls
 
-    for by_operation, calls, total, silence in launch(rank, nproc=2, start_method="fork"):
+    for by_operation, calls, total, silence in on_ranks(rank):
         assert by_operation == {"allreduce_": 80, "broadcast_": 80, "allgather_": 40, "reduce_scatter_": 80}
         assert calls == 5
         assert total == 280
@@ -52,7 +53,7 @@ def test_what_counts_is_given_not_received():
         return dict(traffic.bytes_by_operation)
 
     both = {"gather_": 16, "_allgather_base_": 16, "_reduce_scatter_base_": 16, "alltoall_base_": 16, "all_reduce": 16}
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     assert first == both | {"scatter_": 32, "send": 16}
     assert second == both | {"scatter_": 0}
 

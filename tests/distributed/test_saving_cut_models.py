@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,7 +15,6 @@ from panther.distributed import (
     TensorParallelModel,
     TensorParallelSKLinear,
     data_parallel,
-    launch,
     make_mesh,
     tensor_parallel,
     unshard_module,
@@ -57,7 +57,7 @@ def test_a_cut_layer_becomes_dense():
         return (model[0].to_linear(), model[2].to_linear()), same
 
     single = build(0)
-    for dense, same in launch(rank, nproc=2, start_method="fork"):
+    for dense, same in on_ranks(rank):
         assert same
         for ours, layer in zip(dense, (single[0], single[2]), strict=True):
             assert type(ours) is nn.Linear
@@ -85,7 +85,7 @@ def test_pickled_and_copied(tmp_path):
             str(caught.value),
         )
 
-    for *same, message in launch(rank, nproc=2, start_method="fork"):
+    for *same, message in on_ranks(rank):
         assert all(same)
         assert message.startswith("'0.S1' is a DTensor, on a mesh of ranks: call panther.distributed.checkpoint.export")
 
@@ -108,7 +108,7 @@ def test_whole_tensors_are_loaded(sharded):
         return model.eval()(x).detach(), unshard_module(model).state_dict(), cut, tuple(result)
 
     single = build(7).eval()
-    for out, state, cut, result in launch(rank, nproc=4 if sharded else 2, start_method="fork"):
+    for out, state, cut, result in on_ranks(rank, 4 if sharded else 2):
         assert cut
         assert result == ([], [])
         torch.testing.assert_close(out, single(x).detach())
@@ -135,7 +135,7 @@ def test_fitted_layers_are_loaded(before):
         return model(x).detach(), unshard_module(model).state_dict(), model[0].is_fitted
 
     single = build(7, fitted=True)
-    for out, state, fitted in launch(rank, nproc=2, start_method="fork"):
+    for out, state, fitted in on_ranks(rank):
         assert fitted
         torch.testing.assert_close(out, single(x).detach())
         assert all(torch.equal(state[name], value) for name, value in single.state_dict().items())
@@ -152,7 +152,7 @@ def test_the_plain_model_comes_back_without_torchs_warnings(capfd):
         return unshard_module(model).state_dict()
 
     expected = build(0).state_dict()
-    for state in launch(rank, nproc=4, start_method="fork"):
+    for state in on_ranks(rank, 4):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert "redistributing" not in capfd.readouterr().err
 

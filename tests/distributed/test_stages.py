@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks, take_pipeline_steps, take_steps
 from torch import nn
 
-from panther.distributed import HybridParallelTrainer, launch, make_mesh, make_schedule, split_stages
+from panther.distributed import HybridParallelTrainer, make_mesh, make_schedule, split_stages
 from panther.distributed._balancing import _times
 from panther.distributed._stage_graph import trace_stages
 from panther.errors import DistributedError, ShapeError
@@ -77,16 +78,10 @@ def data(n=8):
     return torch.randint(50, (n, 6), generator=generator), y
 
 
-def single(steps=10):
-    model, (x, y) = build(100), data()
+def single(n=8, steps=10):
+    model, (x, y) = build(100), data(n)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses, _ = take_steps(optimizer, lambda: nn.functional.mse_loss(model(x), y), steps)
     return losses, model
 
 
@@ -126,17 +121,11 @@ def test_ten_steps_are_those_of_one_process(name, world, cut):
         model = build(100 + dist.get_rank())
         stages = split_stages(model, world * per_rank, order=order, sample=x[:2], **cut)
         schedule = make_schedule(name, stages, 4, nn.MSELoss())
-        optimizer = torch.optim.SGD(schedule.parameters(), 0.1)
-        losses = []
-        for _ in range(10):
-            optimizer.zero_grad()
-            _, loss = schedule.step(x, y)
-            optimizer.step()
-            losses.append(None if loss is None else loss.item())
+        losses, _ = take_pipeline_steps(torch.optim.SGD(schedule.parameters(), 0.1), schedule, x, y)
         return losses, [{key: value.detach() for key, value in stage.submod.state_dict().items()} for stage in stages]
 
     losses, model = single()
-    results = launch(rank, nproc=world, start_method="fork")
+    results = on_ranks(rank, world)
     assert [found for found, _ in results if found[0] is not None] == [pytest.approx(losses, rel=1e-9)]
     states = [state for _, states in results for state in states]
     union = {key: value for state in states for key, value in state.items()}
@@ -192,7 +181,7 @@ def test_two_inputs_and_the_size_of_the_sample():
 
     torch.manual_seed(0)
     expected = Pair()(a, b)
-    results = launch(rank, nproc=2, start_method="fork")
+    results = on_ranks(rank)
     torch.testing.assert_close(results[1][0], expected)
     assert results[0][1] == results[1][1]
     assert results[0][1].startswith("the stages were traced with a sample of (3, 4) and (3, 4), and microbatches are")
@@ -215,7 +204,7 @@ def test_the_first_step_leaves_statistics_alone():
         same = torch.equal(plain[2].running_mean, model[2].running_mean)
         return int(model[2].num_batches_tracked), same
 
-    assert launch(rank, nproc=2, start_method="fork")[1] == (2, True)
+    assert on_ranks(rank)[1] == (2, True)
 
 
 @pytest.mark.parametrize("name", ["zero_bubble", "zbv"])
@@ -234,7 +223,7 @@ def test_stages_that_end_in_a_view(name):
 
     model = build()
     nn.functional.mse_loss(model(x), torch.ones(8, 4)).backward()
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     for key, gradient in {**first, **second}.items():
         torch.testing.assert_close(gradient, model.get_parameter(key).grad)
 
@@ -256,7 +245,7 @@ def test_times_are_measured_and_leave_the_model_as_it_was():
         assert all(parameter.grad is None for parameter in model.parameters())
         return list(stage.submod._modules)
 
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     assert first == ["0"]  # though it has as many parameters as any other
     assert second == [str(i) for i in range(1, 8)]
 
@@ -292,16 +281,8 @@ def test_several_axes_at_once(config):
         own = slice(16 // places * place, 16 // places * (place + 1))
         return [trainer.train_step((x[own], y[own]), optimizer, nn.MSELoss()) for _ in range(5)]
 
-    model = build(100)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    for found in launch(rank, nproc=4, start_method="fork"):
+    losses, _ = single(16, 5)
+    for found in on_ranks(rank, 4):
         assert found == pytest.approx(losses, rel=1e-6)
 
 
@@ -360,7 +341,7 @@ def test_what_is_refused():
             messages.append(str(caught.value))
         return messages
 
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     assert first == second
     starts = [
         "split_stages cuts an nn.Sequential, not a Model, unless it is told where: pass layers=, the name of its "

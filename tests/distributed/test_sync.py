@@ -3,19 +3,16 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import panther as pr
-from panther.distributed import CommunicationCounter, data_parallel, launch, sync_sketches, verify_sketches
+from panther.distributed import CommunicationCounter, data_parallel, sync_sketches, verify_sketches
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, SKLinear
 
 pytestmark = pytest.mark.distributed
-
-
-def on_ranks(fn, n=2):
-    return launch(fn, nproc=n, start_method="fork")
 
 
 def model(seed=None, fitted=False, **kwargs):
@@ -270,7 +267,7 @@ def test_attention_draws_alike_after_it_was_synchronised():
             model(*[torch.ones(1, 3, 16)] * 3)[0].sum().backward()
         return layer.directions.clone(), layer.get_extra_state().tolist()
 
-    (first, state), (second, other) = launch(run, nproc=2, start_method="fork")
+    (first, state), (second, other) = on_ranks(run)
     assert torch.equal(first, second)
     assert state == other
     assert state[1] > 1

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import panther
-from panther.distributed import data_parallel, launch, make_mesh, tensor_parallel, unshard_module
+from panther.distributed import data_parallel, make_mesh, tensor_parallel, unshard_module
 from panther.distributed.checkpoint import export
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKLinear
 
@@ -42,7 +43,7 @@ def test_the_plain_model_comes_back(sharded):
         return plain, out, unshard_module(model[1]).weight, torch.equal(model(tokens), out), cut
 
     single = build(100).eval()
-    for plain, out, weight, same, cut in launch(rank, nproc=4 if sharded else 2, start_method="fork"):
+    for plain, out, weight, same, cut in on_ranks(rank, 4 if sharded else 2):
         assert same  # the model is as it was
         assert cut == [name for name, _ in single.named_parameters()]
         assert [type(module) for module in plain.modules()] == [type(module) for module in single.modules()]
@@ -79,7 +80,7 @@ def test_what_is_exported_is_the_plain_model(tmp_path):
         export(model, tmp_path / "model")
         return model(x).detach()
 
-    outputs = launch(rank, nproc=2, start_method="fork")
+    outputs = on_ranks(rank)
     loaded = panther.load_compressed(tmp_path / "model", Kinds(7))
     for out in outputs:
         torch.testing.assert_close(out, loaded(x).detach())
