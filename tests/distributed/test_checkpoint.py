@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -16,7 +17,6 @@ from panther.distributed import (
     HybridParallelTrainer,
     checkpoint,
     data_parallel,
-    launch,
     make_mesh,
     split_stages,
     tensor_parallel,
@@ -131,17 +131,17 @@ LAYOUTS = {"one": 1, "ddp": 2, "zero": 2, "fsdp": 3, "tp": 2, "pp": 2, "tp x fsd
 )
 def test_saved_in_one_layout_and_trained_on_in_others(tmp_path, saved, loaded):
     expected = reference()
-    launch(save_at_three, str(tmp_path / "run"), saved, nproc=LAYOUTS[saved], start_method="fork")
+    on_ranks(save_at_three, LAYOUTS[saved], str(tmp_path / "run"), saved)
     for layout in loaded:
         layout, world = ("tp", 4) if layout == "tp4" else (layout, LAYOUTS[layout])
-        launch(go_on, str(tmp_path / "run"), layout, str(tmp_path / layout), nproc=world, start_method="fork")
+        on_ranks(go_on, world, str(tmp_path / "run"), layout, str(tmp_path / layout))
         check_export(tmp_path / layout, expected)
 
 
 def test_fitted_sketches_are_saved_whole_and_cut_again(tmp_path):
     expected = reference(fitted=True)
-    launch(save_at_three, str(tmp_path / "run"), "tp", True, nproc=2, start_method="fork")
-    launch(go_on, str(tmp_path / "run"), "fsdp", str(tmp_path / "out"), True, nproc=3, start_method="fork")
+    on_ranks(save_at_three, 2, str(tmp_path / "run"), "tp", True)
+    on_ranks(go_on, 3, str(tmp_path / "run"), "fsdp", str(tmp_path / "out"), True)
     check_export(tmp_path / "out", expected)
 
 
@@ -195,9 +195,9 @@ def test_every_rank_gets_its_own_generators_and_values_back(tmp_path):
         found = checkpoint.load(tmp_path, model).rank_extra
         return torch.rand(2).tolist(), None if found is None else found["place"].tolist()
 
-    expected = launch(run, True, nproc=2, start_method="fork")
-    assert launch(run, False, nproc=2, start_method="fork") == [(expected[0], [0, 5]), (expected[1], [1, 5])]
-    assert all(place is None for _, place in launch(run, False, nproc=3, start_method="fork"))
+    expected = on_ranks(run, 2, True)
+    assert on_ranks(run, 2, False) == [(expected[0], [0, 5]), (expected[1], [1, 5])]
+    assert all(place is None for _, place in on_ranks(run, 3, False))
 
 
 def test_values_of_all_kinds_come_back():
@@ -363,7 +363,7 @@ def test_asynchronous_checkpoints_hold_what_was_there_when_they_were_asked_for(t
         dist.all_reduce(torch.ones(3))
         return first.done(), first.result().name, second.result().name
 
-    assert launch(run, nproc=2, start_method="fork") == [(True, "step-00000001", "step-00000002")] * 2
+    assert on_ranks(run) == [(True, "step-00000001", "step-00000002")] * 2
     model = nn.Linear(40, 40)
     for step in (1, 2):
         checkpoint.load(tmp_path / f"step-0000000{step}", model)
@@ -387,7 +387,7 @@ def test_a_rank_that_cannot_write_is_named_and_earlier_checkpoints_stay(tmp_path
             messages.append(str(caught.value))
         return messages
 
-    results = launch(run, nproc=2, start_method="fork")
+    results = on_ranks(run)
     expected = "the checkpoint of step 2 is not written: rank 1: OSError: [Errno 28] No space left on device"
     assert results == [[expected] * 2] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -405,7 +405,7 @@ def test_ranks_with_what_cannot_be_stored_all_hear_of_it(tmp_path):
             checkpoint.save(tmp_path, nn.Linear(2, 2), step=1, rank_extra=print if dist.get_rank() else 1)
         return str(caught.value)
 
-    first, second = launch(run, nproc=2, start_method="fork")
+    first, second = on_ranks(run)
     assert first == second
     assert first.startswith("rank 1: rank_extra.1. is a builtin_function_or_method")
     assert not list(tmp_path.iterdir())
@@ -418,7 +418,7 @@ def test_stages_that_share_a_name_are_refused(tmp_path):
             checkpoint.save(tmp_path, [nn.Linear(2, 2)], step=1)
         return str(caught.value)
 
-    first, second = launch(run, nproc=2, start_method="fork")
+    first, second = on_ranks(run)
     assert first == second
     assert first.startswith("'bias' is another tensor on each of ranks 0, 1: stages must keep")
 
@@ -457,7 +457,7 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path, monkeypatch, 
         checkpoint.save(tmp_path, model, step=3, keep=2)
 
     with pytest.raises(DistributedError, match=f"rank {victim}"):
-        launch(run, nproc=2, start_method="fork")
+        on_ranks(run)
     assert checkpoint.load(tmp_path, nn.Linear(4, 4)).step == left
     checkpoint.save(tmp_path, nn.Linear(4, 4), step=4, keep=2)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -537,7 +537,7 @@ def test_states_of_another_shape_than_their_sharded_parameters(tmp_path):
 
     run("one", True)
     expected = run("one", False)
-    [sharded, _] = launch(run, "fsdp", False, nproc=2, start_method="fork")
+    [sharded, _] = on_ranks(run, 2, "fsdp", False)
     assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(sharded, expected, strict=True))
 
 
@@ -554,8 +554,8 @@ def test_a_hybrid_trainer_is_saved_under_the_names_of_the_whole_model(tmp_path):
         else:
             checkpoint.export(trainer.model, tmp_path / "out")
 
-    launch(train, {"pipeline_parallel_size": 2, "schedule": "interleaved"}, True, nproc=2, start_method="fork")
-    launch(train, {"tensor_parallel_size": 2}, False, nproc=2, start_method="fork")
+    on_ranks(train, 2, {"pipeline_parallel_size": 2, "schedule": "interleaved"}, True)
+    on_ranks(train, 2, {"tensor_parallel_size": 2}, False)
     check_export(tmp_path / "out", reference())
 
 
@@ -568,7 +568,7 @@ def test_ranks_must_mean_the_same_checkpoint(tmp_path):
             messages.append(str(caught.value))
         return messages
 
-    first, second = launch(run, nproc=2, start_method="fork")
+    first, second = on_ranks(run)
     assert first == second
     assert first[0] == "step is 1 on rank 0 and 2 on rank 1: pass the same on all"
     assert first[1].startswith("directory is ")

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 
 import panther as pr
@@ -18,7 +19,6 @@ from panther.distributed import (
     all_reduce,
     broadcast,
     data_parallel,
-    launch,
     make_mesh,
     make_schedule,
     reduce_scatter,
@@ -68,7 +68,7 @@ def error_of(fn):
 
 def alike(fn, nproc=2):
     """What every rank raised, the same."""
-    errors = launch(lambda: error_of(fn), nproc=nproc, start_method="fork")
+    errors = on_ranks(lambda: error_of(fn), nproc)
     assert errors == [errors[0]] * nproc
     return errors[0]
 
@@ -159,7 +159,7 @@ def test_other_seeds_and_weights_are_made_the_same():
         parallel = data_parallel(model(seed=dist.get_rank()))
         return parallel.module[0].seed, parallel.module[2].weight.sum().item()
 
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     assert first == second
 
 
@@ -220,7 +220,7 @@ def test_other_stages():
             error_of(lambda: split_stages(model(), 4 if last else 2)),
         ]
 
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     assert first == second
     assert "points=['2'] on rank 0 and ['3'] on rank 1" in first[0]
     assert "order='loop' on rank 0 and 'v' on rank 1" in first[1]
@@ -241,7 +241,7 @@ def test_other_schedules_and_batches():
             error_of(lambda: schedule.step(x[: 3 if last else 4], y[: 3 if last else 4])),
         ]
 
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     assert first == second
     assert "schedules differ between ranks: name='gpipe' on rank 0 and '1f1b' on rank 1" in first[0]
     assert "n_microbatches=2 on rank 0 and 4 on rank 1" in first[1]

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import take_pipeline_steps, take_steps, weights_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from panther.distributed import (
     AdvancedDistributedTrainer,
@@ -80,23 +80,13 @@ def plain(model, x, y, steps=5, clip=None):
     """Losses and weights of the model trained by itself."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    losses, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(model(x), y), steps, clip)
+    return losses, weights_of(model)
 
 
-def compare(named, weights):
-    for name, parameter in named:
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        expected = weights[name.removeprefix("module.")]
-        torch.testing.assert_close(whole.detach(), expected, rtol=1e-7, atol=1e-9)
+def compare(found, weights, rtol=1e-7, atol=1e-9):
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, weights[name], rtol=rtol, atol=atol)
 
 
 def test_the_group_is_of_nccl(device):
@@ -111,15 +101,9 @@ def test_data_parallel(device, strategy, fitted):
     losses, weights = plain(model, x, y)
     parallel = data_parallel(model, strategy=strategy)
     optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
-    found = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(parallel(x), y)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
+    found, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(parallel(x), y), 5)
     assert found == pytest.approx(losses, rel=1e-9)
-    compare(parallel.named_parameters(), weights)
+    compare(weights_of(parallel), weights)
     verify_sketches(parallel)
 
 
@@ -127,14 +111,8 @@ def test_data_parallel(device, strategy, fitted):
 def test_gradients_that_travel_in_other_forms(device, hook):
     model, (x, y) = network(device).float(), data(device)
     parallel = data_parallel(model, comm_hook=hook)
-    losses = []
     optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(parallel(x.float()), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(parallel(x.float()), y), 12)
     expected, _ = plain(network(device).float(), x.float(), y, steps=12)
     assert losses == pytest.approx(expected, rel=2e-2)
 
@@ -154,15 +132,9 @@ def test_tensor_parallel(device):
     losses, weights = plain(model, x, y)
     tensor_parallel(model, make_mesh(tp=1)["tp"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
+    found, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(model(x), y), 5)
     assert found == pytest.approx(losses, rel=1e-9)
-    compare(model.named_parameters(), weights)
+    compare(weights_of(model), weights)
 
 
 def test_a_layer_cut_over_ranks(device):
@@ -180,15 +152,9 @@ def test_pipelines(device, name, n, cut):
     sample = {"sample": x[:3]} if cut else {}
     stages = split_stages(model, n, order="v" if name == "zbv" else "loop", **cut, **sample)
     schedule = make_schedule(name, stages, 4, nn.CrossEntropyLoss())
-    optimizer = torch.optim.SGD(schedule.parameters(), 0.1)
-    found = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        _, loss = schedule.step(x, y)
-        optimizer.step()
-        found.append(loss.item())
+    found, _ = take_pipeline_steps(torch.optim.SGD(schedule.parameters(), 0.1), schedule, x, y, 5)
     assert found == pytest.approx(losses, rel=1e-9)
-    compare((item for stage in stages for item in stage.submod.named_parameters()), weights)
+    compare(weights_of(*(stage.submod for stage in stages)), weights)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "replicate"])
@@ -199,9 +165,7 @@ def test_hybrid(device, strategy):
     optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
     found = [trainer.train_step((x, y), optimizer, nn.CrossEntropyLoss()) for _ in range(5)]
     assert found == pytest.approx(losses, rel=1e-5)
-    for name, parameter in trainer.model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        torch.testing.assert_close(whole.detach(), weights[name.removeprefix("module.")], rtol=1e-5, atol=1e-7)
+    compare(weights_of(trainer.model), weights, rtol=1e-5, atol=1e-7)
 
 
 def test_the_guide_s_trainer(device):

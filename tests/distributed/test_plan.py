@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring import storages, train
+from ranks import on_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from panther.distributed import launch
 from panther.distributed._orders import STAGES_A_RANK, order_of
 from panther.distributed.cluster import ClusterSpec
 from panther.distributed.cost_model import Layout, estimate
@@ -104,7 +104,7 @@ def compare(kind, world, layout):
         x, target = batch_of(kind, BATCH // (axes.dp * axes.replicate))
         return train(applied, x, target, loss_fn)
 
-    results = launch(rank, nproc=world, start_method="fork")
+    results = on_ranks(rank, world)
     sent = []
     for number, measured in enumerate(results):
         parts = predicted.stages[number // axes.tp % axes.pp].parts()
