@@ -27,7 +27,7 @@ from panther.cli._digits import build
 from panther.distributed import checkpoint, data_parallel, get_rank, get_world_size, launch
 from panther.train import Callback, TrainConfig, Trainer
 
-CASES = {"1 ms": (64, 3, 16, 100), "5 ms": (256, 4, 32, 40), "20 ms": (768, 4, 32, 10)}
+CASES = {"1 ms": (64, 3, 16, 100), "5 ms": (256, 4, 32, 40), "20 ms": (768, 4, 32, 10), "50 ms": (1024, 4, 96, 2)}
 """Width, layers and batch of a perceptron, and the steps of a turn."""
 _HAND, _AGAIN = "loop by hand", "the same again"
 _CLASSES, _SAMPLES = 10, 4096
