@@ -1,5 +1,6 @@
 """Work on several ranks, and steps of training whose losses and weights are compared with those of one process."""
 
+import torch._dynamo  # noqa: F401 (the first optimizer imports it, and else that of every forked process does)
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -94,7 +94,7 @@ def train(model, x, steps=10):
     return *take_steps(optimizer, lambda: model(x).square().mean(), steps, clip=0.5), weights_of(model)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ten_steps_with_redrawn_features(dp):
     """Over dp = 2 the mean loss over halves of a batch of equal halves is that of the batch."""
     x = torch.randn(2, 6, 24, generator=torch.Generator().manual_seed(0)).double().repeat(2, 1, 1)

@@ -120,10 +120,10 @@ LAYOUTS = {"one": 1, "ddp": 2, "zero": 2, "fsdp": 3, "tp": 2, "pp": 2, "tp x fsd
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("one", ["one", "tp", "fsdp"]),
+        pytest.param("one", ["one", "tp", "fsdp"], marks=pytest.mark.slow),
         ("ddp", ["one", "zero", "pp"]),
-        ("zero", ["ddp", "fsdp"]),
-        ("fsdp", ["ddp", "tp", "pp"]),
+        pytest.param("zero", ["ddp", "tp", "fsdp"], marks=pytest.mark.slow),
+        pytest.param("fsdp", ["ddp", "tp", "pp"], marks=pytest.mark.slow),
         ("tp", ["one", "fsdp", "pp"]),
         ("pp", ["ddp", "tp", "fsdp"]),
         ("tp x fsdp", ["one", "tp4", "pp", "fsdp"]),

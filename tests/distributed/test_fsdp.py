@@ -55,8 +55,17 @@ def slice_of(rank, n, total=12):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "replicate"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize(
+    ("n", "fitted"),
+    [
+        (1, False),
+        (2, False),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        (1, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        (3, True),
+    ],
+)
 def test_ten_steps_are_those_of_one_process(strategy, n, fitted):
     x, y = data()
 
@@ -97,7 +106,7 @@ def test_copies_of_shards():
             torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "replicate"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_with_layers_cut_over_ranks(strategy):
     """dp = 2 by tp = 2, with gradient clipping over both."""
     x, y = data()

@@ -321,6 +321,7 @@ MP_SPAWN = """
 """
 
 
+@pytest.mark.slow
 def test_mp_spawn_twice_and_after_a_crash(tmp_path):
     done = script(tmp_path, MP_SPAWN)
     assert done.stdout.split() == ["ProcessExitedException", "done"], done.stderr

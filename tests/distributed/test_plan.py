@@ -125,7 +125,7 @@ def compare(kind, world, layout):
         ("perceptron", 2, "tp=2"),
         ("perceptron", 2, "pp=2 interleaved m=4"),
         ("perceptron", 4, "replicate=2, dp=2 fsdp"),
-        ("perceptron", 4, "dp=2 fsdp, tp=2"),
+        pytest.param("perceptron", 4, "dp=2 fsdp, tp=2", marks=pytest.mark.slow),
         ("perceptron", 4, "dp=2 replicate, tp=2"),
         ("perceptron", 4, "dp=2 fsdp, pp=2 1f1b m=2"),
         ("transformer", 2, "dp=2 fsdp"),

@@ -100,7 +100,7 @@ POINTS = ["decoder.layers.1", "decoder.layers.2.norm", "decoder.norm"]
 @pytest.mark.parametrize(
     ("name", "world", "cut"),
     [
-        ("1f1b", 2, {"layers": "decoder.layers", "balance": "time"}),
+        pytest.param("1f1b", 2, {"layers": "decoder.layers", "balance": "time"}, marks=pytest.mark.slow),
         ("zbv", 2, {"layers": "decoder.layers"}),
         pytest.param("zero_bubble", 2, {"points": POINTS}, marks=pytest.mark.slow),
         pytest.param("gpipe", 4, {"points": POINTS}, marks=pytest.mark.slow),
@@ -259,7 +259,7 @@ def test_times_of_a_traced_model_have_a_place_for_every_segment():
 @pytest.mark.parametrize(
     "config",
     [
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"data_parallel": "replicate", "schedule": "zbv"}, marks=pytest.mark.slow),
     ],
