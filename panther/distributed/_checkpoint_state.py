@@ -10,6 +10,7 @@ __all__ = [
 ]  # fmt: skip
 
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate
 
 from panther.distributed.stages import StageModules
@@ -90,7 +90,13 @@ def _named_parameters(parts: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that has the state: of this rank's share, where the states are shared out."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return optimizer.optim if _shared_out(optimizer) else optimizer  # type: ignore[attr-defined]
+
+
+def _shared_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer, whose module compiles old functions and warns of it when imported."""
+    module = sys.modules.get("torch.distributed.optim")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _names_of(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[str]:
@@ -210,7 +216,7 @@ def fill_optimizer(
             group.update({key: decode(value, loaded) for key, value in chosen[0].items()})
     whole["state"] = dict(sorted(states.items()))
     inner.load_state_dict(whole)
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if _shared_out(optimizer):
         optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -256,6 +255,13 @@ def _named(engine: Engine) -> dict[str, nn.Parameter]:
     return named
 
 
+def _shared_out(parameters: Any, kind: Any, **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer whose states are shared out over the ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles old functions, which takes a while
+
+    return ZeroRedundancyOptimizer(parameters, kind, **settings)
+
+
 def _recipe(optimizer: Optimizer, model: nn.Module) -> Callable[[dict[str, nn.Parameter], bool, float | None], Any]:
     """How to make the optimizer once the model is spread: its parameters may be other objects by then."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -264,12 +270,12 @@ def _recipe(optimizer: Optimizer, model: nn.Module) -> Callable[[dict[str, nn.Pa
             trained = [parameter for parameter in named.values() if parameter.requires_grad]
             if optimizer is not None:
                 if shared:
-                    return _at_rate(ZeroRedundancyOptimizer(trained, optimizer), rate)  # type: ignore[arg-type]
+                    return _at_rate(_shared_out(trained, optimizer), rate)
                 made = optimizer(trained)
                 return _at_rate(made, rate)
             rate = rate or _DEFAULT_RATE
             if shared:
-                return ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=rate)
+                return _shared_out(trained, torch.optim.AdamW, lr=rate)
             return torch.optim.AdamW(trained, rate)
 
         return fresh
@@ -292,7 +298,7 @@ def _recipe(optimizer: Optimizer, model: nn.Module) -> Callable[[dict[str, nn.Pa
         kind = type(optimizer)
         defaults = {key: value for key, value in optimizer.defaults.items()}
         if shared:
-            return _at_rate(ZeroRedundancyOptimizer(rebuilt, kind, **defaults), rate)
+            return _at_rate(_shared_out(rebuilt, kind, **defaults), rate)
         if all(any(p is q for q in named.values()) for g in optimizer.param_groups for p in g["params"]):
             return _at_rate(optimizer, rate)
         return _at_rate(kind(rebuilt, **defaults), rate)
