@@ -295,19 +295,13 @@ def _endpoint(args: argparse.Namespace, placed: bool) -> str:
         )
     try:
         host, port = parse_rendezvous_endpoint(endpoint, 0)
+        host.encode("idna")  # as what looks names up does, which has no sentence for what it cannot encode
     except ValueError:
         port = 0
     if not port:
         raise DistributedError(
             f"--rdzv-endpoint {endpoint} must be HOST:PORT with a port from 1 to 65535, the same on every node"
         )
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
-        raise DistributedError(
-            f"the host of --rdzv-endpoint {endpoint} cannot be resolved ({error.strerror}): use the name or address of "
-            "node 0"
-        ) from None
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

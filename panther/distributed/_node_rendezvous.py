@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from panther.distributed._stores import _listens
 from panther.errors import DistributedError
 
 _POLL_S = 0.2
+_NAME_POLL_S = 1.0
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -76,17 +78,25 @@ class LoopbackRendezvous(RendezvousHandler):
 class NodeRendezvous(RendezvousHandler):
     """torch's c10d rendezvous, with the nodes numbered as the user says and its failures in one sentence."""
 
-    def __init__(self, parameters: RendezvousParameters, node_rank: int | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        node_rank: int | None,
+        timeout_s: float,
+        say: Callable[[str], None],
+    ) -> None:
         """Connect, which waits for the node that hosts the store."""
         self._endpoint, self._node_rank, self._timeout_s = parameters.endpoint, node_rank, timeout_s
         host, port = parse_rendezvous_endpoint(self._endpoint, 0)
+        deadline = time.monotonic() + timeout_s
+        _await_name(host, port, deadline, timeout_s, say)
         hosts = _matches_machine_hostname(host) if node_rank is None else node_rank == 0
         if node_rank is not None:
             parameters.config["is_host"] = str(hosts)
         if hosts and node_rank is not None:
             _check_port(host, port)
         elif not hosts:
-            _await_host(host, port, timeout_s)
+            _await_host(host, port, deadline, timeout_s)
         try:
             backend, store = create_backend(parameters)
             self._handler = create_handler(store, backend, parameters)
@@ -165,9 +175,27 @@ def _check_port(host: str, port: int) -> None:
         ) from None
 
 
-def _await_host(host: str, port: int, timeout_s: float) -> None:
+def _await_name(host: str, port: int, deadline: float, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Wait for the name of node 0, which Kubernetes and compose make known only once it has an address."""
+    said = False
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise DistributedError(
+                    f"the host {host} of --rdzv-endpoint could not be resolved within {timeout_s:g} s "
+                    f"({error.strerror}): use the name or address of node 0, and start it"
+                ) from None
+            if not said:
+                say(f"the host {host} cannot be resolved yet ({error.strerror}); trying for {timeout_s:g} s")
+                said = True
+        time.sleep(_NAME_POLL_S)
+
+
+def _await_host(host: str, port: int, deadline: float, timeout_s: float) -> None:
     """Wait for node 0, whose store torch's client would look for with a C++ stack for each attempt."""
-    deadline = time.monotonic() + timeout_s
     while not _listens(host, port):
         if time.monotonic() > deadline:
             raise DistributedError(

@@ -76,7 +76,7 @@ def _agent(job: Job, say: Callable[[str], None]) -> ScriptAgent:
     elif not config.rdzv_endpoint:
         handler = LoopbackRendezvous()
     else:
-        handler = NodeRendezvous(parameters, job.node_rank, parameters.get_as_int("join_timeout", 600) or 600)
+        handler = NodeRendezvous(parameters, job.node_rank, parameters.get_as_int("join_timeout", 600) or 600, say)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,

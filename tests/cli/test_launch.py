@@ -308,7 +308,7 @@ def test_python_call_raises_keyboard_interrupt_and_puts_handlers_back(script):
         (["work.py", "--nnodes", "2", "--rdzv-endpoint", "a b:1"], "--rdzv-endpoint a b:1 must be HOST:PORT"),
         (["work.py", "--nnodes", "2", "--rdzv-endpoint", "here"], "must be HOST:PORT with a port from 1 to 65535"),
         (["work.py", "--nnodes", "2", "--rdzv-endpoint", "here:99999"], "must be HOST:PORT with a port from 1"),
-        (["work.py", "--nnodes", "2", "--rdzv-endpoint", "no.host.invalid:1"], "cannot be resolved"),
+        (["work.py", "--nnodes", "2", "--rdzv-endpoint", "a..b:1"], "--rdzv-endpoint a..b:1 must be HOST:PORT"),
         (["work.py", "--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--node-rank", "2"], "[0, --nnodes) = [0, 2)"),
         (["--log-dir", "work.py/logs", "work.py"], "the folder work.py/logs for logs cannot be written to"),
         (["--tee", "9", "work.py"], "torchrun's options make no sense together: 9 does not match"),
@@ -358,6 +358,46 @@ def test_missing_first_node(script, free_port, capfd):
     assert (
         f"nobody listened at 127.0.0.1:{free_port} within 1 s: start the launcher of node 0" in capfd.readouterr().err
     )
+
+
+@pytest.fixture
+def resolver(monkeypatch):
+    """A name server that knows node0 after some questions, and a clock that goes on when somebody sleeps."""
+    known, clock = {"after": 3}, [0.0]
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host, port, *args, **kwargs):
+        if host != "node0":
+            return resolve(host, port, *args, **kwargs)
+        known["after"] -= 1
+        if known["after"] >= 0:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", port, *args, **kwargs)
+
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("panther.distributed._node_rendezvous.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("panther.distributed._node_rendezvous.time.sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    return known
+
+
+def test_the_name_of_the_first_node_may_come_later(script, resolver, free_port, capfd):
+    options = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=join_timeout=10", f"--rdzv-endpoint=node0:{free_port}"]
+    assert main(["launch", *options, script("")]) == 1
+    err = capfd.readouterr().err
+    assert err.count("the host node0 cannot be resolved yet (Name or service not known); trying for 10 s\n") == 1
+    assert f"nobody listened at node0:{free_port} within 10 s: start the launcher of node 0" in err
+
+
+def test_a_name_that_nobody_knows_is_said_after_the_timeout(script, resolver, capfd):
+    resolver["after"] = 100
+    options = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=join_timeout=10", "--rdzv-endpoint=node0:29500"]
+    assert main(["launch", *options, script("")]) == 1
+    assert (
+        "panther: error: the host node0 of --rdzv-endpoint could not be resolved within 10 s (Name or service not "
+        "known): use the name or address of node 0, and start it\n"
+    ) in capfd.readouterr().err
+    assert resolver["after"] == 100 - 11  # once a second
+    assert not Path("panther-logs").exists()
 
 
 # Nodes
