@@ -15,12 +15,17 @@ from panther.errors import PantherError
 
 _PATTERNS = {
     "name": (r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", "lower-case letters, digits and dashes, at most 52"),
-    "time": (r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", "Slurm's form: minutes, HH:MM:SS or D-HH:MM:SS"),
+    "time": (
+        r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}",
+        "Slurm's form: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
+    ),
     "memory": (r"\d+[KMGT]", "a whole number and K, M, G or T, as in 64G"),
     "partition": (r"[\w.,-]+", "names of letters, digits, dots and dashes"),
     "image": (r"[\w./:@-]+", "a container image, as in registry/name:tag"),
     "volume": (r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[\w./-]+", "a claim and a path in the container, as in runs:/runs"),
 }
+_TO_LEAVE_S = 30  # on top of the grace, for the processes to end and the job to be queued again
+_LONGEST_NOTICE_S = 65535  # of sbatch's --signal
 _LEAST = {"nodes": 1, "nproc_per_node": 1, "gpus_per_node": 0, "cpus_per_node": 1, "max_restarts": 0, "grace": 1}
 
 
@@ -139,7 +144,23 @@ class JobConfig:
 
 
 def slurm(job: JobConfig) -> str:
-    """An sbatch script: one launcher on each node, with time to save and a requeue before the time limit."""
+    """An sbatch script: one launcher on each node, with time to save and a requeue before the time limit.
+
+    Raises:
+        PantherError: If the signal before the time limit would come before the start, or Slurm cannot send it so early.
+    """
+    notice = job.grace + _TO_LEAVE_S
+    if notice > _LONGEST_NOTICE_S:
+        raise PantherError(
+            f"--grace {job.grace} must be at most {_LONGEST_NOTICE_S - _TO_LEAVE_S}: Slurm's signal comes at most "
+            f"{_LONGEST_NOTICE_S} s before the time limit, and {_TO_LEAVE_S} s are for leaving"
+        )
+    limit = 0 if job.time is None else _seconds(job.time)
+    if 0 < limit <= notice:  # Slurm takes 0 for no limit
+        raise PantherError(
+            f"--time {job.time} is {limit} s and must be more than --grace {job.grace} and {_TO_LEAVE_S} s for "
+            f"leaving, {notice} s in all: give a longer --time, or a shorter --grace"
+        )
     directives: list[tuple[str, Any]] = [
         ("job-name", job.name),
         ("nodes", job.nodes),
@@ -152,7 +173,7 @@ def slurm(job: JobConfig) -> str:
         ("output", "%x-%j.out"),
         ("open-mode", "append"),
         ("requeue", ""),
-        ("signal", f"B:USR1@{job.grace + 30}"),
+        ("signal", f"B:USR1@{notice}"),
     ]
     head = [f"#SBATCH --{name}={value}".rstrip("=") for name, value in directives if value is not None]
     words = [shlex.quote(word) for word in job.arguments("HEAD_NODE", None)]
@@ -205,6 +226,14 @@ def slurm(job: JobConfig) -> str:
             "",
         ]
     )
+
+
+def _seconds(time: str) -> int:
+    """A time limit as Slurm reads it: two numbers are minutes and seconds, but hours and minutes after days."""
+    days, _, rest = time.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(numbers, units, strict=False))
 
 
 def torchrun(job: JobConfig) -> str:

@@ -3,6 +3,7 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from panther.cli._launch_files import JobConfig, slurm, torchrun
     from panther.cli._launch_yaml import compose, job, pytorchjob
 
-    values = _read(args.config) if args.config else {}
+    values = _read(args) if args.config else {}
     values |= {name: value for name in (*_LISTED, "module", "script") if (value := getattr(args, name)) is not None}
     if args.args:
         values["args"] = args.args
@@ -103,31 +104,40 @@ def run(args: argparse.Namespace) -> int:
         "compose": {"compose.yaml": compose},
     }
     writers = kinds[args.kind]
+    texts = {name: write(config) for name, write in writers.items()}
     folder = writable(args.out)
-    there = [name for name in writers if (folder / name).exists()]
+    there = [name for name in texts if (folder / name).exists()]
     if there and not args.force:
         raise PantherError(f"{', '.join(there)} in {folder} would be overwritten: add --force, or give another --out")
-    for name, write in writers.items():
-        text = write(config)
+    for name, text in texts.items():
         path = folder / name
         path.write_text(text)
         print(f"{path}: {next(line for line in text.splitlines() if 'panther init. ' in line).partition('init. ')[2]}")
+    if args.kind == "slurm" and config.cpus_per_node is None:
+        several = f" for its {config.processes} processes" if config.processes > 1 else ""
+        print(
+            "panther: note: slurm.sbatch asks for no cores, and Slurm then gives what the cluster is set to, usually "
+            f"one core on each node{several}: add --cpus-per-node N",
+            file=sys.stderr,
+        )
     return 0
 
 
-def _read(file: str) -> dict[str, Any]:
+def _read(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import fields
 
     from panther.cli._launch_files import JobConfig
 
+    file = args.config
     try:
         with Path(file).open("rb") as stream:
             content = tomllib.load(stream)
     except OSError as error:
         raise PantherError(f"--config {file} cannot be read ({error.strerror})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PantherError(f"--config {file} is not TOML: {error}") from None
-    trains = any("model" in part for part in (content, content.get("train")) if isinstance(part, dict))
+    settings = {key for part in (content, content.get("train")) if isinstance(part, dict) for key in part}
+    trains = "model" in settings
     table = content.get("launch", {} if trains else None)
     if not isinstance(table, dict):
         raise PantherError(f'--config {file} has no table [launch]: begin with [launch] and script = "train.py"')
@@ -137,8 +147,30 @@ def _read(file: str) -> dict[str, Any]:
         raise PantherError(
             f"--config {file} has {', '.join(unknown)} in [launch], and known are {', '.join(sorted(known))}"
         )
+    if args.script is not None and (trains or "script" in table):  # whose module and args are not of this script
+        return {key: value for key, value in table.items() if key not in ("script", "module", "args")}
     if trains and "script" not in table:
         more = table.get("args", [])
-        args = ["train", "--config", file, *more] if isinstance(more, list) else more  # what is no list is refused
-        table = table | {"script": "panther", "module": True, "args": args}
+        if not isinstance(more, list):
+            return table | {"script": "panther"}  # which is refused, with its reason
+        if "data" not in settings and not any(str(part).startswith("data=") for part in more):
+            raise PantherError(
+                f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a '
+                "script"
+            )
+        table = table | {"script": "panther", "module": True, "args": ["train", "--config", _path_there(args), *more]}
     return table
+
+
+def _path_there(args: argparse.Namespace) -> str:
+    """The path of --config where the job runs: containers of compose have nothing but the folder of their file."""
+    if args.kind != "compose":
+        return str(args.config)
+    path, folder = Path(args.config).resolve(), Path(args.out).resolve()
+    if not path.is_relative_to(folder):
+        away = ", or leave --out away" if path.is_relative_to(Path.cwd()) else ""
+        raise PantherError(
+            f"--config {args.config} is not below --out {args.out}, of which alone the containers know: keep the "
+            f"configuration in the folder that --out names{away}"
+        )
+    return path.relative_to(folder).as_posix()

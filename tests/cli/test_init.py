@@ -14,6 +14,8 @@ import yaml
 from launchers import Launcher
 
 from panther.cli import main
+from panther.cli._launch_files import JobConfig, _seconds, slurm
+from panther.errors import PantherError
 
 ARGUMENTS = ["--lr", "1", "two words", "$HOME $(ls) `ls` ${local_rank}", "it's", '"quoted"', "a;b", "*", "#x", "é"]
 
@@ -338,6 +340,80 @@ def test_one_file_says_what_to_train_and_on_what(capsys):
     assert [path.name for path in Path("kept").glob("step-*")] == ["step-00000004"]
 
 
+def test_a_script_on_the_command_line_wins():
+    both = '[launch]\nscript = "package.first"\nmodule = true\nargs = ["--old"]\nnodes = 2\n'
+    for text in ('model = "mine:net"\n[launch]\nargs = ["epochs=2"]\nnodes = 2\n', both):
+        Path("job.toml").write_text(text)
+        init("slurm", "--config=job.toml", "--force", script="other.py")
+        text = Path("slurm.sbatch").read_text()
+        assert text.partition("arguments=(")[2].partition("\n)")[0].endswith("\n    other.py")
+        assert "--module" not in text
+        assert "#SBATCH --nodes=2\n" in text
+    Path("job.toml").write_text('[launch]\nargs = ["--lr", "1"]\n')
+    init("slurm", "--config=job.toml", "--force", script="other.py")
+    assert "    other.py\n    --lr\n    1\n)" in Path("slurm.sbatch").read_text()
+
+
+TRAINS = 'model = "mine:net"\ndata = "mine:data"\n[launch]\nimage = "x"\n'
+
+
+def test_containers_find_the_configuration():
+    Path("files/below").mkdir(parents=True)
+    Path("files/below/job.toml").write_text(TRAINS)
+    paths = {
+        ("files/below/job.toml", "."): "files/below/job.toml",
+        ("files/below/job.toml", "files"): "below/job.toml",
+        (str(Path("files/below/job.toml").absolute()), "files/below"): "job.toml",
+    }
+    for (config, out), expected in paths.items():
+        assert main(["init", "compose", f"--config={config}", f"--out={out}"]) == 0
+        services = yaml.safe_load(Path(out, "compose.yaml").read_text())["services"]
+        for service in services.values():
+            assert service["command"][-3:] == ["train", "--config", expected]
+
+
+def test_containers_would_not_find_the_configuration(capsys, monkeypatch):
+    Path("job.toml").write_text(TRAINS)
+    rule = "of which alone the containers know: keep the configuration in the folder that --out names"
+    assert main(["init", "compose", "--config=job.toml", "--out=files"]) == 1
+    message = f"--config job.toml is not below --out files, {rule}, or leave --out away\n"
+    assert capsys.readouterr().err == f"panther: error: {message}"
+    assert not Path("files").exists()
+    assert main(["init", "slurm", "--config=job.toml", "--out=files"]) == 0
+    assert "    --config\n    job.toml\n" in Path("files/slurm.sbatch").read_text()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["init", "compose", "--config=../job.toml"]) == 1
+    assert capsys.readouterr().err.endswith(f"--config ../job.toml is not below --out ., {rule}\n")
+
+
+def test_slurm_without_cores_is_noted(capsys):
+    init("slurm", "--gpus-per-node=8")
+    assert capsys.readouterr().err == (
+        "panther: note: slurm.sbatch asks for no cores, and Slurm then gives what the cluster is set to, usually one "
+        "core on each node for its 8 processes: add --cpus-per-node N\n"
+    )
+    init("slurm", "--gpus-per-node=8", "--cpus-per-node=64", "--force")
+    init("torchrun")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("30", 1800), ("30:10", 1810), ("1:30:10", 5410), ("2-3", 183600), ("2-3:10", 184200), ("2-3:10:05", 184205)],
+)
+def test_times_are_read_as_slurm_does(time, seconds):
+    assert _seconds(time) == seconds
+
+
+def test_slurm_needs_time_to_save():
+    for enough in ("2:31", "0"):
+        assert "USR1@150\n" in slurm(JobConfig(script="t.py", time=enough))
+    with pytest.raises(PantherError, match="--time 2:30 is 150 s and must be more than --grace 120 and 30 s"):
+        slurm(JobConfig(script="t.py", time="2:30"))
+    assert "USR1@65535\n" in slurm(JobConfig(script="t.py", time="2-0", grace=65505))
+
+
 def test_nothing_is_overwritten_without_force(capsys):
     init("torchrun")
     before = Path("torchrun.sh").read_text()
@@ -357,6 +433,8 @@ def test_nothing_is_overwritten_without_force(capsys):
         (["slurm", "--nodes", "0", "t.py"], "--nodes 0 must be at least 1"),
         (["slurm", "--time", "soon", "t.py"], "--time 'soon' must be Slurm's form"),
         (["slurm", "--time", "1:00\n#SBATCH --wrap=x", "t.py"], "must be Slurm's form"),
+        (["slurm", "--time", "2", "t.py"], "--time 2 is 120 s and must be more than --grace 120 and 30 s for leaving"),
+        (["slurm", "--grace", "65506", "t.py"], "--grace 65506 must be at most 65505: Slurm's signal comes at most"),
         (["slurm", "--memory", "64 GB", "t.py"], "--memory '64 GB' must be a whole number and K, M, G or T"),
         (["slurm", "--partition", "a b", "t.py"], "--partition 'a b' must be names"),
         (["slurm", "--name", "My_Job", "t.py"], "--name 'My_Job' must be lower-case letters"),
@@ -364,6 +442,11 @@ def test_nothing_is_overwritten_without_force(capsys):
         (["slurm", "--backend", "mpi", "t.py"], "--backend mpi must be gloo or nccl"),
         (["slurm", "--config", "no.toml"], "--config no.toml cannot be read (No such file or directory)"),
         (["slurm", "--config", "bad.toml"], "--config bad.toml is not TOML"),
+        (
+            ["slurm", "--config", "binary.toml"],
+            "--config binary.toml is not TOML: 'utf-8' codec can't decode byte 0xff",
+        ),
+        (["slurm", "--config", "no-data.toml"], "--config no-data.toml has a model and no data: add data ="),
         (["slurm", "--config", "empty.toml"], "--config empty.toml has no table [launch]"),
         (["slurm", "--config", "unknown.toml"], "--config unknown.toml has node in [launch], and known are args,"),
         (["slurm", "--config", "types.toml"], "--nodes 'two' must be int"),
@@ -375,6 +458,8 @@ def test_nothing_is_overwritten_without_force(capsys):
 def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     head = '[launch]\nscript = "t.py"\n'
     Path("bad.toml").write_text("[launch")
+    Path("binary.toml").write_bytes(b"\xff\xfe")
+    Path("no-data.toml").write_text('model = "a:b"\n')
     Path("empty.toml").write_text("")
     Path("unknown.toml").write_text(f"{head}node = 2\n")
     Path("types.toml").write_text(f'{head}nodes = "two"\n')
