@@ -28,10 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="panther", description="Sketched layers for PyTorch.")
     parser.add_argument("--version", action="version", version=f"panther {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for command in (advise, compress, demo, doctor, init, launch, profile, simulate, train):
         command.add_parser(commands)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "train" and all("=" in text and not text.startswith("-") for text in rest):
+        args.settings += rest  # argparse takes no more of them once an option came between
+    elif rest:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         code = args.run(args)
         sys.stdout.flush()

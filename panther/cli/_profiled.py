@@ -5,7 +5,7 @@ Communication is every collective that the profiler saw: on the CPU from the cal
 was under way, over the whole.
 """
 
-__all__ = ["Profile", "TooFewSteps", "overlap", "profile_script", "run_script", "union"]
+__all__ = ["NoModule", "Profile", "Run", "overlap", "profile_script", "run_script", "union"]
 
 import os
 import runpy
@@ -44,8 +44,22 @@ class Profile:
     """Optimizer steps recorded; None is the whole script."""
 
 
-class TooFewSteps(Exception):  # noqa: N818 - made into a PantherError by the command, which knows the options
-    """The script ended before the first step to record."""
+@dataclass(frozen=True)
+class Run:
+    """How a recorded script ended."""
+
+    profile: Profile | None
+    """None if it ended before there was anything to record."""
+    steps: int
+    """Optimizer steps that it made."""
+    code: int
+    """Its exit code."""
+    error: BaseException | None
+    """What it raised, but for SystemExit."""
+
+
+class NoModule(Exception):  # noqa: N818 - made into a PantherError by the command
+    """There is no module of this name that can be run."""
 
 
 def union(ranges: Iterable[tuple[float, float]]) -> Ranges:
@@ -82,24 +96,28 @@ def overlap(first: Ranges, second: Ranges) -> float:
     return total
 
 
-def profile_script(
-    script: str, args: list[str], *, module: bool, steps: int | None, skip: int, trace: Path
-) -> tuple[Profile, int]:
-    """Run a script in this process, write a Chrome trace, and return the summary and the script's exit code.
+def profile_script(script: str, args: list[str], *, module: bool, steps: int | None, skip: int, trace: Path) -> Run:
+    """Run a script in this process, and write a Chrome trace of what was recorded, also if the script failed.
 
     Raises:
-        TooFewSteps: If the script ends before there is anything to record.
+        NoModule: If there is none to run.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on the terminal that it starts and stops
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     recorder = _Recorder(profile(activities=activities), steps, skip)
+    code, raised = 1, None
     with recorder:
-        code = run_script(script, args, module)
+        try:
+            code = run_script(script, args, module)
+        except NoModule:
+            raise
+        except BaseException as error:  # let through by the command, once what was recorded is shown
+            raised = error
     if not recorder.started or (steps is not None and recorder.count <= skip):
-        raise TooFewSteps(recorder.count)
+        return Run(None, recorder.count, code, raised)
     recorder.profiler.export_chrome_trace(str(trace))
-    return _summarise(recorder, on_gpu), code
+    return Run(_summarise(recorder, on_gpu), recorder.count, code, raised)
 
 
 class _Recorder:
@@ -150,7 +168,11 @@ class _Recorder:
 
 
 def run_script(script: str, args: list[str], module: bool) -> int:
-    """Run a script in this process, with the arguments and the search path that Python would give it; its exit code."""
+    """Run a script in this process, with the arguments and the search path that Python would give it; its exit code.
+
+    Raises:
+        NoModule: If there is none to run.
+    """
     before = sys.argv, list(sys.path)
     sys.argv = [script, *args]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
@@ -163,9 +185,21 @@ def run_script(script: str, args: list[str], module: bool) -> int:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except ImportError as error:
+        if module and _from_runpy(error):
+            raise NoModule(f"the module {script} cannot be run: {error}") from None
+        raise
     finally:
         sys.argv, sys.path[:] = before
     return 0
+
+
+def _from_runpy(error: BaseException) -> bool:
+    """Whether it was raised by what looks for the module, not by the module."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__") == "runpy"
 
 
 def _summarise(recorder: _Recorder, on_gpu: bool) -> Profile:

@@ -27,6 +27,7 @@ _SIZES = {
 }
 _VOCABULARY, _SEQUENCE = 50257, 2048
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SHOWN = 10
 _DEVICES = ("h100-80gb", "a100-80gb", "h200", "cpu")
 
 
@@ -74,8 +75,14 @@ def run(args: argparse.Namespace) -> int:
         raise
     except ValueError as error:
         raise PantherError(str(error)) from error
-    print(json.dumps(plan.to_dict(), indent=2) if args.json else plan)
+    print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
     return 0
+
+
+def _text(plan: Any) -> str:
+    left = len(plan.options) - _SHOWN
+    more = [f"{left} more options are not shown: --json prints all"] if left > 0 else []
+    return "\n".join([plan.table(_SHOWN), "", plan.explain(_SHOWN), *more, *plan.notes])
 
 
 def _stats(args: argparse.Namespace) -> Any:

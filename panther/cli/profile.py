@@ -50,23 +50,31 @@ def run(args: argparse.Namespace) -> int:
         return _launch(args)
     if args.backend is not None:
         os.environ.setdefault("PANTHER_BACKEND", args.backend)
-    if os.environ.get("RANK", "0") != "0":
-        return _run_only(args)
-    from panther.cli._profiled import TooFewSteps, profile_script
+    from panther.cli._profiled import NoModule
+
+    try:
+        return _run_only(args) if os.environ.get("RANK", "0") != "0" else _record(args, trace)
+    except NoModule as error:
+        raise PantherError(f"{error}: correct its name") from None
+
+
+def _record(args: argparse.Namespace, trace: Path) -> int:
+    """Show and write what was recorded, however the script ended, which is then told as without the profiler."""
+    from panther.cli._profiled import profile_script
 
     skip = 0 if args.steps is None else 1 if args.skip is None else args.skip
-    try:
-        profile, code = profile_script(
-            args.script, args.args, module=args.module, steps=args.steps, skip=skip, trace=trace
-        )
-    except TooFewSteps as error:
+    ran = profile_script(args.script, args.args, module=args.module, steps=args.steps, skip=skip, trace=trace)
+    if ran.profile is not None:
+        _print(ran.profile, args.top)
+        print(f"\nThe trace is in {trace}: open it in chrome://tracing or ui.perfetto.dev.")
+    if ran.error is not None:
+        raise ran.error
+    if ran.profile is None and ran.code == 0:
         raise PantherError(
-            f"{args.script} made {error} optimizer steps, and --skip {skip} leaves none to record: skip fewer, or "
+            f"{args.script} made {ran.steps} optimizer steps, and --skip {skip} leaves none to record: skip fewer, or "
             "leave --steps out"
-        ) from None
-    _print(profile, args.top)
-    print(f"\nThe trace is in {trace}: open it in chrome://tracing or ui.perfetto.dev.")
-    return code
+        )
+    return ran.code
 
 
 def _launch(args: argparse.Namespace) -> int:

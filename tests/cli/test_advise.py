@@ -41,6 +41,18 @@ def test_the_table_and_the_reasons(models, capsys):
     assert "times as long, mostly by" in out
 
 
+def test_the_options_that_are_not_shown_can_be_had(models, capsys, monkeypatch):
+    monkeypatch.setattr("panther.cli.advise._SHOWN", 2)
+    arguments = ["advise", "--model", "advised_models:net", "--gpus", "4", "--batch", "16"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    left = len(json.loads(capsys.readouterr().out)["options"]) - 2
+    assert left > 0
+    assert f"{left} more options are not shown: --json prints all\n" in out
+    assert ".options" not in out
+
+
 def test_json_has_every_option(models, capsys):
     args = ["advise", "--model", "advised_models:net", "--gpus", "2", "--memory", "100", "--json"]
     assert main([*args, "--objective", "memory"]) == 0

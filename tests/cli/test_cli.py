@@ -71,6 +71,32 @@ def test_bad_flags_exit_with_2(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (["a=1", "--config", "f", "b=null", "--nproc", "2", "c=-3"], ["a=1", "b=null", "c=-3"]),
+        (["--config", "f", "a=1", "b=2"], ["a=1", "b=2"]),
+        (["--config", "f", "a=1", "--nproc", "2"], ["a=1"]),
+        (["--config", "f"], []),
+    ],
+)
+def test_settings_stand_on_both_sides_of_options(arguments, settings, monkeypatch):
+    seen = []
+    monkeypatch.setattr("panther.cli.train.run", lambda args: seen.append((args.config, args.settings)) or 0)
+    assert main(["train", *arguments]) == 0
+    assert seen == [("f", settings)]
+
+
+@pytest.mark.parametrize("wrong", ["word", "--epochs=2"])
+def test_what_is_no_setting_gets_the_usage_of_its_command(wrong, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "a=1", "--config", "f", wrong])
+    assert exit.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: panther train ")
+    assert err.endswith(f"panther train: error: unrecognized arguments: {wrong}\n")
+
+
 def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")

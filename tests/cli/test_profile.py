@@ -152,6 +152,46 @@ def test_a_script_that_raises_is_not_hidden():
     torch.profiler.profile().__enter__().__exit__(None, None, None)  # the profiler was stopped
 
 
+def test_what_was_recorded_before_an_error_is_kept(capsys):
+    Path("work.py").write_text(f"{STEPS}    if step == 5:\n        raise ValueError('late')\n")
+    Path("panther-profile").mkdir()
+    Path("panther-profile/trace.json").write_text("old")
+    for options, calls, steps in ((["--steps", "2"], 2 + 3, 2), (["--steps", "9", "--skip", "2"], 3 + 4 + 5 + 6, 4)):
+        with pytest.raises(ValueError, match="late"):
+            main(["profile", *options, "work.py"])
+        out = capsys.readouterr().out
+        assert f"Profile of {steps} optimizer steps, " in out
+        assert rows(out)["aten::addmm"][0] == str(calls)
+        events = json.loads(Path("panther-profile/trace.json").read_text())["traceEvents"]
+        assert [event["name"] for event in events].count("aten::addmm") == calls
+
+
+def test_a_script_that_ends_early_says_all_there_is_to_say(capsys):
+    for ending, code in (("sys.exit('mine')", 1), ("sys.exit(4)", 4)):
+        Path("work.py").write_text(f"import sys\n{ending}")
+        assert main(["profile", "--steps", "2", "work.py"]) == code
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", "mine\n" if code == 1 else "")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("name", ["nomodule", "no.module", "json"])
+def test_a_module_that_cannot_be_run(name, rank, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    assert main(["profile", "-m", name]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"panther: error: the module {name} cannot be run: ")
+    assert err.count("\n") == 1
+    assert not Path("panther-profile/trace.json").exists()
+
+
+def test_an_import_that_fails_in_a_module_is_its_own(monkeypatch):
+    Path("importing.py").write_text("import nowhere_at_all")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
+        main(["profile", "-m", "importing"])
+
+
 def test_ranges():
     generator = torch.Generator().manual_seed(0)
     first, second = (
