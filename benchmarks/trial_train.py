@@ -194,7 +194,7 @@ def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str,
             process.terminate()
         code = process.wait()
         print(f"{one.name}: ended with {code} after {_steps(place)} steps or more", flush=True)
-        if code != (-signal.SIGKILL if fraction is not None else 0 if one.end == 1.0 else -signal.SIGTERM):
+        if code != (-signal.SIGKILL if fraction is not None else 0 if one.end == 1.0 else 128 + signal.SIGTERM):
             raise RuntimeError(f"{one.name} ended with {code}")
     log = [json.loads(line) for line in (place / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     measured = {

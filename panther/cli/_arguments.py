@@ -36,17 +36,17 @@ def seed(text: str) -> int:
     return value
 
 
-def writable(out: str) -> Path:
+def writable(out: str, flag: str = "--out") -> Path:
     """The folder of ``--out``, made and tried before the work, not after it."""
     if not out:
-        raise PantherError("--out is empty: name a folder")
+        raise PantherError(f"{flag} is empty: name a folder")
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise PantherError(f"--out {out} cannot be written to ({error.strerror}): give another folder") from None
+        raise PantherError(f"{flag} {out} cannot be written to ({error.strerror}): give another folder") from None
     return folder
 
 

@@ -6,14 +6,14 @@ import argparse
 import difflib
 import json
 import os
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from panther.cli._arguments import positive
+from panther.cli._arguments import positive, writable
 from panther.cli._functions import call, current_folder_importable, find, names_function
 from panther.errors import ConfigError, PantherError
 
@@ -49,8 +49,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and say what came out."""
-    from panther.distributed import launch
-
     if args.max_restarts < 0:
         raise PantherError(f"--max-restarts {args.max_restarts} must be at least 0")
     settings = _settings(args.config, args.settings)
@@ -60,18 +58,31 @@ def run(args: argparse.Namespace) -> int:
             raise PantherError(f"{name} is missing: add {name}=module:function")
     with current_folder_importable():
         _check(functions, settings)
+        if args.export is not None:
+            writable(args.export, "--export")
+        if settings.get("checkpoint_dir") is not None:
+            writable(settings["checkpoint_dir"], "checkpoint_dir")
         started = "RANK" in os.environ  # by torchrun or panther launch
-        if started or (args.nproc == 1 and args.max_restarts == 0):
-            last = _train(functions, settings, args.export, os.getcwd())
-        else:
-            last = launch(
-                _train, functions, settings, args.export, os.getcwd(), nproc=args.nproc, max_restarts=args.max_restarts
-            )[0]
+        if not started and (args.nproc > 1 or args.max_restarts):
+            return _launch(args, settings.get("checkpoint_dir"))
+        last = _train(functions, settings, args.export)
     if last is not None:
         print(
             "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in last)
         )
     return 0
+
+
+def _launch(args: argparse.Namespace, directory: str | None) -> int:
+    """The same on several processes, or started again after a crash; what they write goes beside the checkpoints."""
+    from panther.cli.launch import start
+    from panther.distributed import LaunchConfig
+
+    logs = LaunchConfig.log_dir if directory is None else Path(directory) / "logs"
+    config = LaunchConfig(nproc_per_node=args.nproc, max_restarts=args.max_restarts, module=True, log_dir=logs)
+    given = [] if args.config is None else ["--config", args.config]
+    given += [] if args.export is None else ["--export", args.export]
+    return start([*config.arguments(), "panther", "train", *given, *args.settings], name="train")
 
 
 def _settings(path: str | None, given: list[str]) -> dict[str, Any]:
@@ -108,7 +119,7 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     from panther.train import TrainConfig
 
     for key in settings:
-        if near := difflib.get_close_matches(key, _FUNCTIONS, 1, cutoff=0.7):
+        if near := difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7):
             raise ConfigError(f"{key!r} is no setting: did you mean {near[0]!r}?")
     TrainConfig.from_dict(settings)
     for name in ("model", "data", "metrics"):
@@ -143,15 +154,13 @@ def _optimizer(name: Any) -> Any:
 
 
 def _train(
-    functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None, folder: str
+    functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None
 ) -> list[tuple[str, Any]] | None:
     """The work of one process; the last record on the first rank."""
     from panther.distributed import get_rank
     from panther.train import TrainConfig, Trainer
     from panther.train.control import join
 
-    if folder not in sys.path:  # a spawned process begins without it
-        sys.path.insert(0, folder)
     config = TrainConfig.from_dict(settings)
     torch.manual_seed(config.seed)
     model, data = call(functions["model"]), call(functions["data"])

@@ -299,6 +299,8 @@ def _kind(error: BaseException) -> type[Exception]:
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error}: make room there, or name another directory"
     return str(error) if isinstance(error, PantherError) else f"{type(error).__name__}: {error}"
 
 

@@ -46,6 +46,8 @@ def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) ->
         DistributedError: If ranks are missing (they are named), disagree, or the process is in a group already.
         ValueError: If ``backend``, ``timeout`` or the environment make no sense.
 
+    A process of a launcher gets SIGTERM if that is killed (on Linux).
+
     Cost: a few messages a rank. On one machine gloo uses the loopback interface, unless GLOO_SOCKET_IFNAME is set.
 
     Example:
@@ -55,6 +57,8 @@ def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) ->
         >>> shutdown()
     """
     rank, world_size = _ranks_from_environment()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed would leave its processes to themselves
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout, open_store)
 
 

@@ -7,6 +7,7 @@ of n b sees. Nothing is padded or dropped: the last batches are smaller, and eve
 
 __all__ = ["Batch", "Feed"]
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -58,6 +59,22 @@ class _Seeded(Dataset[Any]):
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(list(indices))
         return [self.dataset[index] for index in indices]
+
+
+class _Shielded:
+    """What a worker of a DataLoader runs first: a signal to the whole group must not end it before the step is over.
+
+    Only the first is passed over, so that a worker that hangs can be ended.
+    """
+
+    def __init__(self, then: Any) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        if self.then is not None:
+            self.then(worker)
 
 
 class _Order:
@@ -118,6 +135,8 @@ class Feed:
             raise ConfigError(f"batch_size={batch_size} and a loader with batches of {own}: leave batch_size out")
         self.streams = _streams(data)
         self._order = _Order()
+        if isinstance(data, DataLoader) and data.num_workers and not isinstance(data.worker_init_fn, _Shielded):
+            data.worker_init_fn = _Shielded(data.worker_init_fn)
         self.loader: Any = data if self.streams else self._own_loader(data)
         self.keeps_own_state = self.streams and keeps_own_state
         self._placed = False  # by load_state_dict

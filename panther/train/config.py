@@ -259,13 +259,15 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: If it cannot be read.
     """
     path = Path(path)
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"{path} must be TOML or JSON, and be called so: give a name that ends in .toml or .json")
     try:
         text = path.read_text(encoding="utf-8")
         settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give a TOML or JSON file") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no sound {path.suffix[1:].upper() or 'TOML'} ({error})") from None
+        raise ConfigError(f"{path} is no sound {path.suffix[1:].upper()} ({error})") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a table of settings")
     return settings
@@ -293,7 +295,7 @@ _LEAST = {
 def asks_for_text(name: str) -> bool:
     """Whether a setting is a text, or may be."""
     kind = _types().get(name)
-    return str in (kind, *typing.get_args(kind))
+    return kind is str or (typing.get_origin(kind) is types.UnionType and str in typing.get_args(kind))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 __all__ = ["profiled"]
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ def profiled(config: TrainConfig) -> Iterator[Steps]:
     if not config.profile:
         yield _Nothing()
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on the terminal that it starts and stops
     folder = Path(config.checkpoint_dir or "") / "profile"
     folder.mkdir(parents=True, exist_ok=True)
     rank = get_rank()

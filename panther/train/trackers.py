@@ -7,6 +7,7 @@ import json
 import math
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,12 +75,15 @@ class _JsonLines(_Tracker):
     """One line a record in ``log.jsonl``; records after the step from which a run goes on are taken out."""
 
     def __init__(self, path: Path, step: int) -> None:
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _before(line, step)]
-            beside = path.with_suffix(".tmp")
-            beside.write_text("".join(kept), encoding="utf-8")
-            os.replace(beside, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
+        try:
+            if path.exists():
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                beside = path.with_suffix(".tmp")
+                beside.write_text("".join(line for line in lines if _before(line, step)), encoding="utf-8")
+                os.replace(beside, path)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{path} cannot be written ({error}): remove it, or name another directory") from None
 
     def record(self, record: Mapping[str, Any]) -> None:
         plain = {name: value if _finite(value) else None for name, value in record.items()}  # JSON has no NaN
@@ -128,18 +132,30 @@ class _MLflow(_Tracker):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         kept = folder / "mlflow-run"
-        if kept.exists():
-            self._run = kept.read_text(encoding="utf-8").strip()
-            client.update_run(self._run, status="RUNNING")
-        else:
-            found = client.get_experiment_by_name(config.run_name)
-            place = (folder / "mlflow-artifacts").resolve().as_uri()
-            experiment = found.experiment_id if found else client.create_experiment(config.run_name, place)
-            self._run = client.create_run(experiment, run_name=config.run_name).info.run_id
-            kept.write_text(self._run, encoding="utf-8")
-            for name, value in config.to_dict().items():
-                client.log_param(self._run, name, str(value)[:500])
         self._folder = folder
+        known = kept.exists()
+        try:
+            if known:
+                self._run = kept.read_text(encoding="utf-8").strip()
+                client.update_run(self._run, status="RUNNING")
+            else:
+                self._run = self._begin(config)
+                kept.write_text(self._run, encoding="utf-8")
+        except mlflow.exceptions.MlflowException as error:
+            why = str(error).splitlines()[0]
+            fix = f"remove {kept} to begin another run there" if known else "see MLFLOW_TRACKING_URI"
+            raise TrainingError(
+                f"MLflow at {uri} does not take the run ({why}): {fix}, or leave 'mlflow' out of trackers"
+            ) from None
+
+    def _begin(self, config: TrainConfig) -> str:
+        found = self._client.get_experiment_by_name(config.run_name)
+        place = (self._folder / "mlflow-artifacts").resolve().as_uri()
+        experiment = found.experiment_id if found else self._client.create_experiment(config.run_name, place)
+        run = self._client.create_run(experiment, run_name=config.run_name).info.run_id
+        for name, value in config.to_dict().items():
+            self._client.log_param(run, name, str(value)[:500])
+        return run
 
     def record(self, record: Mapping[str, Any]) -> None:
         for name, value in _numbers(record).items():
@@ -178,9 +194,9 @@ def open_trackers(config: TrainConfig, step: int) -> Iterator[_All]:
             for name in config.trackers:
                 found.append(makers[name]())
 
-    on_first(make)
     status = "FAILED"
     try:
+        on_first(make)
         yield _All(found)
         status = "FINISHED"
     except SystemExit:
@@ -188,4 +204,7 @@ def open_trackers(config: TrainConfig, step: int) -> Iterator[_All]:
         raise
     finally:
         for tracker in found:
-            tracker.close(status)
+            try:
+                tracker.close(status)
+            except Exception as error:  # how the run ended is more than what a tracker says of it
+                warnings.warn(f"a tracker could not be closed: {type(error).__name__}: {error}", stacklevel=3)

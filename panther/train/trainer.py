@@ -106,6 +106,7 @@ class Trainer:
         self.skipped = 0
         """Steps that were left out because they were not finite."""
         self._place = 0  # windows of the present epoch that are behind
+        self._windows: int | None = None  # of an epoch, if it is known
         self._built: Built | None = None
         self._sums = [0.0, 0.0, 0.0]  # of losses, samples and steps since the last record
         self._pending: Any = None
@@ -259,7 +260,7 @@ class Trainer:
 
     def _train(self, feed: Feed, validation: Feed | None, control: Control, trackers: Any, profile: Any) -> None:
         config = self.config
-        steps = feed.steps()
+        steps = self._windows = feed.steps()
         last_epoch = config.epochs or (math.inf if config.max_steps else 1)
         total = config.max_steps or (None if steps is None else steps * int(last_epoch))
         if total is None and config.schedule in ("linear", "cosine"):
@@ -343,7 +344,12 @@ class Trainer:
         if not math.isfinite(loss) and not self._skip(window, control):
             return
         logs = (self.step + 1) % config.log_every_n_steps == 0
-        saves = config.checkpoint_every_n_steps is not None and (self.step + 1) % config.checkpoint_every_n_steps == 0
+        saves = config.checkpoint_dir is not None and (
+            self._windows in (None, self._place + 1)
+            or self.step + 1 == config.max_steps
+            or (self.step + 1) % (config.checkpoint_every_n_steps or self.step + 2) == 0
+            or control.stopped
+        )
         norm = None
         if config.gradient_clipping is not None or logs or saves or config.nonfinite == "skip":
             if scaler is not None:
@@ -406,9 +412,10 @@ class Trainer:
             callback.on_record(self, record)
 
     def _validate(self, validation: Feed, trackers: Any) -> None:
+        begun = time.perf_counter()
         values = self._evaluate(validation)
         self._validated_at = self.step
-        self._clock, self._seen = time.perf_counter(), 0.0
+        self._clock += time.perf_counter() - begun  # the samples a second are those of training
         record = {"step": self.step, "epoch": self.epoch}
         self._tell(trackers, record | {f"validation_{name}": value for name, value in values.items()})
 

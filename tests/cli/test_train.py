@@ -90,7 +90,7 @@ def test_without_a_file(work, capsys):
     settings = [f"model={work}:build", f"data={work}:load", "loss=cross_entropy", "batch_size=8", "max_steps=4"]
     assert main(["train", *settings, f"optimizer={work}:optimizer", "log_every_n_steps=2"]) == 0
     assert "learning_rate 0.1" in capsys.readouterr().out
-    texts = ["run_name=5", "trackers=jsonl", "pipeline_layers=null"]
+    texts = ["run_name=5", "trackers=jsonl", "pipeline_layers=null", 'extra={"a": 1}']
     assert main(["train", *settings, *texts, "optimizer=SGD", "learning_rate=0.5", "progress=false"]) == 0
     assert not Path("runs").exists()
 
@@ -122,6 +122,10 @@ def test_export(work):
         (["resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),
         (["max_steps=3"], "epochs=2 and max_steps=3 exclude each other: give one"),
         (["batch_size=null"], "a Dataset needs batch_size"),
+        (["trian=3"], "'trian' is no setting: did you mean 'train'?"),
+        (["extra=3"], "extra=3 must be a table, not int"),
+        (["--export", "run.toml"], "--export run.toml cannot be written to (File exists): give another folder"),
+        (["checkpoint_dir=run.toml"], "checkpoint_dir run.toml cannot be written to (File exists)"),
         (["--max-restarts", "-1"], "--max-restarts -1 must be at least 0"),
     ],
 )
@@ -133,6 +137,22 @@ def test_bad_input_exits_with_1_and_says_why(work, given, message, capsys):
     assert message in err
 
 
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_that_are_started_again_go_on(work, capfd):
+    settings = [f"data={work}:dies", "checkpoint_every_n_steps=1", "batch_size=4", "strategy=ddp"]
+    assert main(["train", "--config", "run.toml", "--nproc", "2", "--max-restarts", "1", *settings]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("step 12  epoch 2  loss 0.")
+    assert "2 processes of train; logs in runs/logs" in err
+    assert [row["step"] for row in log()] == [10, 12]
+
+
+def test_what_fails_on_several_processes_is_a_sentence_too(work, capfd):
+    assert main(["train", "--config", "run.toml", "--nproc", "2", f"model={work}:fails"]) == 1
+    assert "fails failed: RuntimeError: no such file" in capfd.readouterr().err
+
+
 @pytest.mark.usefixtures("work")
 def test_bad_files_and_flags(capsys):
     assert main(["train", "--config", "none.toml"]) == 1
@@ -140,6 +160,9 @@ def test_bad_files_and_flags(capsys):
     assert main(["train"]) == 1
     assert "model is missing: add model=module:function" in capsys.readouterr().err
     Path("run.toml").write_text("train = 3")
+    Path("run.yaml").write_text("epochs: 3")
+    assert main(["train", "--config", "run.yaml"]) == 1
+    assert "run.yaml must be TOML or JSON" in capsys.readouterr().err
     assert main(["train", "--config", "run.toml"]) == 1
     assert "'train' in run.toml must be a table" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit:

@@ -388,7 +388,8 @@ def test_a_rank_that_cannot_write_is_named_and_earlier_checkpoints_stay(tmp_path
         return messages
 
     results = on_ranks(run)
-    expected = "the checkpoint of step 2 is not written: rank 1: OSError: [Errno 28] No space left on device"
+    expected = "the checkpoint of step 2 is not written: rank 1: [Errno 28] No space left on device: make room there, "
+    expected += "or name another directory"
     assert results == [[expected] * 2] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 

@@ -347,6 +347,20 @@ def test_torchrun_restarts(tmp_path):
     assert sorted(done.stdout.split()) == ["0:4", "1:4"], done.stderr
 
 
+def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path):
+    file = tmp_path / "waits.py"
+    file.write_text(
+        "import signal, sys\nfrom panther.distributed import init\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told', flush=True)))\n"
+        "init()\nprint('there', flush=True)\nwhile True:\n    signal.pause()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
+        assert launcher.stdout.readline() == "there\n"
+        launcher.kill()
+        assert launcher.stdout.read() == "told\n"  # which ends when the worker has
+
+
 # launch
 
 SPAWNED = """

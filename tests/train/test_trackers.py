@@ -134,6 +134,32 @@ def test_mlflow_has_one_run_after_a_restart(tmp_path):
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["log.jsonl"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_lost_mlflow_store_is_said_with_the_fix(tmp_path):
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    pytest.importorskip("sqlalchemy", reason="the extra mlflow is not installed")
+    train(tmp_path, max_steps=2, trackers=("mlflow",))
+    (tmp_path / "mlflow.db").unlink()
+    with pytest.raises(TrainingError, match=r"does not take the run .*: remove .*mlflow-run to begin another run"):
+        train(tmp_path, max_steps=4, trackers=("mlflow",))
+
+
+def test_what_a_tracker_says_at_the_end_does_not_hide_how_the_run_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("panther.train.trackers._Bar.close", lambda self, status: 1 / 0)
+    with (
+        pytest.warns(UserWarning, match="a tracker could not be closed: ZeroDivisionError"),
+        pytest.raises(BrokenError),
+    ):
+        train(tmp_path, [Breaks(3)])
+
+
+def test_a_log_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(TrainingError, match=r"log\.jsonl cannot be written .*: remove it, or name another directory"):
+        train(tmp_path)
+
+
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_the_first_rank_writes(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from panther.distributed import checkpoint
+from panther.distributed import checkpoint, launch
 from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.nn import SKLinear
 from panther.train import Callback, TrainConfig, Trainer
@@ -222,6 +222,31 @@ def test_a_loss_that_is_not_finite_stops_before_the_parameters_change(tmp_path):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+class Steep(nn.Module):
+    """Its loss is finite and its gradient is not, once a step was taken so often."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.layer, self.calls, self.at = nn.Linear(24, 3), 0, at
+
+    def forward(self, x):
+        self.calls += 1
+        output = self.layer(x)
+        return output + (output * 0).sum().abs().sqrt() if self.calls == self.at else output
+
+
+@pytest.mark.parametrize(
+    ("settings", "at"), [({"epochs": 2, "checkpoint_every_n_epochs": 1}, 5), ({"max_steps": 3}, 3), ({"epochs": 1}, 5)]
+)
+def test_a_gradient_that_is_not_finite_is_in_no_checkpoint(tmp_path, settings, at):
+    model = Steep(at)
+    config = TrainConfig(checkpoint_dir=str(tmp_path), log_every_n_steps=100, **settings)
+    with pytest.raises(TrainingError, match=f"step {at} is not finite: the norm of the gradient is not finite"):
+        Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config).fit(DataLoader(samples(), 10))
+    assert checkpoint.checkpoints(tmp_path) == []
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_steps_that_are_not_finite_are_left_out_and_counted():
     model = nn.Linear(24, 3)
     trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(epochs=2, nonfinite="skip"))
@@ -250,6 +275,49 @@ def test_a_signal_saves_and_ends_and_the_same_call_goes_on(tmp_path, number, cap
     assert f"stopped by {number.name} after step 6: a checkpoint is in {tmp_path}" in capsys.readouterr().err
     trainer = run("shuffled", tmp_path, seed=3)
     assert all(map(torch.equal, trainer.model.state_dict().values(), expected.model.state_dict().values()))
+
+
+class Stops(Callback):
+    """A signal to the whole group, as a scheduler sends it."""
+
+    def on_step(self, trainer, loss):
+        if trainer.step == 3:
+            os.killpg(0, signal.SIGTERM)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["samples", "stream"])
+def test_a_signal_to_all_leaves_the_workers_of_loaders_to_the_step(tmp_path, kind):
+    def work():
+        os.setpgid(0, 0)
+        data = samples() if kind == "samples" else Stream()
+        loader = DataLoader(data, 5, num_workers=2)
+        trainer = Trainer(
+            build(),
+            loss_fn=nn.CrossEntropyLoss(),
+            config=TrainConfig(checkpoint_dir=str(tmp_path)),
+            callbacks=[Stops()],
+        )
+        with pytest.raises(SystemExit) as caught:
+            trainer.fit(loader)
+        return caught.value.code
+
+    assert launch(work, nproc=1, start_method="fork") == [143]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000004"]
+
+
+def test_samples_a_second_are_those_of_training():
+    rates = []
+
+    class Rates(Callback):
+        def on_record(self, trainer, record):
+            rates.append(record.get("samples_per_s"))
+
+    config = TrainConfig(epochs=1, log_every_n_steps=100)
+    Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config, callbacks=[Rates()]).fit(
+        DataLoader(samples(), 10), DataLoader(samples(), 10)
+    )
+    assert [rate > 0 for rate in rates if rate is not None] == [True]
 
 
 def test_two_runs_in_one_directory(tmp_path):
@@ -300,7 +368,7 @@ def test_a_disk_that_is_full_stops_with_the_last_checkpoint_intact(tmp_path, mon
 
                 monkeypatch.setattr("panther.distributed._checkpoint_files.save_file", full)
 
-    with pytest.raises(CheckpointError, match=r"step 4 is not written: OSError: \[Errno 28\] No space left on device"):
+    with pytest.raises(CheckpointError, match=r"step 4 is not written: .* No space left on device: make room"):
         run("shuffled", tmp_path, [Full()], checkpoint_every_n_steps=2, checkpoint_asynchronously=False)
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000002"]
     with pytest.raises(CheckpointError, match="cannot be written to"):
