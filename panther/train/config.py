@@ -51,7 +51,7 @@ class TrainConfig:
     strategy: Literal["auto", "ddp", "fsdp", "zero1", "replicate", "tp", "pp", "hybrid"] = "auto"
     """How the model is spread over the processes: copied (``ddp``), sharded (``fsdp``), copied with the optimizer's
     states shared out (``zero1``), layers cut (``tp``), cut into stages (``pp``), or several at once (``hybrid``).
-    ``auto`` asks :func:`panther.distributed.plan_parallelism`."""
+    ``auto`` asks :func:`panther.distributed.plan_parallelism`, and cuts layers only where nothing else fits."""
 
     data_parallel_size: int | None = None
     """Processes along the axis of data parallelism; None is what the other two leave of the world."""

@@ -127,7 +127,10 @@ def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample:
 def _advised(
     model: nn.Module, config: TrainConfig, loss_fn: Any, sample: Callable[[], Any]
 ) -> tuple[Layout | None, str | None]:
-    """The first layout without stages that fits; or why there is none."""
+    """The fastest layout without stages that fits, and that cuts layers only if no other does; or why there is none.
+
+    Cut layers see the same samples, and n processes should see n times as many as one, whoever chose their layout.
+    """
     info, batch = get_distributed_info(), sample()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
     if info.device.type == "cuda":
@@ -148,6 +151,7 @@ def _advised(
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
     options = [option for option in plan.options if option.layout.pp == 1]
+    options.sort(key=lambda option: (not option.fits, option.layout.tp > 1))  # the order is that of time, and stable
     return options[0].layout if options else None, None
 
 
