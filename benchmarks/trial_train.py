@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,8 @@ def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str,
         while process.poll() is None and (ended == given["max_steps"] or _steps(place) < ended):
             time.sleep(0.1)
         if process.poll() is None and fraction is not None:
-            os.killpg(process.pid, signal.SIGKILL)
+            for one in _family(process.pid):
+                os.kill(one, signal.SIGKILL)
         elif process.poll() is None:
             process.terminate()
         code = process.wait()
@@ -204,6 +206,18 @@ def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str,
         "cpu_s": None if one.kills else figure(_cpu_of_children() - cpu),  # who waits for the killed?
     }
     return log, measured
+
+
+def _family(pid: int) -> list[int]:
+    """A process and those below it; the workers of a launcher are in sessions of their own."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
 
 
 def _steps(place: Path) -> int:
