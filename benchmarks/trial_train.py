@@ -190,8 +190,8 @@ def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str,
         while process.poll() is None and (ended == given["max_steps"] or _steps(place) < ended):
             time.sleep(0.1)
         if process.poll() is None and fraction is not None:
-            for one in _family(process.pid):
-                os.kill(one, signal.SIGKILL)
+            for pid in _family(process.pid):
+                os.kill(pid, signal.SIGKILL)
         elif process.poll() is None:
             process.terminate()
         code = process.wait()
