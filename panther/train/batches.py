@@ -7,10 +7,13 @@ of n b sees. Nothing is padded or dropped: the last batches are smaller, and eve
 
 __all__ = ["Batch", "Feed"]
 
+import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from panther.errors import ConfigError, DistributedError
 from panther.train.drawing import kept_generators, seed_generators
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
@@ -71,10 +76,26 @@ class _Shielded:
         self.then = then
 
     def __call__(self, worker: int) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if self.then is not None:
             self.then(worker)
+
+
+@contextmanager
+def _signals_held(loader: Any) -> Iterator[None]:
+    """While a loader starts its workers: they inherit that signals wait, until they can pass over them."""
+    if not isinstance(getattr(loader, "worker_init_fn", None), _Shielded):
+        yield
+        return
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        resource_tracker.ensure_running()  # when it starts, it lets signals go
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Order:
@@ -191,7 +212,8 @@ class Feed:
             for step, window in enumerate(plan)
             for number, (mine, batch) in enumerate((batch[self.rank :: self.size], batch) for batch in window)
         ]
-        return self._planned(plan, iter(self.loader))
+        with _signals_held(self.loader):
+            return self._planned(plan, iter(self.loader))
 
     def _planned(self, plan: list[list[list[int]]], loaded: Iterator[Any]) -> Iterator[list[Batch]]:
         for window in plan:
@@ -221,7 +243,8 @@ class Feed:
 
     def _streamed(self, start: int) -> Iterator[list[Batch]]:
         """What the user's loader gives, without a plan; where it was told its place, nothing is skipped."""
-        loaded = iter(self.loader)
+        with _signals_held(self.loader):
+            loaded = iter(self.loader)
         if not self._placed:
             for _ in islice(loaded, start * self.accumulation):
                 pass

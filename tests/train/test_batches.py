@@ -1,6 +1,8 @@
 """The order of samples: shared out over ranks, entered anywhere, whatever the loader."""
 
+import importlib
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -219,3 +221,34 @@ def test_loaders_with_a_state_go_on_where_they_were(tmp_path, make, stopped):
     resumed = run(tmp_path, checkpoint_every_n_steps=4)
     assert (resumed.step, resumed.epoch) == (whole.step, whole.epoch)
     assert torch.equal(whole.model.weight, resumed.model.weight)
+
+
+SIGNALLED = """
+import os, signal
+from torch.utils.data import IterableDataset, TensorDataset
+
+class Samples(TensorDataset):
+    def __setstate__(self, state):  # in a worker that starts
+        self.__dict__.update(state)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+class Stream(IterableDataset):
+    __setstate__ = Samples.__setstate__
+    def __init__(self):
+        self.n = 20
+    def __iter__(self):
+        return iter(range(self.n))
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["Samples", "Stream"])
+def test_a_signal_does_not_end_a_worker_that_starts(tmp_path, monkeypatch, kind):
+    (tmp_path / f"signalled_{kind}.py").write_text(SIGNALLED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = getattr(importlib.import_module(f"signalled_{kind}"), kind)
+    data = found(torch.arange(20)) if kind == "Samples" else found()
+    loader = DataLoader(data, 5, num_workers=1, multiprocessing_context="spawn")
+    feed = Feed(loader, batch_size=None, seed=0, rank=0, size=1)
+    assert sum(batch.samples for window in feed.windows(0) for batch in window) == 20
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
