@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the command line; `_version`
 # below all. A layer may import itself and every lower one; `kernels` knows nothing of panther, not even its errors.
 LAYERS = (
-    "_version", "errors", "kernels", "sketch", "linalg", "nn", "compression", "distributed", "train", "",
+    "_version", "errors", "kernels", "sketch", "linalg", "nn", "distributed", "train", "compression", "",
     "cli", "__main__",
 )  # fmt: skip
 FORBIDDEN = {"kernels": {"_version", "errors"}}

@@ -42,6 +42,9 @@ class Callback:
     def on_step(self, trainer: "Trainer", loss: float) -> None:
         """After every step of the optimizer, with the mean loss of its window over all ranks."""
 
+    def on_skip(self, trainer: "Trainer") -> None:
+        """After a step that was left out as not finite, with ``nonfinite="skip"``; ``trainer.step`` counts it."""
+
     def on_record(self, trainer: "Trainer", record: Mapping[str, Any]) -> None:
         """After every record of the history."""
 
@@ -385,6 +388,8 @@ class Trainer:
         self.skipped += 1
         self.step, self._place = self.step + 1, self._place + 1
         self.optimizer.zero_grad()
+        for callback in self.callbacks:
+            callback.on_skip(self)
         return False
 
     # What is written

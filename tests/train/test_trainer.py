@@ -247,11 +247,22 @@ def test_a_gradient_that_is_not_finite_is_in_no_checkpoint(tmp_path, settings, a
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+class Skips(Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_skip(self, trainer):
+        self.steps.append(trainer.step)
+
+
 def test_steps_that_are_not_finite_are_left_out_and_counted():
-    model = nn.Linear(24, 3)
-    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=TrainConfig(epochs=2, nonfinite="skip"))
+    model, skips = nn.Linear(24, 3), Skips()
+    config = TrainConfig(epochs=2, nonfinite="skip")
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config, callbacks=[skips])
     history = trainer.fit(poisoned())
     assert (trainer.step, trainer.skipped, history.last["skipped"]) == (10, 2, 2)
+    assert len(skips.steps) == 2
+    assert skips.steps[1] == skips.steps[0] + 5  # the same batch, an epoch later
     assert all(p.isfinite().all() for p in model.parameters())
 
 
