@@ -18,6 +18,7 @@ __all__ = [
     "ShapeError",
     "SketchMismatchError",
     "TrainingError",
+    "check_device",
     "check_floating",
     "check_size",
     "require_extra",
@@ -26,6 +27,7 @@ __all__ = [
 from importlib import import_module
 from operator import index
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -125,6 +127,19 @@ def check_floating(name: str, dtype: torch.dtype | None) -> None:
         raise TypeError(f"{name} must be a torch.dtype, not {type(dtype).__name__}: use torch.float32, say")
     if not dtype.is_floating_point:
         raise DTypeError(f"{name}={dtype} must be a floating dtype: use torch.float32, say")
+
+
+def check_device(device: Any) -> None:
+    """Raise unless a device given by a user is one in a form that torch takes, or None.
+
+    Raises:
+        TypeError: If it is something different, such as a tensor.
+
+    Example:
+        >>> check_device("cpu")
+    """
+    if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
+        raise TypeError(f"device must be a torch.device or its name, not {type(device).__name__}: use device='cpu'")
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

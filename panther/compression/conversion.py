@@ -195,9 +195,9 @@ def convert_plainly(target: Target, num_terms: int, low_rank: int, init: str, se
         warnings.simplefilter("ignore", PerformanceWarning)
         for module in target.modules:
             if isinstance(module, nn.Conv2d):
-                layer: SKLinear | SKConv2d = SKConv2d.from_conv(module, num_terms, low_rank, init, seed=seed)
+                layer: SKLinear | SKConv2d = SKConv2d.from_conv(module, num_terms, low_rank, init=init, seed=seed)
             else:
-                layer = SKLinear.from_linear(_as_linear(module), num_terms, low_rank, init, seed=seed)
+                layer = SKLinear.from_linear(_as_linear(module), num_terms, low_rank, init=init, seed=seed)
             _take(new, module, layer, 0.0)
     return new
 
@@ -273,8 +273,8 @@ def _conv(module: nn.Conv2d, left: Tensor, right: Tensor, seed: int) -> SKConv2d
     rows = left.shape[2]
     layer = SKConv2d(
         module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation,
-        module.groups, module.bias is not None, module.padding_mode, 1, rows * module.groups // 2,
-        weight.device, weight.dtype, seed=seed,
+        module.groups, module.bias is not None, module.padding_mode, sketch_size=rows * module.groups // 2,
+        seed=seed, device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
     kept = _nonzero(left)[..., None]
     level = left.square().mean().sqrt()

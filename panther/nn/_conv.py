@@ -3,7 +3,6 @@
 __all__ = [
     "check_padding",
     "convolve",
-    "default_low_rank",
     "dense_kernel",
     "is_channels_last",
     "per_dim",
@@ -63,19 +62,6 @@ def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[tu
     """What ``padding="same"`` adds before and after each dimension; where that is odd, more after, as torch does."""
     totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
     return [(total // 2, total - total // 2) for total in totals]
-
-
-def default_low_rank(inner: int, out_channels: int, groups: int, num_terms: int) -> int:
-    """The largest K for which the sketched convolution costs at most half of the dense one; at least ``groups``.
-
-    With ``inner = in / groups * kernel``: 2 L K (inner + out / groups) <= inner * out / 2, rounded down to a multiple
-    of 8 groups if that leaves any, else to one of groups. A rule of the shape alone, so that a checkpoint loads
-    anywhere.
-    """
-    # Times groups, so that all is in integers.
-    K = inner * out_channels * groups // (4 * num_terms * (inner * groups + out_channels))
-    step = 8 * groups if 8 * groups <= K else groups
-    return max(K // step * step, groups)
 
 
 def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # (out, in / groups, *kernel)

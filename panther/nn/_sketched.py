@@ -5,7 +5,7 @@ Parameters like any other. ``sketch_seed``, in the state_dict, says which: (seed
 checksum of the three).
 """
 
-__all__ = ["SketchedModule"]
+__all__ = ["SketchedModule", "default_low_rank", "terms_and_rank"]
 
 import struct
 import zlib
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from panther.errors import SketchMismatchError
+from panther.errors import ShapeError, SketchMismatchError, check_size
 from panther.sketch import STREAM_VERSION, check_seed
 
 _FITTED = -1
@@ -271,6 +271,54 @@ class SketchedModule(nn.Module):
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if not self.is_fitted:
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
+
+
+def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
+    """Return the largest rank K of one term with which a layer costs at most half of the dense one.
+
+    With ``inner`` inputs of each group: 2 K (inner + out / groups) <= inner * out / 2, rounded down to a multiple of 8
+    groups if that leaves any, else to one of groups, and at least ``groups``. A rule of the shape alone, so that a
+    checkpoint loads anywhere.
+    """
+    K = inner * out * groups // (4 * (inner * groups + out))  # times groups, so that all is in integers
+    step = 8 * groups if 8 * groups <= K else groups
+    return max(K // step * step, groups)
+
+
+def terms_and_rank(
+    sizes: tuple[int, ...], num_terms: int | None, low_rank: int | None, sketch_size: int | None, default: int
+) -> tuple[int, int]:
+    """Return L and k from the size of a sketch as users give it, by position or by name.
+
+    Args:
+        sizes: Positional numbers: none, ``(sketch_size,)`` or ``(num_terms, low_rank)``.
+        num_terms: By name.
+        low_rank: By name.
+        sketch_size: By name.
+        default: Size of the sketch where none is given.
+
+    Raises:
+        TypeError: If there are more positional numbers, or one is not an integer.
+        ShapeError: If both forms are mixed, one is incomplete, or a number is not positive.
+    """
+    if len(sizes) > 2:
+        raise TypeError(
+            f"{len(sizes)} positional sketch sizes are given, and there are at most two, num_terms and low_rank: give "
+            "all arguments after them by name"
+        )
+    names = ("sketch_size",) if len(sizes) == 1 and low_rank is None else ("num_terms", "low_rank")
+    by_name = {"sketch_size": sketch_size, "num_terms": num_terms, "low_rank": low_rank}
+    pairs = [*zip(names, sizes, strict=False), *((name, size) for name, size in by_name.items() if size is not None)]
+    given = dict(pairs)
+    if not pairs:
+        return 1, default
+    if len(given) < len(pairs) or given.keys() not in ({"sketch_size"}, {"low_rank"}, {"num_terms", "low_rank"}):
+        raise ShapeError(
+            f"{', '.join(f'{name}={size}' for name, size in pairs)}: give either sketch_size, which is one term of "
+            "that rank, or both num_terms and low_rank"
+        )
+    checked = {name: check_size(name, size, least=1) for name, size in given.items()}
+    return checked.get("num_terms", 1), checked.get("low_rank") or checked["sketch_size"]
 
 
 def _integers(state: Tensor) -> list[int] | None:

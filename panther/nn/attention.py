@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.errors import DTypeError, ShapeError, check_floating, check_size
+from panther.errors import DTypeError, ShapeError, check_device, check_floating, check_size
 from panther.nn._features import (
     optimal_shift,
     orthogonal_gaussian,
@@ -79,16 +79,16 @@ class RandMultiHeadAttention(nn.Module):
             nn.TransformerEncoderLayer and nn.TransformerDecoderLayer always do: give the mask to those.
         SRPE: A module that maps per-head queries and keys to ones that carry their relative positions, such as
             :class:`sinSRPE`.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
-        seed: Of the random directions; None draws one from torch's default CPU generator. To redraw on several
-            processes give all of them the same.
-        batch_first: Whether inputs are (batch, length, width).
         kdim: Width of keys; None is ``embed_dim``.
         vdim: Width of values; None is ``embed_dim``.
-        redraw_interval: Draw new directions after so many forwards in training, not counting those that activation
-            checkpointing repeats; None keeps them. Compiled code is compiled anew for every count: there keep None, and
-            call :meth:`redraw_features_` between steps.
+        batch_first: Whether inputs are (batch, length, width).
+        redraw_interval: Number of training forwards after which new directions are drawn, not counting those that
+            activation checkpointing repeats; None keeps them. Compiled code is compiled anew for every count: there
+            keep None, and call :meth:`redraw_features_` between steps.
+        seed: Of the random directions; None draws one from torch's default CPU generator. To redraw on several
+            processes give all of them the same.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
 
     Attributes:
         Wq, Wk, Wv, W0: Projections in nn.Linear's layout, (out, in).
@@ -126,19 +126,19 @@ class RandMultiHeadAttention(nn.Module):
         embed_dim: int,
         num_heads: int,
         num_random_features: int,
+        *,
         dropout: float = 0.0,
         bias: bool = True,
         kernel_fn: str = "softmax",
         iscausal: bool = False,
         SRPE: nn.Module | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        seed: int | None = None,
-        batch_first: bool = True,
         kdim: int | None = None,
         vdim: int | None = None,
+        batch_first: bool = True,
         redraw_interval: int | None = None,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.embed_dim = check_size("embed_dim", embed_dim, least=1)
@@ -151,6 +151,7 @@ class RandMultiHeadAttention(nn.Module):
             raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, _KERNELS))}")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout={dropout} must be a probability, from 0 to 1")
+        check_device(device)
         check_floating("dtype", dtype)
         self.dropout, self.kernel_fn, self.iscausal, self.batch_first = dropout, kernel_fn, iscausal, batch_first
         self.kdim = embed_dim if kdim is None else check_size("kdim", kdim, least=1)
@@ -372,8 +373,8 @@ class RandMultiHeadAttention(nn.Module):
             )
         weight = mha.out_proj.weight
         layer = cls(
-            mha.embed_dim, mha.num_heads, num_random_features, mha.dropout, mha.in_proj_bias is not None,
-            device=weight.device, dtype=weight.dtype, batch_first=mha.batch_first, kdim=mha.kdim, vdim=mha.vdim,
+            mha.embed_dim, mha.num_heads, num_random_features, dropout=mha.dropout, bias=mha.in_proj_bias is not None,
+            kdim=mha.kdim, vdim=mha.vdim, batch_first=mha.batch_first, device=weight.device, dtype=weight.dtype,
             **kwargs,
         )  # fmt: skip
         if mha._qkv_same_embed_dim:

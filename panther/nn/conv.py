@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther.errors import PerformanceWarning, ShapeError, check_floating, check_size
-from panther.nn._conv import check_padding, convolve, default_low_rank, dense_kernel, is_channels_last, per_dim
+from panther.errors import PerformanceWarning, ShapeError, check_device, check_floating, check_size
+from panther.nn._conv import check_padding, convolve, dense_kernel, is_channels_last, per_dim
 from panther.nn._conv_fitting import lstsq_factor, svd_factors, unbiased_factor
-from panther.nn._sketched import SketchedModule
+from panther.nn._sketched import SketchedModule, default_low_rank, terms_and_rank
 from panther.sketch import check_seed, signs
 
 _INITS = ("svd", "lstsq", "random")
@@ -50,12 +50,13 @@ class _SKConv(SketchedModule):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
-        num_terms: int = 1,
+        *,
+        num_terms: int | None = None,
         low_rank: int | None = None,
+        sketch_size: int | None = None,
+        seed: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.groups = check_size("groups", groups, least=1)
@@ -70,11 +71,11 @@ class _SKConv(SketchedModule):
                 f"padding_mode={padding_mode!r} is unknown: use one of {', '.join(map(repr, _PADDING_MODES))}"
             )
         self.padding_mode = padding_mode
-        self.num_terms = check_size("num_terms", num_terms, least=1)
         inner = self.in_channels // self.groups * math.prod(self.kernel_size)
-        if low_rank is None:
-            low_rank = default_low_rank(inner, self.out_channels, self.groups, self.num_terms)
+        default = default_low_rank(inner, self.out_channels, self.groups)
+        self.num_terms, low_rank = terms_and_rank((), num_terms, low_rank, sketch_size, default)
         self.low_rank = _channels("low_rank", low_rank, self.groups)
+        check_device(device)
         check_floating("dtype", dtype)
         seed = check_seed(seed)
         rows, out = 2 * self.num_terms * self.low_rank, self.out_channels // self.groups
@@ -175,10 +176,11 @@ class _SKConv(SketchedModule):
     def from_conv(
         cls,
         conv: nn.Conv1d | nn.Conv2d | nn.Conv3d,
-        num_terms: int = 1,
+        *sizes: int,  # sketch_size alone, or num_terms and low_rank
+        num_terms: int | None = None,
         low_rank: int | None = None,
+        sketch_size: int | None = None,
         init: str = "svd",
-        *,
         seed: int | None = None,
     ) -> Self:
         r"""A sketched convolution near a dense one, on its device and in its dtype; the dense one is left as it is.
@@ -188,8 +190,10 @@ class _SKConv(SketchedModule):
 
         Args:
             conv: The layer to approximate, of as many dimensions.
-            num_terms: Number of terms L.
-            low_rank: Rank K of a term; None is the constructor's default.
+            *sizes: ``sketch_size``, or ``num_terms`` and ``low_rank``, by position.
+            num_terms: As in the constructor.
+            low_rank: As in the constructor.
+            sketch_size: As in the constructor.
             init: ``"svd"``, fitted: the best approximation of this rank, whose two factors are trained and saved.
                 ``"lstsq"``, seeded: the best S for the seed's sketch, of least norm.
                 ``"random"``, seeded: the unbiased estimator. Its error exceeds the kernel itself while the rows are
@@ -221,6 +225,8 @@ class _SKConv(SketchedModule):
             raise ValueError("the weight is on the meta device and has no values to fit: load it first")
         if not weight.isfinite().all():
             raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
+        default = default_low_rank(math.prod(weight.shape[1:]), conv.out_channels, conv.groups)
+        num_terms, low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
         layer = cls(
             conv.in_channels,
             conv.out_channels,
@@ -231,11 +237,11 @@ class _SKConv(SketchedModule):
             conv.groups,
             conv.bias is not None,
             conv.padding_mode,
-            num_terms,
-            low_rank,
-            weight.device,
-            weight.dtype,
+            num_terms=num_terms,
+            low_rank=low_rank,
             seed=seed,
+            device=weight.device,
+            dtype=weight.dtype,
         )
         A = weight.to(torch.promote_types(weight.dtype, torch.float32)).flatten(1)
         A = A.unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
@@ -359,12 +365,13 @@ class SKConv2d(_SKConv):
         bias: Whether to learn an additive bias.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         num_terms: Number L; there are 2 L terms.
-        low_rank: Rank K of a term, divisible by ``groups``. None is the largest that costs at most half of the dense
-            kernel, ``2 L K (in / groups * kernel + out / groups) <= in / groups * kernel * out / 2``, rounded down to a
-            multiple of ``8 groups`` if that leaves any; at least ``groups``.
+        low_rank: Rank K of a term, divisible by ``groups``.
+        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. With no size at all it is the largest that costs
+            at most half of the dense kernel, ``2 K (in / groups * kernel + out / groups) <= in / groups * kernel * out
+            / 2``, rounded down to a multiple of ``8 groups`` if that leaves any; at least ``groups``.
+        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
-        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Shape:
         Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.

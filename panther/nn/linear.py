@@ -11,15 +11,15 @@ __all__ = ["SKLinear"]
 
 import math
 import warnings
-from typing import Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther.errors import PerformanceWarning, ShapeError, check_floating, check_size
+from panther.errors import PerformanceWarning, ShapeError, check_device, check_floating, check_size
 from panther.kernels import pack_signs, unpack_signs
 from panther.nn._fitting import lstsq_factors, svd_factors, unbiased_factors
-from panther.nn._sketched import SketchedModule
+from panther.nn._sketched import SketchedModule, default_low_rank, terms_and_rank
 from panther.nn.functional import sketched_linear
 from panther.sketch import check_seed, signs
 
@@ -32,27 +32,29 @@ class SKLinear(SketchedModule):
     r"""A drop-in for :class:`torch.nn.Linear` with a sketched weight.
 
     Two ways to give its size: ``SKLinear(in_features, out_features, sketch_size)``, one term of rank ``sketch_size``;
-    or ``SKLinear(in_features, out_features, num_terms, low_rank)``, L terms of rank k. With ``R = num_terms *
-    low_rank`` the layer stores ``S1`` (in, R) and ``S2`` (R, out) and draws ``U1`` (R, out) and ``U2`` (in, R) from its
-    seed. At fixed R, ``num_terms`` changes only the scale of the sum.
+    or ``SKLinear(in_features, out_features, num_terms, low_rank)``, L terms of rank k. All of these may be given by
+    name, and all other arguments must be. Without either, the sketch is the largest that costs at most half of the
+    dense layer. With ``R = num_terms * low_rank`` the layer stores ``S1`` (in, R) and ``S2`` (R, out) and draws ``U1``
+    (R, out) and ``U2`` (in, R) from its seed. At fixed R, ``num_terms`` changes only the scale of the sum.
 
     A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. A *fitted* one, from :meth:`from_linear`
-    with ``init="svd"`` or from ``W_init``, has trained U1 and U2, saved with the rest; it is a rank-2R factorisation.
-    Loading a checkpoint of the other mode changes the layer's; make the optimizer after that.
+    with ``init="svd"`` or from ``weight_init``, has trained U1 and U2, saved with the rest; it is a rank-2R
+    factorisation. Loading a checkpoint of the other mode changes the layer's; make the optimizer after that.
 
     Args:
         in_features: Size of each input sample.
         out_features: Size of each output sample.
+        *sizes: ``sketch_size``, or ``num_terms`` and ``low_rank``, by position.
         num_terms: Number of terms L.
         low_rank: Rank k of each of a term's two halves.
-        W_init: Dense weight of shape (out, in) to start from: the layer is fitted to it by truncated SVD. To keep the
-            sketches fixed instead, at a larger error, use :meth:`from_linear` with ``init="lstsq"``.
-        bias: Whether to learn an additive bias.
-        dtype: Floating dtype; None is torch's default.
-        device: None is torch's default.
         sketch_size: Short for ``num_terms=1, low_rank=sketch_size``.
+        weight_init: Dense weight of shape (out, in) to start from: the layer is fitted to it by truncated SVD. To keep
+            the sketches fixed instead, at a larger error, use :meth:`from_linear` with ``init="lstsq"``.
+        bias: Whether to learn an additive bias.
         packed: Whether to hold the signs of U1 and U2 as one bit an entry; see :meth:`pack_`.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features)``.
@@ -69,8 +71,8 @@ class SKLinear(SketchedModule):
         packed: Whether the signs are held as bits.
 
     Raises:
-        ShapeError: If a size is not positive, both or neither size form is given, or W_init has another shape.
-        ValueError: If ``packed`` is asked for together with ``W_init``, whose sketches are no signs.
+        ShapeError: If a size is not positive, both size forms are mixed, or weight_init has a different shape.
+        ValueError: If ``packed`` is asked for together with ``weight_init``, whose sketches are no signs.
         DTypeError: If ``dtype`` is not floating.
 
     Warns:
@@ -92,87 +94,35 @@ class SKLinear(SketchedModule):
     U2: Tensor
     packed: bool = False
 
-    @overload
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        sketch_size: int,
-        /,
-        *,
-        W_init: Tensor | None = None,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        packed: bool = False,
-        seed: int | None = None,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_terms: int,
-        low_rank: int,
-        W_init: Tensor | None = None,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        *,
-        packed: bool = False,
-        seed: int | None = None,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        sketch_size: int,
-        W_init: Tensor | None = None,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        packed: bool = False,
-        seed: int | None = None,
-    ) -> None: ...
-
-    def __init__(  # type: ignore[misc]  # num_terms is the third number or a keyword, and only the keyword needs low_rank
-        self,
-        in_features: int,
-        out_features: int,
-        _size: int | None = None,  # sketch_size of the three-number form, num_terms of the four-number one
-        low_rank: int | None = None,
-        W_init: Tensor | None = None,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        *,
+        *sizes: int,  # sketch_size alone, or num_terms and low_rank
         num_terms: int | None = None,
+        low_rank: int | None = None,
         sketch_size: int | None = None,
+        weight_init: Tensor | None = None,
+        bias: bool = True,
         packed: bool = False,
         seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features = check_size("in_features", in_features, least=1)
         self.out_features = check_size("out_features", out_features, least=1)
-        self.num_terms, self.low_rank = _terms_and_rank(_size, low_rank, num_terms, sketch_size)
+        default = default_low_rank(self.in_features, self.out_features)
+        self.num_terms, self.low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
+        check_device(device)
         check_floating("dtype", dtype)
-        if W_init is not None and not (isinstance(W_init, Tensor) and W_init.is_floating_point()):
-            kind = W_init.dtype if isinstance(W_init, Tensor) else type(W_init).__name__
-            raise TypeError(f"W_init must be a floating tensor, not {kind}: bias and what follows are given by name")
-        if W_init is not None and W_init.shape != (out_features, in_features):
-            raise ShapeError(
-                f"W_init must have nn.Linear's shape (out_features, in_features) = ({out_features}, {in_features}), "
-                f"not {tuple(W_init.shape)}: transpose it, or change the sizes"
-            )
-        if packed and W_init is not None:
-            raise ValueError(
-                "packed=True holds signs as bits, and W_init makes a fitted layer, whose sketches are trained numbers: "
-                'leave one out, or use SKLinear.from_linear(linear, ..., init="lstsq").pack_()'
-            )
+        if weight_init is not None:
+            _check_weight(weight_init, (self.out_features, self.in_features))
+            if packed:
+                raise ValueError(
+                    "packed=True holds signs as bits, and weight_init makes a fitted layer, whose sketches are trained "
+                    'numbers: leave one out, or use SKLinear.from_linear(linear, ..., init="lstsq").pack_()'
+                )
         seed = check_seed(seed)
         R = self.num_terms * self.low_rank
         if 2 * R * (in_features + out_features) >= in_features * out_features:
@@ -189,8 +139,8 @@ class SKLinear(SketchedModule):
         self.packed = bool(packed)
         self.set_seeded_(seed)
         self.reset_parameters()
-        if W_init is not None:
-            self._fit_svd_(W_init)
+        if weight_init is not None:
+            self._fit_svd_(weight_init)
 
     @property
     def scale(self) -> float:
@@ -268,14 +218,23 @@ class SKLinear(SketchedModule):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, num_terms: int, low_rank: int, init: str = "svd", *, seed: int | None = None
+        cls,
+        linear: nn.Linear,
+        *sizes: int,  # sketch_size alone, or num_terms and low_rank
+        num_terms: int | None = None,
+        low_rank: int | None = None,
+        sketch_size: int | None = None,
+        init: str = "svd",
+        seed: int | None = None,
     ) -> Self:
         r"""A sketched layer near a dense one, on its device and in its dtype; the dense one is left as it is.
 
         Args:
             linear: The layer to approximate.
-            num_terms: Number of terms L.
-            low_rank: Rank k of each half of a term; R = L k.
+            *sizes: As in the constructor.
+            num_terms: As in the constructor.
+            low_rank: As in the constructor; R = L k.
+            sketch_size: As in the constructor.
             init: ``"svd"``, fitted: the best approximation of rank 2R, whose four factors are trained and saved.
                 ``"lstsq"``, seeded: the best S1 and S2 for the seed's sketches, of least norm.
                 ``"random"``, seeded: the unbiased estimator. Its error exceeds the weight itself while R is below
@@ -304,12 +263,14 @@ class SKLinear(SketchedModule):
         layer = cls(
             linear.in_features,
             linear.out_features,
-            num_terms,
-            low_rank,
+            *sizes,
+            num_terms=num_terms,
+            low_rank=low_rank,
+            sketch_size=sketch_size,
             bias=linear.bias is not None,
-            dtype=weight.dtype,
-            device=weight.device,
             seed=seed,
+            device=weight.device,
+            dtype=weight.dtype,
         )
         if init == "svd":
             layer._fit_svd_(weight)
@@ -473,6 +434,17 @@ class SKLinear(SketchedModule):
         self.set_fitted_({"U1": U1.to(self.S1.dtype), "U2": U2.to(self.S1.dtype)})
 
 
+def _check_weight(weight: Any, shape: tuple[int, int]) -> None:
+    if not (isinstance(weight, Tensor) and weight.is_floating_point()):
+        kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"weight_init must be a floating tensor, not {kind}")
+    if weight.shape != shape:
+        raise ShapeError(
+            f"weight_init must have nn.Linear's shape (out_features, in_features) = {shape}, not "
+            f"{tuple(weight.shape)}: transpose it, or change the sizes"
+        )
+
+
 def _at_least_float32(weight: Tensor) -> Tensor:
     """The weight in a dtype that can be factored, if it has values to fit."""
     if weight.is_meta:
@@ -480,28 +452,3 @@ def _at_least_float32(weight: Tensor) -> Tensor:
     if not weight.isfinite().all():
         raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
-
-
-def _terms_and_rank(
-    size: int | None, low_rank: int | None, num_terms: int | None, sketch_size: int | None
-) -> tuple[int, int]:
-    """L and k from either form."""
-    rule = "give either sketch_size, as SKLinear(in, out, sketch_size), or both num_terms and low_rank"
-    if size is not None and num_terms is not None:
-        raise ShapeError(f"a third number ({size}) and num_terms={num_terms} are given: {rule}")
-    if num_terms is None and low_rank is not None:
-        num_terms = size
-    elif size is not None:
-        if sketch_size is not None:
-            raise ShapeError(f"a third number ({size}) and sketch_size={sketch_size} are given: {rule}")
-        sketch_size = size
-    if num_terms is low_rank is sketch_size is None:
-        raise ShapeError(f"the size of the sketch is missing: {rule}")
-    given = f"num_terms={num_terms}, low_rank={low_rank}, sketch_size={sketch_size}"
-    if sketch_size is not None:
-        if num_terms is not None or low_rank is not None:
-            raise ShapeError(f"{given}: {rule}")
-        return 1, check_size("sketch_size", sketch_size, least=1)
-    if num_terms is None or low_rank is None:
-        raise ShapeError(f"{given}: {rule}")
-    return check_size("num_terms", num_terms, least=1), check_size("low_rank", low_rank, least=1)

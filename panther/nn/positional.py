@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from panther.errors import ShapeError, check_floating, check_size
+from panther.errors import ShapeError, check_device, check_floating, check_size
 from panther.nn._sketched import _integers
 from panther.sketch import GaussianSketch, check_seed
 
@@ -34,9 +34,9 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         perHead_in: Width of a head's queries and keys.
         sines: Sines of each feature.
         num_realizations: R, the width of what comes out; the variance of inner products falls as 1/R.
+        seed: Of Z; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
-        seed: Of Z; None draws one from torch's default CPU generator.
 
     Attributes:
         frequencies: f, trained, (num_heads, perHead_in, sines), in cycles a position.
@@ -69,16 +69,17 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         perHead_in: int,
         sines: int,
         num_realizations: int = 256,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         *,
         seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = check_size("num_heads", num_heads, least=1)
         self.perHead_in = check_size("perHead_in", perHead_in, least=1)
         self.sines = check_size("sines", sines, least=1)
         self.num_realizations = check_size("num_realizations", num_realizations, least=1)
+        check_device(device)
         check_floating("dtype", dtype)
         self.seed, self._draws = check_seed(seed), 0
         shape = (num_heads, perHead_in, sines)

@@ -233,14 +233,17 @@ def test_what_is_refused():
         ((30, 4, 8), ShapeError, "num_heads=4 must divide embed_dim=30"),
         ((32, 0, 8), ShapeError, "num_heads"),
         ((32, 4, 0), ShapeError, "num_random_features"),
-        ((32, 4, 8, 1.5), ValueError, r"dropout=1.5 must be a probability"),
-        ((32, 4, 8, 0.0, True, "cosine"), ValueError, "'cosine' is unknown: use one of 'softmax', 'oprf'"),
-        ((32, 4, 8, 0.0, True, "relu", False, None, None, torch.int64), DTypeError, "dtype"),
+        ((32, 4, 8, {"dropout": 1.5}), ValueError, r"dropout=1.5 must be a probability"),
+        ((32, 4, 8, {"kernel_fn": "cosine"}), ValueError, "'cosine' is unknown: use one of 'softmax', 'oprf'"),
+        ((32, 4, 8, {"dtype": torch.int64}), DTypeError, "dtype"),
+        ((32, 4, 8, {"device": torch.ones(2)}), TypeError, "device must be a torch.device or its name, not Tensor"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
+    *sizes, last = arguments
+    sizes, named = (sizes, last) if isinstance(last, dict) else (arguments, {})
     with pytest.raises(error, match=message):
-        RandMultiHeadAttention(*arguments)
+        RandMultiHeadAttention(*sizes, **named)
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -10,7 +10,7 @@ from tolerances import assert_close
 from torch.nn import functional as F
 
 from panther.errors import DTypeError, PerformanceWarning, ShapeError
-from panther.nn import SKConv1d, SKConv2d, SKConv3d
+from panther.nn import SKConv1d, SKConv2d, SKConv3d, SKLinear
 from panther.nn._conv import runs_dense
 from panther.nn.functional import sketched_conv
 from panther.sketch import SignSketch
@@ -21,29 +21,29 @@ quiet = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 
 
 @pytest.mark.parametrize(
-    ("shape", "terms", "expected"),
+    ("shape", "expected"),
     [
-        ((64, 128, 3, 1), 1, 24),  # 26 rounded down to a multiple of 8
-        ((64, 128, 3, 1), 6, 4),  # fewer than 8 are kept as they are
-        ((64, 128, 5, 1), 1, 24),
-        ((64, 64, 1, 1), 1, 8),
-        ((3, 64, 7, 1), 1, 8),
-        ((8, 8, 3, 1), 1, 1),
-        ((1, 1, 1, 1), 1, 1),  # at least 1
-        ((128, 128, 3, 4), 1, 28),  # of groups, where a multiple of 8 groups is too much
-        ((256, 256, 3, 2), 1, 48),
-        ((32, 32, 3, 32), 1, 32),  # at least groups
+        ((64, 128, 3, 1), 24),  # 26 rounded down to a multiple of 8
+        ((16, 16, 3, 1), 3),  # fewer than 8 are kept as they are
+        ((64, 64, 1, 1), 8),
+        ((3, 64, 7, 1), 8),
+        ((1, 1, 1, 1), 1),  # at least 1
+        ((128, 128, 3, 4), 28),  # of groups, where a multiple of 8 groups is too much
+        ((256, 256, 3, 2), 48),
+        ((32, 32, 3, 32), 32),  # at least groups
     ],
 )
 @quiet
-def test_default_low_rank(shape, terms, expected):
+def test_the_default_size_costs_at_most_half(shape, expected):
     in_channels, out_channels, k, g = shape
-    layer = SKConv2d(in_channels, out_channels, k, groups=g, num_terms=terms)
-    assert layer.low_rank == expected
+    layer = SKConv2d(in_channels, out_channels, k, groups=g)
+    assert (layer.num_terms, layer.low_rank) == (1, expected)
     inner, out = in_channels // g * k * k, out_channels // g
+    if g == k == 1:
+        assert SKLinear(in_channels, out_channels).low_rank == expected
 
     def fits(K):
-        return 2 * terms * K * (inner + out) <= inner * out_channels / 2
+        return 2 * K * (inner + out) <= inner * out_channels / 2
 
     step = 8 * g if fits(8 * g) else g
     assert expected == g or fits(expected)
@@ -112,8 +112,7 @@ def configurations(draw):
         "groups": groups,
         "bias": draw(st.booleans()),
         "padding_mode": draw(st.sampled_from(MODES)),
-        "num_terms": draw(st.integers(1, 2)),
-        "low_rank": draw(st.sampled_from([None, groups, 3 * groups, 8 * groups])),
+        **draw(st.sampled_from([{}, {"sketch_size": 3 * groups}, {"num_terms": 2, "low_rank": 8 * groups}])),
         "batch": draw(st.sampled_from([None, 1, 3])),
         "fitted": draw(st.booleans()),
     }
@@ -289,7 +288,7 @@ def test_double_backward(shape):
 @pytest.mark.parametrize(
     ("layer", "shape", "terms", "rank"),
     [
-        (SKConv2d, (64, 128, 3), 1, None),
+        (SKConv2d, (64, 128, 3), 1, 24),
         (SKConv2d, (32, 64, 3), 3, 4),
         (SKConv2d, (64, 64, 5), 2, 16),
         (SKConv1d, (64, 96, 7), 1, 8),
@@ -349,7 +348,7 @@ def test_extra_repr():
     assert repr(SKConv2d(64, 48, low_rank=3, seed=5)) == (
         "SKConv2d(64, 48, kernel_size=(3, 3), stride=(1, 1), num_terms=1, low_rank=3, seed=5)"
     )
-    assert repr(SKConv1d(64, 48, 3, 1, "same", 2, 2, False, "circular", 1, 4, seed=5)) == (
+    assert repr(SKConv1d(64, 48, 3, 1, "same", 2, 2, False, "circular", sketch_size=4, seed=5)) == (
         "SKConv1d(64, 48, kernel_size=(3,), stride=(1,), padding='same', dilation=(2,), groups=2, "
         "padding_mode='circular', bias=False, num_terms=1, low_rank=4, seed=5)"
     )
@@ -374,7 +373,9 @@ def test_extra_repr():
         ((9, 8), {"groups": 3}, ShapeError, "out_channels=8 must be divisible by groups=3"),
         ((8, 8), {"groups": 4, "low_rank": 2}, ShapeError, "low_rank=2 must be divisible by groups=4"),
         ((8, 8), {"padding_mode": "wrap"}, ValueError, "padding_mode='wrap' is unknown: use one of 'zeros', 'reflect'"),
-        ((8, 8), {"num_terms": 0}, ShapeError, "num_terms=0 must be at least 1"),
+        ((8, 8), {"num_terms": 0, "low_rank": 1}, ShapeError, "num_terms=0 must be at least 1"),
+        ((8, 8), {"num_terms": 2}, ShapeError, "num_terms=2: give either sketch_size.* or both num_terms and low_rank"),
+        ((8, 8), {"device": torch.ones(2)}, TypeError, "device must be a torch.device or its name, not Tensor: use"),
         ((8, 8), {"low_rank": 0}, ShapeError, "low_rank=0 must be at least 1"),
         ((8, 8), {"dtype": torch.int32}, DTypeError, "dtype=torch.int32 must be a floating dtype"),
         ((8, 8), {"seed": -3}, ValueError, r"seed=-3 must be in \[0, 2\^63\)"),

@@ -1,9 +1,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tolerances import assert_close
 from torch import nn
 from torch.nn.utils import prune
 
@@ -66,6 +69,28 @@ def test_round_trip_is_exact(tmp_path, make, device):
     assert restored[0].seed == model[0].seed
     assert restored[3][0].is_fitted
     assert all(p.requires_grad for p in restored.parameters())
+
+
+class Saved(nn.Module):
+    """What tests/nn/format_version_1 holds: every class and mode, as written before constructors changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeded, self.packed = nn.Linear(12, 8), nn.Linear(12, 8)
+        self.fitted, self.shared = nn.Linear(12, 8, bias=False), self.seeded
+        self.line = nn.Conv1d(4, 6, 3, padding="same", dilation=2, bias=False)
+        self.plane = nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 2), groups=2, padding_mode="circular")
+        self.space = nn.Conv3d(2, 4, 2)
+
+
+def test_files_of_version_1_load_as_they_were():
+    folder = Path(__file__).parent / "format_version_1"
+    model, expected = pr.load_compressed(folder, Saved()), load_file(folder / "expected.safetensors")
+    assert model.shared is model.seeded
+    assert model.packed.packed
+    assert [name for name, module in model.named_children() if module.is_fitted] == ["fitted", "plane"]
+    for name in ("seeded", "packed", "fitted", "line", "plane", "space"):
+        assert_close(getattr(model, name)(expected[f"{name}.input"]), expected[f"{name}.output"])
 
 
 def test_a_fresh_process_gets_the_same_outputs(tmp_path, folder):
@@ -192,7 +217,10 @@ REFUSALS = {
     "weights elsewhere": (lambda m: m.update(weights="missing.safetensors"), "missing.safetensors is missing"),
     "weights that are not": (lambda m: m.update(weights="panther.json"), "no sound safetensors file"),
     "a foreign class": (lambda m: m["modules"]["0"].update({"class": "os.system"}), "class 'os.system', which is not"),
-    "foreign arguments": (lambda m: m["modules"]["0"]["args"].update(W_init=1), "SKLinear is built from in_features"),
+    "foreign arguments": (
+        lambda m: m["modules"]["0"]["args"].update(weight_init=1),
+        "SKLinear is built from in_features",
+    ),
     "text for a number": (lambda m: m["modules"]["0"]["args"].update(low_rank="2"), "SKLinear is built from"),
     "huge sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**13), "SKLinear is built from"),
     "large sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**9), "was saved for 1000000000 to 48"),
@@ -250,8 +278,6 @@ def test_a_damaged_seed_is_refused(tmp_path):
     record = model[0].sketch_seed
     damaged = record.clone()
     damaged[0] ^= 1
-    from safetensors.torch import load_file, save_file
-
     pr.save_compressed(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "0.sketch_seed": damaged}, tmp_path / "model.safetensors")
@@ -294,8 +320,6 @@ def test_a_transposed_weight_as_of_conv1d_in_transformers_fits(folder):
 
 
 def test_integers_for_weights_are_refused_before_anything_is_replaced(folder):
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     tensors["2.weight"] = tensors["2.weight"].int()
     save_file(tensors, folder / "model.safetensors")

@@ -26,26 +26,30 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
         ((256, 128, 2), {"low_rank": 4}, (2, 4)),
         ((256, 128), {"num_terms": 2, "low_rank": 4}, (2, 4)),
         ((), {"in_features": 256, "out_features": 128, "num_terms": 2, "low_rank": 4, "bias": False}, (2, 4)),
-        ((256, 128, 2, 4, None, False, torch.float64, "cpu"), {}, (2, 4)),
+        ((256, 128), {"low_rank": 4}, (1, 4)),
+        ((256, 128), {}, (1, 16)),  # 2 R (in + out) is at most half of in * out, and R a multiple of 8
     ],
 )
 def test_both_call_forms(args, kwargs, expected):
     layer = SKLinear(*args, **kwargs)
     assert (layer.num_terms, layer.low_rank) == expected
+    sizes = {name: kwargs[name] for name in ("num_terms", "low_rank", "sketch_size") if name in kwargs}
+    fitted = SKLinear.from_linear(nn.Linear(256, 128), *args[2:], **sizes)
+    assert (fitted.num_terms, fitted.low_rank) == expected
     assert (layer.in_features, layer.out_features) == (256, 128)
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "match"),
     [
-        ((8, 8), {}, ShapeError, "the size of the sketch is missing: give either sketch_size, .* or both num_terms"),
-        ((64, 64, 2, 1, False), {}, TypeError, "W_init must be a floating tensor, not bool: bias and what follows"),
+        ((64, 64, 2, 1, False), {}, TypeError, "3 positional sketch sizes are given, and there are at most two"),
+        ((64, 64, 2), {"weight_init": False}, TypeError, "weight_init must be a floating tensor, not bool"),
+        ((64, 64, 2), {"device": torch.ones(2)}, TypeError, "device must be a torch.device or its name, not Tensor"),
         ((64, 64, 2), {"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, not str"),
-        ((8, 8), {"num_terms": 2}, ShapeError, "num_terms=2, low_rank=None"),
-        ((8, 8), {"low_rank": 2}, ShapeError, "num_terms=None, low_rank=2"),
-        ((8, 8, 2, 3), {"sketch_size": 4}, ShapeError, "sketch_size=4"),
-        ((8, 8, 2), {"sketch_size": 4}, ShapeError, r"a third number \(2\) and sketch_size=4"),
-        ((8, 8, 2), {"num_terms": 2}, ShapeError, r"a third number \(2\) and num_terms=2"),
+        ((8, 8), {"num_terms": 2}, ShapeError, "num_terms=2: give either sketch_size.* or both num_terms and low_rank"),
+        ((8, 8, 2, 3), {"sketch_size": 4}, ShapeError, "num_terms=2, low_rank=3, sketch_size=4: give"),
+        ((8, 8, 2), {"sketch_size": 4}, ShapeError, "sketch_size=2, sketch_size=4: give"),
+        ((8, 8, 2), {"num_terms": 2}, ShapeError, "sketch_size=2, num_terms=2: give"),
         ((0, 8, 2), {}, ShapeError, "in_features=0 must be at least 1"),
         ((8, -1, 2), {}, ShapeError, "out_features=-1 must be at least 1"),
         ((8, 8, 0), {}, ShapeError, "sketch_size=0 must be at least 1"),
@@ -55,7 +59,7 @@ def test_both_call_forms(args, kwargs, expected):
         ((8, 8, True), {}, TypeError, "sketch_size must be an integer, not bool"),
         ((64, 64, 2), {"dtype": torch.int32}, DTypeError, "dtype=torch.int32 must be a floating dtype"),
         ((64, 64, 2), {"seed": -3}, ValueError, r"seed=-3 must be in \[0, 2\^63\)"),
-        ((64, 32, 2), {"W_init": torch.ones(64, 32)}, ShapeError, r"= \(32, 64\), not \(64, 32\)"),
+        ((64, 32, 2), {"weight_init": torch.ones(64, 32)}, ShapeError, r"= \(32, 64\), not \(64, 32\)"),
     ],
 )
 def test_bad_construction(args, kwargs, error, match):
@@ -130,7 +134,9 @@ def test_sketches_are_streams_0_and_1_of_the_seed():
 @pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 def test_forward_and_gradients_against_the_dense_weight(n_in, n_out, terms, rank, batch, dtype, bias, fitted):
     torch.manual_seed(0)
-    layer = SKLinear(n_in, n_out, terms, rank, torch.randn(n_out, n_in) if fitted else None, bias, dtype)
+    layer = SKLinear(
+        n_in, n_out, terms, rank, weight_init=torch.randn(n_out, n_in) if fitted else None, bias=bias, dtype=dtype
+    )
     x = torch.randn(*batch, n_in).to(dtype).requires_grad_()
     exact = nn.functional.linear(
         x.detach().double(),
@@ -165,7 +171,7 @@ def test_fresh_output_has_nn_linears_spread(n_in, n_out, terms, rank, fitted):
     torch.manual_seed(0)
     ratios = []
     for _ in range(30):
-        layer = SKLinear(n_in, n_out, terms, rank, torch.zeros(n_out, n_in) if fitted else None)
+        layer = SKLinear(n_in, n_out, terms, rank, weight_init=torch.zeros(n_out, n_in) if fitted else None)
         layer.reset_parameters()
         x = torch.randn(64, n_in)
         ratios.append((layer(x).std() / nn.Linear(n_in, n_out)(x).std()).item())
@@ -203,4 +209,4 @@ def test_extra_repr():
     assert repr(SKLinear(64, 48, 2, 3, seed=5)) == (
         "SKLinear(in_features=64, out_features=48, num_terms=2, low_rank=3, bias=True, seed=5)"
     )
-    assert "fitted" in repr(SKLinear(64, 48, 2, 3, torch.zeros(48, 64)))
+    assert "fitted" in repr(SKLinear(64, 48, 2, 3, weight_init=torch.zeros(48, 64)))

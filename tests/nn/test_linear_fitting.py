@@ -77,7 +77,7 @@ def test_unused_columns_add_nothing_and_still_learn():
 
 
 def test_a_zero_weight_can_be_fitted_and_learns():
-    layer = SKLinear(6, 4, 1, 2, torch.zeros(4, 6))
+    layer = SKLinear(6, 4, 1, 2, weight_init=torch.zeros(4, 6))
     assert (layer.weight == 0).all()
     layer(torch.randn(20, 6)).square().sum().backward()
     assert (layer.S1.grad.norm(dim=0) > 0).all()
@@ -142,9 +142,9 @@ def test_from_linear_keeps_dtype_bias_and_training(init, dtype, bias):
     assert layer(torch.ones(3, 30, dtype=dtype)).isfinite().all()
 
 
-def test_w_init_is_the_svd():
+def test_weight_init_is_the_svd():
     dense = linear(30, 20, torch.float32)
-    layer = SKLinear(30, 20, 1, 3, W_init=dense.weight)
+    layer = SKLinear(30, 20, 1, 3, weight_init=dense.weight)
     assert_close(layer.weight, SKLinear.from_linear(dense, 1, 3).weight)
 
 

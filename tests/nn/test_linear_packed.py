@@ -184,8 +184,8 @@ def test_fitted_layers_are_never_packed():
     with pytest.raises(ValueError, match=r"sketches of this fitted layer are trained numbers.*init=\"lstsq\""):
         fitted.pack_()
     assert not fitted.packed
-    with pytest.raises(ValueError, match="packed=True holds signs as bits, and W_init makes a fitted layer"):
-        SKLinear(40, 70, 1, 4, dense.weight, packed=True)
+    with pytest.raises(ValueError, match="packed=True holds signs as bits, and weight_init makes a fitted layer"):
+        SKLinear(40, 70, 1, 4, weight_init=dense.weight, packed=True)
     layer = layer_of(40, 70, 4, packed=True)
     layer.load_state_dict(fitted.state_dict())
     assert layer.is_fitted
