@@ -117,8 +117,8 @@ def _arm(kill: Trial, whole_s: float) -> None:
         timer.daemon = True
         timer.start()
         return
-    from panther.distributed import _checkpoint_files as files
-    from panther.distributed import _checkpoint_ranks as ranks
+    from panther.distributed.checkpoint import _save_load as ranks
+    from panther.distributed.checkpoint import _storage as files
 
     def trap(owner, name, times, before=True, first=1, every=1):
         """Die at one of the calls, ``first``, ``first + every`` and so on, before it or after it."""

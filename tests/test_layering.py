@@ -1,4 +1,7 @@
-"""The house rules that no linter knows: imports go only downward, the package stays light, names do not collide."""
+"""The house rules that no linter knows: imports go only downward, the package stays light, names do not collide.
+
+Each rule is one test that lists all offenders, and one that shows that its check objects.
+"""
 
 import ast
 import importlib
@@ -13,12 +16,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the command line; `_version`
-# below all. A layer may import itself and every lower one; `kernels` knows nothing of panther, not even its errors.
+# and `_text` below all. A layer may import itself and every lower one; `kernels` knows nothing of panther.
 LAYERS = (
-    "_version", "errors", "kernels", "sketch", "linalg", "nn", "distributed", "train", "compression", "",
-    "cli", "__main__",
+    "_version", "_text", "errors", "kernels", "sketch", "linalg", "nn", "distributed", "train", "compression",
+    "", "cli", "__main__",
 )  # fmt: skip
-FORBIDDEN = {"kernels": {"_version", "errors"}}
+FORBIDDEN = {"kernels": {"_version", "_text", "errors"}}
+
+# Within `distributed`: the level of each sub-package. One may import itself and all of lower levels, never another one
+# of its own level. The lazy `__init__` may import all.
+LEVELS = {
+    "comm": 0,
+    "_layer_configs": 1, "launcher": 1, "sync": 1,
+    "data": 2, "tensor": 2, "pipeline": 2,
+    "checkpoint": 3, "hybrid": 3,
+    "advisor": 4,
+    "": 5,
+}  # fmt: skip
+MAXIMUM_FILES = 19
 
 
 def module_files() -> dict[str, Path]:
@@ -35,20 +50,15 @@ MODULES = module_files()
 PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 
 
-def layer_of(module: str) -> str:
-    """``panther.nn.linear`` -> ``nn``; ``panther`` -> the empty name."""
-    return f"{module}.".split(".")[1]
-
-
-def imported_modules(source: str, module: str, is_package: bool) -> list[tuple[int, str]]:
-    """Line and dotted name of whatever ``source`` imports, at top level, in a function or by ``import_module``.
+def imported_modules(tree: ast.Module, module: str, is_package: bool) -> list[tuple[int, str]]:
+    """Line and dotted name of whatever is imported, at top level, in a function or by ``import_module``.
 
     ``from panther import nn`` counts as ``panther.nn``, and ``from panther.nn import SKLinear`` as
-    ``panther.nn.SKLinear``: what comes after the second dot does not matter here.
+    ``panther.nn.SKLinear``: names beyond a module do not matter here.
     """
     package = module if is_package else module.rpartition(".")[0]
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -64,54 +74,82 @@ def imported_modules(source: str, module: str, is_package: bool) -> list[tuple[i
 
 def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
     """One sentence for each import of ``source`` that the order forbids."""
-    own = layer_of(module)
+    own, own_part = (*module.split("."), "", "")[1:3]
     if own not in LAYERS:
         return [f"{module} is in no layer: give {own!r} its place in LAYERS"]
+    if own == "distributed" and own_part not in LEVELS:
+        return [f"{module} has no level: give {own_part!r} its place in LEVELS"]
     allowed = set(LAYERS[: LAYERS.index(own) + 1]) - FORBIDDEN.get(own, set())
     wrong = []
-    for line, name in imported_modules(source, module, is_package):
-        if name.split(".")[0] != "panther":
+    for line, name in imported_modules(ast.parse(source), module, is_package):
+        root, target, part = (*name.split("."), "", "")[:3]
+        if root != "panther":
             continue
-        target = layer_of(name)
         if target not in LAYERS:  # a name of the package itself: `from panther import SKLinear`
             target = ""
         if target not in allowed:
             wrong.append(f"{module}:{line} imports {name}: {own or 'panther'} may not import {target or 'panther'}")
+        elif own == target == "distributed":
+            part = part if part in LEVELS else ""
+            if part != own_part and LEVELS[part] >= LEVELS[own_part]:
+                wrong.append(f"{module}:{line} imports {name}: {own_part} may not import {part or 'the whole package'}")
     return wrong
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_only_downward(module):
-    assert upward_imports(MODULES[module].read_text(), module, module in PACKAGES) == []
+def test_imports_go_only_downward():
+    found = []
+    for module, path in MODULES.items():
+        found += upward_imports(path.read_text(), module, module in PACKAGES)
+    assert found == []
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
+    ("module", "sources"),
     [
-        ("panther.nn.linear", "from panther.distributed import launch"),
-        ("panther.nn.linear", "import panther.train.trainer as t"),
-        ("panther.nn.linear", "from panther import distributed"),
-        ("panther.nn.linear", "from .. import compression"),
-        ("panther.nn.linear", "from ..compression.config import Config"),
-        ("panther.nn.linear", "import panther as pr"),
-        ("panther.nn.linear", "from panther import SKLinear"),
-        ("panther.nn.linear", "def f():\n    from panther.cli import main"),
-        ("panther.nn.linear", "if TYPE_CHECKING:\n    import panther.distributed"),
-        ("panther.nn.linear", "importlib.import_module('panther.train')"),
-        ("panther.sketch.dense", "from panther.linalg import qb"),
-        ("panther.sketch.dense", "from ..nn import functional"),
-        ("panther.kernels.ops", "from panther.errors import ShapeError"),
-        ("panther.kernels.ops", "from ..errors import ShapeError"),
-        ("panther.kernels.ops", "from panther._version import __version__"),
-        ("panther.kernels.ops", "import panther.sketch"),
-        ("panther.errors", "from .kernels import backend"),
-        ("panther._version", "from .errors import PantherError"),
-        ("panther.train.trainer", "from panther.cli import main"),
-        ("panther.elsewhere", ""),
+        (
+            "panther.nn.linear",
+            (
+                "from panther.distributed import launch",
+                "import panther.train.trainer as t",
+                "from panther import distributed",
+                "from .. import compression",
+                "from ..compression.config import Config",
+                "import panther as pr",
+                "from panther import SKLinear",
+                "def f():\n    from panther.cli import main",
+                "if TYPE_CHECKING:\n    import panther.distributed",
+                "importlib.import_module('panther.train')",
+            ),
+        ),
+        ("panther.sketch.dense", ("from panther.linalg import qb", "from ..nn import functional")),
+        (
+            "panther.kernels.ops",
+            (
+                "from panther.errors import ShapeError",
+                "from ..errors import ShapeError",
+                "from panther._version import __version__",
+                "import panther.sketch",
+            ),
+        ),
+        ("panther.errors", ("from .kernels import backend",)),
+        ("panther._version", ("from .errors import PantherError",)),
+        ("panther.train.trainer", ("from panther.cli import main", "import panther.compression")),
+        ("panther.elsewhere", ("",)),
+        ("panther.distributed.elsewhere", ("",)),
+        (
+            "panther.distributed.tensor.unshard",
+            (
+                "from panther.distributed.data import strategies",
+                "from panther.distributed.hybrid import HybridParallelTrainer",
+                "from panther.distributed import init",
+                "from ..pipeline import stages",
+            ),
+        ),
+        ("panther.distributed.comm.mesh", ("from panther.distributed.sync.sketches import sync_sketches",)),
     ],
 )
-def test_the_checker_objects(module, source):
-    assert len(upward_imports(source, module)) == 1
+def test_the_import_check_objects(module, sources):
+    assert [len(upward_imports(source, module)) for source in sources] == [1] * len(sources)
 
 
 @pytest.mark.parametrize(
@@ -122,18 +160,53 @@ def test_the_checker_objects(module, source):
         ("panther.nn.linear", "import panthera\nfrom other.panther import cli"),
         ("panther.kernels.ops", "from . import reference\nfrom panther.kernels._backend import backend"),
         ("panther.cli.demo", "import panther as pr\nfrom panther.distributed import launch\nfrom panther import nn"),
+        ("panther.train.trainer", "from panther.distributed import launch\nimport panther.distributed.data.blocks"),
+        ("panther.distributed.tensor.unshard", "from panther.nn import SKLinear\nfrom ..comm import mesh"),
+        ("panther.distributed.advisor.plan", "from panther.distributed.hybrid import HybridParallelTrainer"),
     ],
 )
-def test_the_checker_allows(module, source):
+def test_the_import_check_allows(module, source):
     assert upward_imports(source, module) == []
 
 
-def test_the_checker_resolves_a_package_from_within():
+def test_the_import_check_resolves_a_package_from_within():
     assert upward_imports("from ..cli import main", "panther.nn", is_package=True) == [
         "panther.nn:1 imports panther.cli.main: nn may not import cli"
     ]
     assert upward_imports("from . import cli", "panther", is_package=True)
     assert upward_imports("from . import errors, nn", "panther", is_package=True) == []
+
+
+def circles() -> list[list[str]]:
+    """Groups of modules that import each other when they are loaded; ``__init__`` files are left out.
+
+    Strongly connected components of the graph of top-level imports: what each module reaches, intersected with what
+    reaches it.
+    """
+    graph = {}
+    for module, path in MODULES.items():
+        top = ast.Module([node for node in ast.parse(path.read_text()).body], [])
+        top.body = [node for node in top.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {name for _, name in imported_modules(top, module, module in PACKAGES)}
+        names |= {name.rpartition(".")[0] for name in names}
+        graph[module] = {name for name in names if name in MODULES and name not in PACKAGES and name != module}
+    reached = {}
+    for module in graph:
+        seen, waiting = set(), [module]
+        while waiting:
+            for name in graph[waiting.pop()] - seen:
+                seen.add(name)
+                waiting.append(name)
+        reached[module] = seen
+    return sorted({tuple(sorted(o for o in reached[m] if m in reached[o])) for m in reached if m in reached[m]})
+
+
+def test_no_import_circle_and_no_crowded_folder():
+    assert circles() == []
+    crowded = {}
+    for path in MODULES.values():
+        crowded[path.parent.name] = crowded.get(path.parent.name, 0) + 1
+    assert {folder: count for folder, count in crowded.items() if count > MAXIMUM_FILES} == {}
 
 
 def test_import_is_light():
@@ -161,41 +234,41 @@ def listed_names(tree: ast.Module) -> list[str] | None:
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id == "__all__":
-            return [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            return [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
     return None
 
 
 def clashes(module: str, names: set[str], modules: set[str]) -> set[str]:
     """Those of ``names``, defined in ``module``, that a module of the same package already has."""
     package = module if module in PACKAGES else module.rpartition(".")[0]
-    return {name for name in names if f"{package}.{name}" in modules}
+    return {f"{package}.{name}" for name in names if f"{package}.{name}" in modules}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_public_definition_has_the_name_of_a_module_beside_it(module):
-    assert clashes(module, public_definitions(MODULES[module].read_text()), set(MODULES)) == set()
+def test_names_are_listed_documented_and_hide_no_module():
+    found = []
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        found += [
+            f"{name} is a function and a module"
+            for name in clashes(module, public_definitions(path.read_text()), set(MODULES))
+        ]
+        if not ast.get_docstring(tree):
+            found.append(f"{module} needs a docstring")
+        # _version holds one name, which setuptools reads.
+        if listed_names(tree) is None and module != "panther._version":
+            found.append(f"{module} needs __all__")
+    for package in PACKAGES:
+        imported = importlib.import_module(package)
+        for name in imported.__all__:
+            if not inspect.ismodule(getattr(imported, name)) and f"{package}.{name}" in MODULES:
+                found.append(f"{package}.{name} hides a module")
+    assert found == []
 
 
 def test_the_name_check_objects():
     source = "__all__ = ['qb', 'other']\ndef qb(): ...\ndef _private(): ..."
-    assert clashes("panther.linalg.qb", public_definitions(source), {"panther.linalg.qb"}) == {"qb"}
+    assert clashes("panther.linalg.qb", public_definitions(source), {"panther.linalg.qb"}) == {"panther.linalg.qb"}
     assert clashes("panther.linalg._qb", public_definitions(source), {"panther.linalg._qb"}) == set()
-
-
-@pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_a_package_exports_what_it_lists_and_hides_no_module(package):
-    imported = importlib.import_module(package)
-    for name in imported.__all__:
-        value = getattr(imported, name)
-        assert inspect.ismodule(value) or f"{package}.{name}" not in MODULES, f"{package}.{name} hides a module"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is_and_what_is_public(module):
-    tree = ast.parse(MODULES[module].read_text())
-    assert ast.get_docstring(tree), f"{module} needs a docstring"
-    # _version holds one name, which setuptools reads.
-    assert listed_names(tree) is not None or module == "panther._version", f"{module} needs __all__"
 
 
 def machine_paths(text: str) -> list[str]:

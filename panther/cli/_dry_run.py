@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from panther._text import counted
 from panther.cli._digits import TRAIN_SAMPLES, build
 from panther.cli._simulation import Settings, shard
-from panther.cli._tables import counted
 
 _FIRST_RANKS = 4
 _MANY_RANKS = 8

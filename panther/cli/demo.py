@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from panther._text import format_table
 from panther.cli._arguments import note_if_wide, positive, seed, writable
 from panther.errors import DistributedError, FormatError, PantherError, require_extra
 
@@ -132,13 +133,7 @@ def _table(columns: dict[str, dict[str, Any]], runs: int) -> str:
         ("seconds per epoch", lambda c: f"{c['seconds_per_epoch']:.3f}"),
     ]
     cells = [["", *columns], *([name, *(show(column) for column in columns.values())] for name, show in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in cells
-    ]
+    lines = format_table(cells, align="<>").split("\n")
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

@@ -29,8 +29,8 @@ def start(arguments: list[str], *, name: str | None = None) -> int:
         arguments: Those of ``panther launch``.
         name: What to call it, if not by the script's name.
     """
-    from panther.distributed._launch_result import Interrupted, LaunchError
-    from panther.distributed.launcher import run_launch
+    from panther.distributed.launcher._result import Interrupted, LaunchError
+    from panther.distributed.launcher.script import run_launch
 
     try:
         run_launch(arguments, name=name)

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from panther._text import format_table
 from panther.cli._arguments import positive, writable
-from panther.cli._tables import aligned
 from panther.errors import PantherError
 
 
@@ -104,13 +104,13 @@ def _print(profile: Any, top: int) -> None:
         [name[:48], f"{calls:,}", f"{own:,.2f}", f"{own / profile.wall_ms:.1%}", f"{whole:,.2f}"]
         for name, (calls, own, whole) in operations
     ]
-    print(aligned(rows))
+    print(format_table(rows, align="<>"))
     if not profile.communication:
         print("\nNo communication was seen.")
         return
     rows = [["collectives", "calls", "ms, added up"]]
     rows += [[name, f"{calls:,}", f"{ms:,.2f}"] for name, (calls, ms) in sorted(profile.communication.items())]
-    print("\n" + aligned(rows))
+    print("\n" + format_table(rows, align="<>"))
     print(
         f"Communication: {profile.communication_ms / profile.wall_ms:.1%} of the time, {profile.communication_ms:,.2f} "
         f"of {profile.wall_ms:,.2f} ms, with at least one collective under way, waiting for other ranks included; in "

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from panther._text import counted, format_table
 from panther.cli._arguments import check_file, note_if_wide, positive, seed
-from panther.cli._tables import aligned, counted
 from panther.errors import DistributedError, PantherError, require_extra
 
 _RANKS = (2, 8)  # that are started
@@ -107,7 +107,7 @@ def _dry(settings: Any) -> tuple[dict[str, Any], int]:
             rows.append(["...", "", "", ""])
         repeated = sum(rank + place * world >= TRAIN_SAMPLES for place in range(len(shard)))
         rows.append([f"{rank:,}", f"{len(shard):,}", f"{repeated:,}", _listed(shard)])
-    print(aligned(rows))
+    print(format_table(rows, align="<>"))
     print(_dealt(world, plan.samples_per_rank, plan.repeated))
     ring = 2 * (world - 1) * plan.gradient_bytes // world
     counts = [
@@ -122,7 +122,7 @@ def _dry(settings: Any) -> tuple[dict[str, Any], int]:
         ("bytes of memory of all ranks", world * sum(plan.memory.values())),
     ]
     print("\nCounts")
-    print(aligned([[name, f"{value:,}"] for name, value in counts]))
+    print(format_table([[name, f"{value:,}"] for name, value in counts], align="<>"))
     print("The memory is that of tensors; each process has torch besides.")
     for note in plan.notes:
         print(f"Note: {note}")
@@ -155,7 +155,7 @@ def _train(settings: Any) -> tuple[dict[str, Any], int]:
     _print_training(plan.steps_per_epoch, ranks, single)
     _print_bytes(settings, ranks[0])
     print("\n5. Checks")
-    print(aligned([[check.what, "yes" if check.passed else "NO", check.figures] for check in checks]))
+    print(format_table([[check.what, "yes" if check.passed else "NO", check.figures] for check in checks], align="<>"))
     figures = {
         "losses": [rank["losses"] for rank in ranks],
         "single_losses": single["losses"],
@@ -202,7 +202,7 @@ def _print_samples(settings: Any, plan: Any, ranks: list[dict[str, Any]]) -> Non
     for index, rank in enumerate(ranks):
         epochs = [torch.cat(rank["seen"][begin : begin + steps] or [torch.empty(0)]).tolist() for begin in (0, steps)]
         rows.append([str(index), f"{plan.samples_per_rank:,}", *(_listed(epoch) or "-" for epoch in epochs)])
-    print(aligned(rows))
+    print(format_table(rows, align="<>"))
     print(_dealt(settings.world, plan.samples_per_rank, plan.repeated))
     share = min(plan.batch_per_rank, plan.samples_per_rank)
     rest = plan.samples_per_rank % share
@@ -224,7 +224,7 @@ def _print_gradients(settings: Any, ranks: list[dict[str, Any]], single: dict[st
     for name, gradient in named:
         entries = "".join(f"{1000 * value:>9.4f}" for value in gradient[row, :4].tolist())
         rows.append([name, f"{gradient.norm():.6f}", entries])
-    print(aligned(rows))
+    print(format_table(rows, align="<>"))
     print("The mean over ranks is the mean over the whole batch, as each rank has as many samples of it.")
 
 
@@ -239,7 +239,7 @@ def _print_training(steps: int, ranks: list[dict[str, Any]], single: dict[str, A
         losses = [statistics.mean(rank["losses"][part]) for rank in ranks]
         values = [*losses, statistics.mean(losses), statistics.mean(single["losses"][part])]
         rows.append([str(epoch + 1), *(f"{value:.4f}" for value in values)])
-    print(aligned(rows))
+    print(format_table(rows, align="<>"))
     print(
         f"Test accuracy after {counted(total, 'step')}: {100 * ranks[0]['accuracy']:.1f} %; with one process "
         f"{100 * single['accuracy']:.1f} %."
@@ -248,7 +248,7 @@ def _print_training(steps: int, ranks: list[dict[str, Any]], single: dict[str, A
     prints += [
         [name, *(rank[key] for rank in ranks)] for name, key in (("as drawn", "drawn"), ("after training", "trained"))
     ]
-    print(aligned(prints))
+    print(format_table(prints, align="<>"))
     print("Each rank draws a network of its own; before the first step all take that of rank 0.")
 
 
@@ -262,7 +262,7 @@ def _print_bytes(settings: Any, rank: dict[str, Any]) -> None:
             ["sketches, as seeds, once", f"{rank['sketch_bytes']:,}"],
         ]
     rows += [["the network itself, once", f"{rank['start_bytes']:,}"]]
-    print(aligned(rows))
+    print(format_table(rows, align="<>"))
     if settings.kind == "sketched":
         print(f"A step sends {dense / sent:.1f} times fewer bytes than with dense layers.")
     print("The processes share this machine, so their speed says nothing of several machines.")

@@ -5,65 +5,106 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checkpoint
-    from ._unsharding import unshard_module
-    from .advanced import AdvancedDistributedTrainer
-    from .advisor import choose_parallelism_strategy
-    from .bandwidth import CommunicationProfile, profile_communication_overhead
-    from .cluster import ClusterSpec
-    from .collectives import all_gather, all_reduce, broadcast, reduce_scatter
-    from .data import data_parallel
+    from .advisor.cluster import ClusterSpec
+    from .advisor.model_stats import ModelStats
+    from .advisor.plan import ParallelismPlan, plan_parallelism
+    from .advisor.rules import choose_parallelism_strategy
+    from .comm.bandwidth import CommunicationProfile, profile_communication_overhead
+    from .comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+    from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
+    from .comm.metrics import DistributedMetricsCollector
+    from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
+    from .comm.traffic import CommunicationCounter, comm_bytes
+    from .data.advanced_trainer import AdvancedDistributedTrainer
+    from .data.sketched_model import DistributedSketchedModel
+    from .data.strategies import data_parallel
     from .hybrid import HybridParallelTrainer
-    from .launcher import LaunchConfig, LaunchError, LaunchResult, launch_distributed_training
-    from .launching import cleanup_distributed, init, launch, setup_distributed, shutdown
-    from .mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
-    from .metrics import DistributedMetricsCollector
-    from .microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
-    from .model_stats import ModelStats
-    from .models import DistributedSketchedModel
-    from .pipelining import PipelineSchedule, make_schedule
-    from .plan import ParallelismPlan, plan_parallelism
-    from .planning import TensorParallelReport, tensor_parallel
-    from .profiling import CommunicationCounter, comm_bytes
-    from .stages import split_stages
-    from .sync import sync_sketches, verify_sketches
-    from .tensor import (
-        ColwiseSKParallel,
-        HeadwiseParallel,
-        RowwiseSKParallel,
-        TensorParallelModel,
-        TensorParallelSKLinear,
-    )
+    from .launcher.function import launch
+    from .launcher.script import LaunchConfig, LaunchError, LaunchResult, launch_distributed_training
+    from .pipeline.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
+    from .pipeline.schedules import PipelineSchedule, make_schedule
+    from .pipeline.stages import split_stages
+    from .sync.sketches import sync_sketches, verify_sketches
+    from .tensor.layers import TensorParallelModel, TensorParallelSKLinear
+    from .tensor.parallelize import TensorParallelReport, tensor_parallel
+    from .tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
+    from .tensor.unshard import unshard_module
 
 # PEP 562: torch's pipelines and DTensor take as long to import as torch itself, and a launcher needs neither.
 _MODULES = {
-    "_unsharding": ("unshard_module",),
-    "advanced": ("AdvancedDistributedTrainer",),
-    "advisor": ("choose_parallelism_strategy",),
-    "bandwidth": ("CommunicationProfile", "profile_communication_overhead"),
-    "cluster": ("ClusterSpec",),
-    "collectives": ("all_gather", "all_reduce", "broadcast", "reduce_scatter"),
-    "data": ("data_parallel",),
+    "advisor.cluster": ("ClusterSpec",),
+    "advisor.model_stats": ("ModelStats",),
+    "advisor.plan": (
+        "ParallelismPlan",
+        "plan_parallelism",
+    ),
+    "advisor.rules": ("choose_parallelism_strategy",),
+    "comm.bandwidth": (
+        "CommunicationProfile",
+        "profile_communication_overhead",
+    ),
+    "comm.collectives": (
+        "all_gather",
+        "all_reduce",
+        "broadcast",
+        "reduce_scatter",
+    ),
+    "comm.mesh": (
+        "DistributedInfo",
+        "get_distributed_info",
+        "get_rank",
+        "get_world_size",
+        "make_mesh",
+    ),
+    "comm.metrics": ("DistributedMetricsCollector",),
+    "comm.process_group": (
+        "cleanup_distributed",
+        "init",
+        "setup_distributed",
+        "shutdown",
+    ),
+    "comm.traffic": (
+        "CommunicationCounter",
+        "comm_bytes",
+    ),
+    "data.advanced_trainer": ("AdvancedDistributedTrainer",),
+    "data.sketched_model": ("DistributedSketchedModel",),
+    "data.strategies": ("data_parallel",),
     "hybrid": ("HybridParallelTrainer",),
-    "launcher": ("LaunchConfig", "LaunchError", "LaunchResult", "launch_distributed_training"),
-    "launching": ("cleanup_distributed", "init", "launch", "setup_distributed", "shutdown"),
-    "mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
-    "metrics": ("DistributedMetricsCollector",),
-    "microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
-    "model_stats": ("ModelStats",),
-    "models": ("DistributedSketchedModel",),
-    "pipelining": ("PipelineSchedule", "make_schedule"),
-    "plan": ("ParallelismPlan", "plan_parallelism"),
-    "planning": ("TensorParallelReport", "tensor_parallel"),
-    "profiling": ("CommunicationCounter", "comm_bytes"),
-    "stages": ("split_stages",),
-    "sync": ("sync_sketches", "verify_sketches"),
-    "tensor": (
-        "ColwiseSKParallel",
-        "HeadwiseParallel",
-        "RowwiseSKParallel",
+    "launcher.function": ("launch",),
+    "launcher.script": (
+        "LaunchConfig",
+        "LaunchError",
+        "LaunchResult",
+        "launch_distributed_training",
+    ),
+    "pipeline.microbatches": (
+        "MicrobatchPipelineTrainer",
+        "PipelineParallelSketchedModel",
+    ),
+    "pipeline.schedules": (
+        "PipelineSchedule",
+        "make_schedule",
+    ),
+    "pipeline.stages": ("split_stages",),
+    "sync.sketches": (
+        "sync_sketches",
+        "verify_sketches",
+    ),
+    "tensor.layers": (
         "TensorParallelModel",
         "TensorParallelSKLinear",
     ),
+    "tensor.parallelize": (
+        "TensorParallelReport",
+        "tensor_parallel",
+    ),
+    "tensor.styles": (
+        "ColwiseSKParallel",
+        "HeadwiseParallel",
+        "RowwiseSKParallel",
+    ),
+    "tensor.unshard": ("unshard_module",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

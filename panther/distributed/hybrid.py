@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.distributed._agreement import agree, transport
-from panther.distributed._faults import watched
-from panther.distributed.clipping import clip_gradients, gradient_norm
-from panther.distributed.data import check_trainable, data_parallel, shard_whole
-from panther.distributed.mesh import get_world_size, make_mesh
-from panther.distributed.pipelining import PipelineSchedule, check_schedule, make_schedule
-from panther.distributed.planning import TensorParallelReport, tensor_parallel
-from panther.distributed.stages import StageModules, StagePlan, plan_stages
-from panther.distributed.sync import start_alike
-from panther.distributed.tensor import check_configs
+from panther.distributed._layer_configs import check_configs
+from panther.distributed.comm._agreement import agree
+from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm._ranks import transport
+from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
+from panther.distributed.comm.mesh import get_world_size, make_mesh
+from panther.distributed.data.strategies import check_trainable, data_parallel, shard_whole
+from panther.distributed.pipeline._modules import StageModules
+from panther.distributed.pipeline.schedules import PipelineSchedule, check_schedule, make_schedule
+from panther.distributed.pipeline.stages import StagePlan, plan_stages
+from panther.distributed.sync.replicas import broadcast_model
+from panther.distributed.tensor.parallelize import TensorParallelReport, tensor_parallel
 from panther.errors import DistributedError, ShapeError, check_size
 from panther.nn import SKLinear
 
@@ -89,7 +91,7 @@ class HybridParallelTrainer:
         def settings() -> dict[str, Any]:
             return given | check_trainable(model, config["data_parallel"])
 
-        start_alike(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
+        broadcast_model(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
         self.report: TensorParallelReport | None = None
         stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
         plan = self._plan(model, config) if stages > 1 else None  # traced while its layers are whole

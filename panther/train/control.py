@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from panther.distributed import get_distributed_info, get_world_size, init, shutdown
-from panther.distributed._checkpoint_ranks import from_first, gathered
+from panther.distributed.comm._agreement import gather_objects, run_on_first_rank
 from panther.train.batches import Batch
 
 _T = TypeVar("_T")
@@ -63,7 +63,7 @@ class Control:
         """Which ranks had it, on which samples; every rank must call it."""
         value = self._own_loss
         indices = [index for batch in window for index in batch.indices or ()]
-        found = gathered((value, indices), None)
+        found = gather_objects((value, indices), None)
         told = []
         for rank, (loss, own) in enumerate(found):
             if loss - loss != 0.0:
@@ -85,7 +85,7 @@ def agree(values: list[float]) -> list[float]:
 
 def on_first(work: Callable[[], _T]) -> _T:
     """Do the work on the first rank; all get its result, or its error."""
-    return from_first(work, None)
+    return run_on_first_rank(work, None)
 
 
 def join(timeout_s: float) -> None:

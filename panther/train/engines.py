@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from panther.distributed import HybridParallelTrainer, make_schedule
-from panther.distributed.clipping import clip_gradients, gradient_norm
+from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.errors import ConfigError
 from panther.train.arguments import check_loss
 from panther.train.batches import Batch

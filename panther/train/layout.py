@@ -29,8 +29,8 @@ from panther.distributed import (
     get_world_size,
     plan_parallelism,
 )
-from panther.distributed.cost_model import Layout
-from panther.distributed.data import _blocks as blocks_of
+from panther.distributed.advisor.cost_model import Layout
+from panther.distributed.data.blocks import fsdp_blocks as blocks_of
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
 from panther.train.control import on_first

@@ -14,8 +14,8 @@ from launchers import Launcher
 
 from panther.cli import main
 from panther.distributed import LaunchConfig, launch_distributed_training
-from panther.distributed._launch_arguments import parse_arguments
-from panther.distributed._script_logs import Tail, last_traceback
+from panther.distributed.launcher._arguments import parse_arguments
+from panther.distributed.launcher._logs import Tail, last_traceback
 from panther.errors import DistributedError
 
 pytestmark = pytest.mark.distributed
@@ -375,8 +375,10 @@ def resolver(monkeypatch):
         return resolve("127.0.0.1", port, *args, **kwargs)
 
     monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
-    monkeypatch.setattr("panther.distributed._node_rendezvous.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("panther.distributed._node_rendezvous.time.sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    monkeypatch.setattr("panther.distributed.launcher._rendezvous.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        "panther.distributed.launcher._rendezvous.time.sleep", lambda s: clock.__setitem__(0, clock[0] + s)
+    )
     return known
 
 

@@ -8,7 +8,7 @@ from ranks import on_ranks, take_steps, weights_of
 from torch import nn
 
 from panther.distributed import make_mesh, tensor_parallel
-from panther.distributed._between import why_not_a_pair
+from panther.distributed.tensor._elementwise import why_not_a_pair
 
 pytestmark = pytest.mark.distributed
 

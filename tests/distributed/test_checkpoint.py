@@ -21,7 +21,7 @@ from panther.distributed import (
     split_stages,
     tensor_parallel,
 )
-from panther.distributed.pipelining import make_schedule
+from panther.distributed.pipeline.schedules import make_schedule
 from panther.errors import CheckpointError, DistributedError, FormatError
 from panther.nn import SKLinear
 
@@ -202,7 +202,7 @@ def test_every_rank_gets_its_own_generators_and_values_back(tmp_path):
 
 def test_values_of_all_kinds_come_back():
     value = {"a": (1, 2.5, None, [True, "x"]), 3: {"$b": float("inf")}, "t": torch.arange(3), "e": {}, (1, 2): -0.0}
-    from panther.distributed._checkpoint_state import decode, encode
+    from panther.distributed.checkpoint._state import decode, encode
 
     tensors = {}
     text = json.dumps(encode(value, "extra", tensors))
@@ -379,7 +379,7 @@ def test_a_rank_that_cannot_write_is_named_and_earlier_checkpoints_stay(tmp_path
             def full(*args, **kwargs):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr("panther.distributed._checkpoint_files.save_file", full)
+            monkeypatch.setattr("panther.distributed.checkpoint._storage.save_file", full)
         messages = []
         for save in (checkpoint.save, lambda *a, **k: checkpoint.async_save(*a, **k).result()):
             with pytest.raises(CheckpointError) as caught:
@@ -425,7 +425,7 @@ def test_stages_that_share_a_name_are_refused(tmp_path):
 
 
 def before_manifest(monkeypatch, die):
-    monkeypatch.setattr("panther.distributed._checkpoint_files.Writer.finish", die)
+    monkeypatch.setattr("panther.distributed.checkpoint._storage.Writer.finish", die)
 
 
 def in_a_file(monkeypatch, die):
@@ -433,15 +433,15 @@ def in_a_file(monkeypatch, die):
         path.write_bytes(b"\0" * 100)
         die()
 
-    monkeypatch.setattr("panther.distributed._checkpoint_files.save_file", torn)
+    monkeypatch.setattr("panther.distributed.checkpoint._storage.save_file", torn)
 
 
 def before_rename(monkeypatch, die):
-    monkeypatch.setattr("panther.distributed._checkpoint_files.publish", die)
+    monkeypatch.setattr("panther.distributed.checkpoint._storage.publish", die)
 
 
 def in_removing(monkeypatch, die):
-    monkeypatch.setattr("panther.distributed._checkpoint_ranks.shutil.rmtree", die)
+    monkeypatch.setattr("panther.distributed.checkpoint._save_load.shutil.rmtree", die)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from panther.distributed import (
     sync_sketches,
     tensor_parallel,
 )
-from panther.distributed._faults import gather_all
-from panther.distributed._group import start_group
+from panther.distributed.comm._diagnostics import gather_all
+from panther.distributed.comm.process_group import start_group
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn import SKLinear
 
@@ -205,7 +205,7 @@ def test_other_settings_of_the_library():
 def test_another_version(monkeypatch):
     def rank():
         if dist.get_rank() == 1:
-            monkeypatch.setattr("panther.distributed._agreement.__version__", "0.0.1")
+            monkeypatch.setattr("panther.distributed.sync.replicas.__version__", "0.0.1")
         data_parallel(model())
 
     assert f"Panther's version is {pr.__version__} on rank 0 and 0.0.1 on rank 1" in alike(rank)

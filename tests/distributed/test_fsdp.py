@@ -25,7 +25,7 @@ from panther.distributed import (
     shutdown,
     verify_sketches,
 )
-from panther.distributed.sync import send_alike, start_alike
+from panther.distributed.sync.replicas import broadcast_model, send_model
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
@@ -330,8 +330,8 @@ def test_parts_are_not_sent_over_the_ranks_that_share_them():
         before = model.weight.to_local().clone()
         group = mesh.get_group()
         for call in (
-            lambda: send_alike(model, group, "test"),
-            lambda: start_alike(model, group),
+            lambda: send_model(model, group, "test"),
+            lambda: broadcast_model(model, group),
             lambda: data_parallel(model, mesh, "fsdp"),
         ):
             with pytest.raises(DistributedError) as caught:

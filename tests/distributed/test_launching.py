@@ -16,14 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from panther.distributed._checkin import RankInfo, decide
-from panther.distributed.launching import (
-    cleanup_distributed,
-    init,
-    launch,
-    setup_distributed,
-    shutdown,
-)
+from panther.distributed.comm._handshake import RankInfo, decide
+from panther.distributed.comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
+from panther.distributed.launcher.function import launch
 from panther.errors import DistributedError
 
 pytestmark = pytest.mark.distributed
@@ -296,7 +291,7 @@ def free_port():
 MP_SPAWN = """
     import logging, os, signal, sys
     import torch, torch.distributed as dist, torch.multiprocessing as mp
-    from panther.distributed.launching import cleanup_distributed, setup_distributed
+    from panther.distributed import cleanup_distributed, setup_distributed
 
     def train(rank, world_size, crash):
         torch.set_num_threads(1)
@@ -329,7 +324,7 @@ def test_mp_spawn_twice_and_after_a_crash(tmp_path):
 
 RESTARTING = """
     import os, torch, torch.distributed as dist
-    from panther.distributed.launching import init, shutdown
+    from panther.distributed import init, shutdown
     init()
     x = torch.ones(1)
     dist.all_reduce(x)
@@ -366,7 +361,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path):
 SPAWNED = """
     import os, sys
     import torch, torch.distributed as dist
-    from panther.distributed.launching import launch
+    from panther.distributed.launcher.function import launch
 
     def work(x, fail):
         x += dist.get_rank()
@@ -395,14 +390,14 @@ def test_launch_spawns(tmp_path):
 
 
 def test_script_without_main_guard(tmp_path):
-    text = "from panther.distributed.launching import launch\nlaunch(max, 1, 2, nproc=1)"
+    text = "from panther.distributed.launcher.function import launch\nlaunch(max, 1, 2, nproc=1)"
     done = script(tmp_path, text)
     assert done.returncode == 1
     assert 'put the call under if __name__ == "__main__":' in done.stderr
 
 
 def test_launch_from_a_prompt():
-    text = "from panther.distributed.launching import launch\ndef f(): pass\nlaunch(f, nproc=1)"
+    text = "from panther.distributed.launcher.function import launch\ndef f(): pass\nlaunch(f, nproc=1)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
     assert "cannot import 'f', defined in an interactive session" in done.stderr
 

@@ -18,7 +18,7 @@ from panther.distributed import (
     tensor_parallel,
     unshard_module,
 )
-from panther.distributed.collectives import all_gather
+from panther.distributed.comm.collectives import all_gather
 from panther.errors import ShapeError
 from panther.nn import SKLinear
 

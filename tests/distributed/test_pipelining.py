@@ -7,7 +7,7 @@ from ranks import on_ranks, take_pipeline_steps, weights_of
 from torch import nn
 
 from panther.distributed import make_mesh, make_schedule, split_stages
-from panther.distributed.data import shard_whole
+from panther.distributed.data.strategies import shard_whole
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from panther.distributed._orders import STAGES_A_RANK, order_of
-from panther.distributed.cluster import ClusterSpec
-from panther.distributed.cost_model import Layout, estimate
-from panther.distributed.model_stats import ModelStats, _transformer
-from panther.distributed.plan import Option, ParallelismPlan, plan_parallelism
+from panther.distributed.advisor._schedule_order import STAGES_A_RANK, order_of
+from panther.distributed.advisor.cluster import ClusterSpec
+from panther.distributed.advisor.cost_model import Layout, estimate
+from panther.distributed.advisor.model_stats import ModelStats, _transformer
+from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_parallelism
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 

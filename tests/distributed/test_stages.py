@@ -9,8 +9,8 @@ from ranks import on_ranks, take_pipeline_steps, take_steps
 from torch import nn
 
 from panther.distributed import HybridParallelTrainer, make_mesh, make_schedule, split_stages
-from panther.distributed._balancing import _times
-from panther.distributed._stage_graph import trace_stages
+from panther.distributed.pipeline._balance import _times
+from panther.distributed.pipeline._export import trace_stages
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 

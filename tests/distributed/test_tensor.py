@@ -19,7 +19,7 @@ from panther.distributed import (
     make_mesh,
     tensor_parallel,
 )
-from panther.distributed._sharded import unshard
+from panther.distributed.tensor.unshard import unshard_module
 from panther.errors import ShapeError
 from panther.nn import SKLinear
 
@@ -127,7 +127,7 @@ def test_state_dict_round_trip_and_unshard():
         state = {key: copy.deepcopy(value) for key, value in model.state_dict().items()}
         other = parallelize_module(pair(4), mesh, PLAN)
         other.load_state_dict(state)
-        plain = [unshard(layer) for layer in (other[0], other[2])]
+        plain = [unshard_module(layer) for layer in (other[0], other[2])]
         x, _ = data()
         return torch.equal(model(x), other(x)), {key: tuple(value.shape) for key, value in state.items()}, plain
 

@@ -1,0 +1,160 @@
+"""In what order the ranks of a pipeline work, as torch's schedules say, and what follows from it."""
+
+__all__ = ["IN_V", "STAGES_A_RANK", "Order", "order_of"]
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import _ComputationType
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from panther.distributed.pipeline.schedules import _SCHEDULES
+from panther.errors import ShapeError
+
+STAGES_A_RANK = {name: 2 if kind.several else 1 for name, kind in _SCHEDULES.items()}
+IN_V = tuple(name for name, kind in _SCHEDULES.items() if kind.order == "v")
+
+Step = tuple[int, str, int]
+"""Stage, what is done (F, B, I or W: forward, backward, the part of it for inputs, for weights), and microbatch."""
+
+
+class _Stage(_PipelineStageBase):
+    """As much of a stage as schedules look at when they are made."""
+
+    def __init__(self, index: int, stages: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = index, stages, ranks
+        self.group_rank, self.has_backward, self.group, self.device = 0, False, None, torch.device("cpu")
+        self.submod = torch.nn.Identity()
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _create_grad_recv_info(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every rank does, and how long it is idle.
+
+    A forward pass of a stage takes one unit of time, a backward pass two, half of it for the inputs; sending none.
+    """
+
+    steps: tuple[tuple[Step, ...], ...]
+    """By rank."""
+    bubble: float
+    """Share of the time from first to last step in which the mean rank is idle."""
+
+    def peak(self, rank: int, sizes: Sequence[float]) -> float:
+        """The most that a rank holds at once, given what a microbatch leaves in each stage from forward to backward.
+
+        Where backward passes come in two parts this is an upper bound: what torch frees between them, of all stages
+        but the first, is left out.
+        """
+        held = most = 0.0
+        steps = self.steps[rank]
+        whole = {(stage, micro) for stage, kind, micro in steps if kind == "B"}
+        for stage, kind, micro in steps:
+            if kind == "F":
+                held += sizes[stage]
+                most = max(most, held)
+            elif kind == "B" or (kind == "W" and (stage, micro) not in whole and stage == 0):
+                held -= sizes[stage]
+        return most
+
+
+@lru_cache(maxsize=512)
+def order_of(name: str, ranks: int, microbatches: int) -> Order:
+    """The order of a schedule.
+
+    Raises:
+        ShapeError: If the schedule does not take so many microbatches.
+    """
+    if name == "gpipe":
+        steps = [
+            [(r, "F", i) for i in range(microbatches)] + [(r, "B", i) for i in range(microbatches)]
+            for r in range(ranks)
+        ]
+    elif name == "1f1b":
+        steps = [_one_forward_one_backward(r, ranks, microbatches) for r in range(ranks)]
+    else:
+        steps = _torch_order(name, ranks, microbatches)
+    frozen = tuple(tuple(rank) for rank in steps)
+    return Order(frozen, _bubble(frozen))
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Step]:
+    warmup = min(ranks - rank, microbatches)
+    steps: list[Step] = [(rank, "F", i) for i in range(warmup)]
+    for i in range(microbatches):
+        steps.append((rank, "B", i))
+        if warmup + i < microbatches:
+            steps.append((rank, "F", warmup + i))
+    return steps
+
+
+_KINDS = {
+    _ComputationType.FORWARD: "F",
+    _ComputationType.FULL_BACKWARD: "B",
+    _ComputationType.BACKWARD_INPUT: "I",
+    _ComputationType.BACKWARD_WEIGHT: "W",
+}
+
+
+def _torch_order(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
+    stages = 2 * ranks
+    mine = [0, stages - 1] if name in IN_V else [0, ranks]
+    try:
+        schedule = _SCHEDULES[name].make([_Stage(i, stages, ranks) for i in mine], microbatches, None)
+    except ValueError as error:
+        raise ShapeError(f"schedule {name!r} takes no {microbatches} microbatches on {ranks} ranks: {error}") from error
+    made: list[list[Step]] = []
+    for rank in range(ranks):
+        steps: list[Step] = []
+        for action in schedule.pipeline_order[rank]:
+            for part in [] if action is None else (getattr(action, "sub_actions", None) or (action,)):
+                kind = _KINDS.get(part.computation_type)
+                if kind is not None:
+                    steps.append((part.stage_index, kind, part.microbatch_index))
+        made.append(steps)
+    return made
+
+
+_UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
+
+
+def _bubble(steps: tuple[tuple[Step, ...], ...]) -> float:
+    """Play the steps, each as soon as its rank is free and what it needs is there."""
+    last = max(stage for rank in steps for stage, _, _ in rank)
+    ready: dict[tuple[int, str, int], int] = {}
+    clock, position = [0] * len(steps), [0] * len(steps)
+    left = sum(map(len, steps))
+    while left:
+        before = left
+        for rank, todo in enumerate(steps):
+            while position[rank] < len(todo):
+                stage, kind, micro = todo[position[rank]]
+                if kind == "F":
+                    needs = None if stage == 0 else (stage - 1, "F", micro)
+                elif kind == "W":
+                    needs = None
+                else:
+                    needs = (stage, "F", micro) if stage == last else (stage + 1, "B", micro)
+                if needs is not None and needs not in ready:
+                    break
+                clock[rank] = max(clock[rank], ready[needs] if needs else 0) + _UNITS[kind]
+                if kind != "W":
+                    ready[stage, "F" if kind == "F" else "B", micro] = clock[rank]
+                position[rank] += 1
+                left -= 1
+        if left == before:
+            raise ShapeError("the schedule waits for itself: this is a fault of its order")
+    end = max(clock)
+    work = sum(_UNITS[kind] for rank in steps for _, kind, _ in rank) / len(steps)
+    return 1 - work / end

@@ -1,0 +1,112 @@
+"""When ranks cannot reach one another: which do not answer, and what the others were doing.
+
+Nothing is sent while all goes well. When an exchange fails or its time is over, every rank that hears of it leaves a
+note in the store in which the ranks met, and those that leave none within a moment are named.
+"""
+
+__all__ = ["gather_all", "watched"]
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from panther.distributed.comm._ranks import name_ranks
+from panther.errors import DistributedError
+
+_GRACE_S = 2.0  # ranks that time out do so at about the same time
+_POLL_S = 0.02
+_SIGNS = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
+
+_faults = 0
+_gatherings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
+    """Wait in the store until every rank of the group is here; for NCCL, whose watchdog ends processes that wait.
+
+    Raises:
+        DistributedError: If a rank does not come within the group's timeout.
+    """
+    found = group or dist.group.WORLD
+    assert found is not None
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    number = _gatherings[found] = _gatherings.get(found, 0) + 1
+    keys = {other: f"panther/here/{found.group_name}/{number}/{other}" for other in ranks}
+    begun = time.monotonic()
+    kind = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    timeout = found._get_backend(torch.device(kind)).options._timeout
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(keys[rank], "")
+        store.wait(list(keys.values()), timeout)
+    except RuntimeError as error:
+        fault = str(error).splitlines()[0]
+        raise DistributedError(_explain(doing, group, time.monotonic() - begun, fault)) from error
+
+
+@contextmanager
+def watched(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Turn an error of the transport into one that names ranks; other errors pass.
+
+    Args:
+        doing: What is done, in a few words, such as ``"data_parallel"``.
+        group: The ranks that do it together; None is the world.
+
+    Raises:
+        DistributedError: If a rank is gone, or does not come within the timeout of :func:`init`.
+    """
+    begun = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
+            raise
+        seconds = time.monotonic() - begun
+        raise DistributedError(_explain(doing, group, seconds, str(error).splitlines()[0])) from error
+
+
+def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault: str) -> str:
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    head = f"{doing} failed on rank {rank} after {seconds:.1f} s"
+    notes = _roll_call(doing, rank, ranks)
+    if notes is None:
+        return (
+            f"{head}, and so did the store in which ranks meet: the process that hosts it, rank 0 or the launcher, has "
+            "ended, see its error"
+        )
+    by_note: dict[str, list[int]] = {}
+    for other, note in notes.items():
+        if note != doing:
+            by_note.setdefault(note, []).append(other)
+    parts = [f"{name_ranks(others)} failed in {note}" for note, others in by_note.items()]
+    silent = [other for other in ranks if other not in notes]
+    if silent:
+        parts.insert(0, f"{name_ranks(silent)} did not come and left no note")
+    if not parts:
+        return f"{head} ({fault}), and all of its ranks are there: see whether they can reach one another"
+    fix = (
+        "see why the missing ones ended or are late, or raise init's timeout" if silent else "call the same everywhere"
+    )
+    return f"{head}: {'; '.join(parts)}: {fix}"
+
+
+def _roll_call(doing: str, rank: int, ranks: list[int]) -> dict[int, str] | None:
+    """What each rank that also failed was doing, None if the store is gone."""
+    global _faults
+    _faults += 1
+    keys = {other: f"panther/fault/{_faults}/{other}" for other in ranks}
+    deadline = time.monotonic() + _GRACE_S
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(keys[rank], doing)
+        missing = [other for other in ranks if other != rank]
+        while missing and time.monotonic() < deadline:
+            missing = [other for other in missing if not store.check([keys[other]])]
+            time.sleep(_POLL_S)
+        return {other: store.get(keys[other]).decode() for other in ranks if other not in missing}
+    except RuntimeError:
+        return None

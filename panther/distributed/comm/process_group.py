@@ -1,0 +1,274 @@
+"""Join the process group of a run, and leave it.
+
+``init`` serves torchrun, ``launch``, ``mp.spawn`` and a single process alike, on gloo and NCCL.
+"""
+
+__all__ = [
+    "Opener",
+    "cleanup_distributed",
+    "init",
+    "leave_group",
+    "setup_distributed",
+    "shutdown",
+    "start_group",
+]
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from panther.distributed.comm._handshake import Agreement, check_in
+from panther.distributed.comm._store import open_store
+from panther.errors import DistributedError
+
+Opener = Callable[[int, int, float, float], tuple[dist.Store, Callable[[], None]]]
+"""Takes rank, world size, timeout and deadline; gives the store the ranks meet in and what removes it."""
+
+_FAREWELL_S = 5.0
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass
+class _Session:
+    """What shutdown undoes, apart from the process group."""
+
+    store: dist.Store
+    close: Callable[[], None]
+    token: str = ""
+    world_size: int = 1
+    set_interface: bool = False
+
+
+_session: _Session | None = None
+
+
+def start_group(
+    rank: int,
+    world_size: int,
+    backend: str | None,
+    timeout: float | timedelta,
+    opener: Opener,
+) -> None:
+    """Join the process group, with everything that can go wrong said in one sentence."""
+    global _session
+    timeout_s = _check_request(rank, world_size, backend, timeout)
+    deadline = time.monotonic() + timeout_s
+    store, close = opener(rank, world_size, timeout_s, deadline)
+    _session = _Session(store, close)
+    try:
+        agreement = check_in(store, rank, world_size, backend, timeout_s, deadline)
+        _session.set_interface = agreement.one_host and _use_loopback()
+        _session.token, _session.world_size = agreement.token, world_size
+        _make_group(store, rank, world_size, agreement, timeout_s)
+        # One that is connected and fails at once would take the connection from one that is not.
+        if not _meet(_session, "connected", deadline):
+            raise DistributedError(
+                f"some of {world_size} ranks checked in and then ended or stalled, and rank {rank} waited for them to "
+                "connect: see their errors"
+            )
+    except BaseException:
+        leave_group()
+        raise
+
+
+def _make_group(store: dist.Store, rank: int, world_size: int, agreement: Agreement, timeout_s: float) -> None:
+    device = None
+    if "nccl" in agreement.backend:
+        device = torch.device(f"cuda:{agreement.gpus[rank]}")
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            agreement.backend,
+            store=dist.PrefixStore(agreement.token, store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device,
+        )
+    except RuntimeError as error:
+        raise DistributedError(
+            f"rank {rank} of {world_size} could not connect to the others over {agreement.backend} "
+            f"({str(error).splitlines()[0]}): see whether one of them has ended"
+        ) from error
+
+
+def _use_loopback() -> bool:
+    """Bind gloo to the loopback interface, so that the machine's name need not resolve; whether it was set."""
+    if _INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
+        return False
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ[_INTERFACE] = name
+            return True
+    return False
+
+
+def leave_group() -> None:
+    """Undo start_group; does nothing outside of a group."""
+    global _session
+    session, _session = _session, None
+    try:
+        if session is not None and sys.exc_info()[0] is None:
+            with suppress(RuntimeError):  # the host of the store may go first
+                _meet(session, "leave", time.monotonic() + _FAREWELL_S)
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        if session is not None:
+            session.close()
+            if session.set_interface:
+                os.environ.pop(_INTERFACE, None)
+
+
+def _meet(session: _Session, occasion: str, deadline: float) -> bool:
+    """Wait until every rank has come here; whether they all did."""
+    key = f"{occasion}/{session.token}"
+    came = session.store.add(key, 1)
+    while came < session.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+        came = session.store.add(key, 0)
+    return came >= session.world_size
+
+
+def _check_request(rank: int, world_size: int, backend: str | None, timeout: float | timedelta) -> float:
+    """The timeout in seconds, if the request makes sense."""
+    if not dist.is_available():
+        raise DistributedError("this torch is built without torch.distributed: install a build that has it")
+    if dist.is_initialized():
+        raise DistributedError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group already: initialise "
+            "once (launch does it for the function it runs), or call shutdown() first"
+        )
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1: pass the number of processes")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} must be in [0, world_size) = [0, {world_size}): number the processes from 0")
+    _check_backend(backend)
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"timeout must be seconds or a timedelta, not {type(timeout).__name__}")
+    if not 0 < timeout_s < 1e8:
+        raise ValueError(f"timeout={timeout_s:g} must be a positive number of seconds below 1e8: use timeout=300, say")
+    return float(timeout_s)
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string or None, not {type(backend).__name__}")
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    for part in backend.split(","):  # "gloo", or "cpu:gloo,cuda:nccl"
+        name = part.rpartition(":")[2].lower()
+        if name not in known:
+            raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(map(repr, known))}, or None")
+        if not getattr(dist, f"is_{name}_available", lambda: True)():
+            raise DistributedError(f"backend={backend!r} is not in this build of torch: use backend=None or 'gloo'")
+
+
+_TIMEOUT_S = 300.0
+
+
+def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) -> None:
+    """Join the process group of this run, or make one of a single process.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read from the environment, as torchrun sets them. Without any of
+    them this process is rank 0 of 1; with RANK and WORLD_SIZE only, the processes of one parent on this machine find
+    each other.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"`` or another of torch's; None is that of ``panther launch --backend``, else nccl
+            if every rank has a GPU of its own, else gloo, decided jointly. With nccl the current CUDA device becomes
+            the rank's own.
+        timeout: Seconds to wait for the other ranks, and afterwards for each collective operation.
+
+    Raises:
+        DistributedError: If ranks are missing (they are named), disagree, or the process is in a group already.
+        ValueError: If ``backend``, ``timeout`` or the environment make no sense.
+
+    A process of a launcher gets SIGTERM if that is killed (on Linux).
+
+    Cost: a few messages a rank. On one machine gloo uses the loopback interface, unless GLOO_SOCKET_IFNAME is set.
+
+    Example:
+        >>> init()
+        >>> torch.distributed.get_world_size()
+        1
+        >>> shutdown()
+    """
+    rank, world_size = _ranks_from_environment()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed would leave its processes to themselves
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout, open_store)
+
+
+def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:
+    """Join the process group as ``rank`` of ``world_size``, say in a function that ``mp.spawn`` runs.
+
+    The ranks meet at MASTER_ADDR and MASTER_PORT if these are set. Otherwise they are processes of one parent on this
+    machine and need no address.
+
+    Args:
+        rank: This process, from 0.
+        world_size: Number of processes.
+        backend: As in :func:`init`.
+
+    Raises:
+        DistributedError: As :func:`init`.
+        ValueError: If ``rank`` is not in ``[0, world_size)``, or ``backend`` is unknown.
+
+    Example:
+        >>> setup_distributed(0, 1)
+        >>> cleanup_distributed()
+    """
+    start_group(rank, world_size, backend, _TIMEOUT_S, open_store)
+
+
+def shutdown() -> None:
+    """Leave the process group; does nothing outside of one.
+
+    Waits up to 5 s for the other ranks to leave too, for what one closes another may still need; not while an exception
+    is handled.
+
+    Example:
+        >>> init()
+        >>> shutdown()
+        >>> torch.distributed.is_initialized()
+        False
+    """
+    leave_group()
+
+
+def cleanup_distributed() -> None:
+    """Leave the process group: :func:`shutdown`, by the name that goes with :func:`setup_distributed`.
+
+    Example:
+        >>> cleanup_distributed()
+    """
+    shutdown()
+
+
+def _ranks_from_environment() -> tuple[int, int]:
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    if not given and not address:
+        return 0, 1
+    found = ", ".join(f"{name}={value}" for name, value in (given | address).items())
+    if len(given) < 2 or not all(value.isdecimal() for value in given.values()):
+        raise ValueError(
+            f"RANK and WORLD_SIZE must both be set to numbers, and the environment has {found}: start with torchrun, "
+            "or unset these for a single process"
+        )
+    return int(given["RANK"]), int(given["WORLD_SIZE"])

@@ -1,0 +1,3 @@
+"""Data parallelism: DDP, FSDP and replication."""
+
+__all__: list[str] = []

@@ -1,0 +1,114 @@
+"""The distributed guide's trainer: one epoch of data-parallel training, with what goes wrong by hand done right."""
+
+__all__ = ["AdvancedDistributedTrainer"]
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils.data import DataLoader, IterableDataset
+
+from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.distributed.data.strategies import data_parallel
+from panther.distributed.sync.sketches import verify_sketches
+from panther.errors import DistributedError
+
+
+class AdvancedDistributedTrainer:
+    """Train a model data-parallel, clipped, on ranks that may have other numbers of batches.
+
+    Args:
+        model: Built alike on every rank, on its device; the first rank's weights and sketches are taken.
+        rank: This process.
+        world_size: Number of processes.
+        max_norm: Largest norm of the averaged gradient.
+
+    Attributes:
+        model: The model.
+        ddp_model: The same wrapped by DistributedDataParallel.
+
+    Raises:
+        DistributedError: If there is no process group, or it says otherwise.
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> trainer = AdvancedDistributedTrainer(pr.nn.SKLinear(256, 4, 1), 0, 1)
+        >>> batches = [(torch.randn(8, 256), torch.randint(4, (8,))) for _ in range(3)]
+        >>> optimizer = torch.optim.SGD(trainer.ddp_model.parameters(), lr=0.1)
+        >>> loss = trainer.train_epoch(batches, optimizer, nn.CrossEntropyLoss())
+        >>> pr.distributed.shutdown()
+    """
+
+    def __init__(self, model: nn.Module, rank: int, world_size: int, *, max_norm: float = 1.0) -> None:
+        if not dist.is_initialized() or (rank, world_size) != (get_rank(), get_world_size()):
+            raise DistributedError(
+                f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
+                f"{get_world_size()}: call panther.distributed.init() first, and pass what it says"
+            )
+        self.model, self.rank, self.world_size, self.max_norm = model, rank, world_size, max_norm
+        self.ddp_model = data_parallel(model, gradient_as_bucket_view=True)
+
+    def synchronize_sketching_matrices(self) -> None:
+        """Check that every rank has the same sketches, which costs a seed a layer; nothing is sent again.
+
+        Raises:
+            SketchMismatchError: On every rank, if they differ.
+        """
+        verify_sketches(self.model)
+
+    def train_epoch(
+        self,
+        dataloader: Iterable[tuple[Tensor, Tensor]],
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+    ) -> float:
+        """One epoch; every rank must call it, with batches of its own.
+
+        A rank whose batches are at an end keeps the others company until theirs are (torch's Join), without a part in
+        the gradients; this costs a message a batch, and is left out where lists or loaders say that they are as long.
+
+        Args:
+            dataloader: Batches of samples and targets.
+            optimizer: Of ``ddp_model.parameters()``.
+            criterion: A mean over samples.
+
+        Returns:
+            The mean loss over the samples of all ranks.
+
+        Raises:
+            DistributedError: If a rank is gone or late.
+        """
+        self.synchronize_sketching_matrices()
+        self.ddp_model.train()
+        device = next(self.model.parameters()).device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and of samples
+        joined: list[Joinable] = [self.ddp_model]
+        if isinstance(optimizer, Joinable):  # ZeRO's
+            joined.append(optimizer)
+        with watched("train_epoch"), Join(joined, enable=not self._as_many_everywhere(dataloader)):
+            for data, target in dataloader:
+                data, target = data.to(device), target.to(device)
+                optimizer.zero_grad()
+                loss = criterion(self.ddp_model(data), target)
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.ddp_model.parameters(), self.max_norm)
+                optimizer.step()
+                sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
+        with watched("train_epoch"):
+            dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item()
+
+    def _as_many_everywhere(self, dataloader: Any) -> bool:
+        """Whether all ranks have as many batches, by lengths that can be relied on."""
+        streams = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
+        known = isinstance(dataloader, list | tuple | DataLoader) and not streams
+        length = len(dataloader) if known else -1
+        ends = torch.tensor([length, -length], device=next(self.model.parameters()).device)
+        with watched("train_epoch"):
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        return known and bool(ends[0] == -ends[1])

@@ -1,0 +1,33 @@
+"""Which blocks of a model FSDP shards by themselves."""
+
+__all__ = ["fsdp_blocks"]
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def fsdp_blocks(model: nn.Module) -> list[nn.Module]:
+    """What is sharded by itself: elements of ModuleLists and Sequentials, but for those that share a parameter."""
+    found = list(dict.fromkeys(_elements(model)))
+    users: dict[nn.Parameter, int] = {}
+    for block in found:
+        for parameter in set(block.parameters()):
+            users[parameter] = users.get(parameter, 0) + 1
+    inside = {module for block in found for module in block.modules()}
+    outside = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
+    shared = {parameter for parameter, count in users.items() if count > 1} | outside
+    return [block for block in found if not shared.intersection(block.parameters())]
+
+
+def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    stack = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential) or _has_no_forward(child) or not stack:
+            yield from _elements(child)
+        elif any(True for _ in child.parameters()):
+            yield child

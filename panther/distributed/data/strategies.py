@@ -1,0 +1,266 @@
+"""Data parallelism: every rank sees its own samples, and gradients are averaged.
+
+With ``"ddp"`` every rank holds the model, on torch's DistributedDataParallel. With ``"fsdp"`` it is sharded over the
+ranks, on torch's FSDP2 (``fully_shard``), and gathered block by block when it is needed; with ``"replicate"`` the same
+engine holds it whole, which is what goes together with tensor parallelism.
+"""
+
+__all__ = ["data_parallel"]
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm.mesh import groups_of
+from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
+from panther.distributed.sync.replicas import broadcast_model, check_same_model, send_model
+from panther.distributed.sync.sketches import send_sketches, verify_sketches
+from panther.errors import DistributedError, ShapeError
+from panther.nn._sketched import SketchedModule
+
+_STRATEGIES = ("ddp", "fsdp", "replicate")
+_HOOKS = ("fp16", "bf16", "powersgd")
+_POWERSGD_RANK, _POWERSGD_START = 4, 10
+
+
+def data_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    strategy: str = "ddp",
+    *,
+    comm_hook: str | None = None,
+    mixed_precision: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    **options: Any,
+) -> Any:
+    """Make a model ready for data-parallel training. Every rank must call it.
+
+    Sketches are synchronised here, a seed a layer, and never sent again: torch's DDP would broadcast them in every
+    forward, with the other buffers. Those, such as BatchNorm's, keep DDP's behaviour; FSDP leaves them to each rank.
+
+    Args:
+        model: Built alike on every rank, on its device; weights and seeds may differ, the first rank's are taken. Load
+            a fitted checkpoint before this: DDP and FSDP learn of parameters only here. Make the optimizer after it.
+        mesh: One-dimensional DeviceMesh, or a process group; None is the world. For ``"fsdp"`` also a mesh of two axes,
+            ``mesh["replicate", "dp"]``: sharded along the second, copied along the first (HSDP).
+        strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
+            elements of ModuleLists and Sequentials, are sharded one by one.
+        comm_hook: For ``"ddp"``, how gradients travel: ``"fp16"``, ``"bf16"``, or ``"powersgd"`` (low-rank, after ten
+            steps as they are). None sends them as they are.
+        mixed_precision: For ``"fsdp"`` and ``"replicate"``, the dtype to compute in; parameters and sums of gradients
+            stay float32, and so does the output.
+        cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are held in the CPU's memory.
+        **options: For :class:`torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters=True``, or
+            for :func:`torch.distributed.fsdp.fully_shard`, such as ``reshard_after_forward``.
+
+    Returns:
+        With ``"ddp"`` the wrapped model, the original its attribute ``module``; else the model itself.
+
+    Raises:
+        ValueError: If ``strategy`` or ``comm_hook`` is unknown, an option is another strategy's, or nothing in the
+            model can be trained or has values, or it is a list of modules, without a forward, that is to be sharded.
+        ShapeError: If ``mesh`` has too many axes, or a parameter that is to be sharded has no dimension.
+        SketchMismatchError: On every rank, if sketched layers differ between ranks.
+        DistributedError: On every rank, if anything else of the models, the arguments or the libraries' versions does,
+            or a rank is gone or late. If there is no process group, that of the mesh is gone, the model is wrapped or
+            sharded already, or layers are cut over ranks by tensor parallelism and the strategy is ``"ddp"``, which
+            loses their parameters.
+
+    Cost: a broadcast of the model here. A step sends the gradients of the trained factors once with ``"ddp"`` and
+    ``"replicate"``; ``"fsdp"`` gathers the factors twice and scatters the gradients.
+
+    Example:
+        >>> import panther as pr, torch
+        >>> pr.distributed.init()
+        >>> model = data_parallel(pr.nn.SKLinear(256, 256, 4))
+        >>> model(torch.randn(8, 256)).shape
+        torch.Size([8, 256])
+        >>> pr.distributed.shutdown()
+    """
+
+    def settings() -> dict[str, Any]:
+        _check(model, strategy, comm_hook, mixed_precision, cpu_offload)
+        axes = _check_axes(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
+        given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
+        return {**given, "cpu_offload": cpu_offload, **options}
+
+    groups = groups_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
+    for group in groups:
+        check_same_model(model, group, "data_parallel", settings)
+    if strategy == "ddp":
+        return _ddp(model, groups[0], comm_hook, options)
+    mesh = _mesh_of(mesh, strategy)
+    for axis in range(mesh.ndim):  # along one axis, then the other
+        send_model(model, mesh.get_group(axis), "data_parallel")
+    half = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32) if mixed_precision else None
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
+    for block in fsdp_blocks(model):
+        fully_shard(block, mp_policy=half or MixedPrecisionPolicy(), **common)
+    root = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    return fully_shard(model, mp_policy=root if mixed_precision else MixedPrecisionPolicy(), **common)
+
+
+def shard_whole(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
+    """``"fsdp"`` or ``"replicate"`` with the model as one block, as pipelines need it; in place."""
+    mesh = _mesh_of(mesh, strategy)
+    for axis in range(mesh.ndim):
+        broadcast_model(model, mesh.get_group(axis), settings=lambda: check_trainable(model, strategy))
+    fully_shard(model, mesh=mesh, shard_placement_fn=_placement(mesh))
+
+
+def _check(
+    model: nn.Module, strategy: str, comm_hook: str | None, mixed_precision: torch.dtype | None, cpu_offload: bool
+) -> None:
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, _STRATEGIES))}")
+    if comm_hook is not None and comm_hook not in _HOOKS:
+        raise ValueError(f"comm_hook={comm_hook!r} is unknown: use one of {', '.join(map(repr, _HOOKS))}, or None")
+    if comm_hook is not None and strategy != "ddp":
+        raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
+    if (mixed_precision is not None or cpu_offload) and strategy == "ddp":
+        option = "cpu_offload" if cpu_offload else "mixed_precision"
+        raise ValueError(f"{option} is for strategy='fsdp': with 'ddp' use torch.autocast, or ZeroRedundancyOptimizer")
+    if cpu_offload and strategy == "replicate":
+        raise ValueError("cpu_offload is for strategy='fsdp', which shards what is moved")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"
+        )
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "the model has tensors on the meta device, without values: call to_empty and initialise it first"
+        )
+    check_trainable(model, strategy)
+    if strategy == "ddp" and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise DistributedError(
+            "layers of the model are cut over ranks, and DistributedDataParallel loses their parameters after the "
+            "first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
+        )
+
+
+def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
+    """Raise if a strategy cannot take the model, as torch says when a part of it is sharded; no settings."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule):
+            state = "sharded" if isinstance(module, FSDPModule) else "wrapped by DistributedDataParallel"
+            raise DistributedError(
+                f"a model can be wrapped or sharded once, and {f'{name!r} in it' if name else 'this one'} is {state}: "
+                "train it as it is, or build it anew"
+            )
+    if strategy == "ddp":
+        return {}
+    if _has_no_forward(model):
+        raise ValueError(
+            f"a model that is sharded must have a forward, in which its parameters are gathered, and a "
+            f"{type(model).__name__} has none: pass the module whose forward uses it"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ShapeError(
+                f"parameters that are sharded must have a dimension, and {name!r} has the shape (): give it the shape "
+                "(1,), or use strategy='ddp'"
+            )
+    return {}
+
+
+def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
+    """Names and sizes of the mesh's axes, if they suit the strategy."""
+    if strategy == "ddp" and mesh.ndim != 1:
+        raise ShapeError(
+            f"mesh must have one axis and has {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp'], say"
+        )
+    if mesh.ndim > (2 if strategy == "fsdp" else 1):
+        raise ShapeError(
+            f"mesh has the axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}, which are too many for "
+            f"strategy={strategy!r}: pass mesh['dp']" + (", or mesh['replicate', 'dp']" if strategy == "fsdp" else "")
+        )
+    return mesh.mesh_dim_names, tuple(mesh.shape)
+
+
+def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> DeviceMesh:
+    """The mesh for fully_shard: of one axis, or copies by shards; a copy is a shard of all."""
+    if not isinstance(mesh, DeviceMesh):
+        if not (dist.is_available() and dist.is_initialized()):
+            raise DistributedError("there is no process group: call panther.distributed.init() first")
+        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
+        mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
+    _check_axes(mesh, strategy)
+    if strategy == "replicate":
+        return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
+    return mesh
+
+
+def _placement(mesh: DeviceMesh) -> Any:
+    """S2 and U1, (R, out), are cut along out where the ranks do not divide R: rows would be padded up to the ranks.
+
+    Only there, since what is gathered along columns has to be put in order.
+    """
+    ranks = mesh.shape[-1]
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if isinstance(parameter, DTensor) or parameter.dim() != 2:
+            return None
+        rows, columns = parameter.shape
+        return Shard(1) if rows % ranks and columns % ranks == 0 else None
+
+    return place
+
+
+def _ddp(
+    model: nn.Module, group: dist.ProcessGroup | None, comm_hook: str | None, options: dict[str, Any]
+) -> DistributedDataParallel:
+    send_sketches(model, group)
+    fixed = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, SketchedModule)
+        for name in (*module.sketch_names, "sketch_seed")
+        if name in module._buffers
+    ]
+    device = next(model.parameters()).device
+    users = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*users, *fixed])
+    try:
+        with watched("data_parallel", group):
+            parallel = DistributedDataParallel(
+                model, device_ids=[device] if device.type == "cuda" else None, process_group=group, **options
+            )
+    finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
+    verify_sketches(model, group)
+    if comm_hook is not None:
+        _register(parallel, comm_hook)
+    return parallel
+
+
+# Closures of a hook's last futures hold its group, and are dropped on gloo's own thread. If theirs were the last
+# reference, after the group was left, that thread would end the group, wait for itself, and abort the process.
+_groups_with_hooks: set[dist.ProcessGroup] = set()
+
+
+def _register(parallel: DistributedDataParallel, comm_hook: str) -> None:
+    group = parallel.process_group
+    _groups_with_hooks.add(group)
+    if comm_hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START
+        )
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif comm_hook == "fp16":
+        parallel.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    else:
+        parallel.register_comm_hook(group, _bf16_hook)
+
+
+def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Torch's hook under another name: by its own, DDP refuses it on gloo, which sums bfloat16."""
+    return default_hooks._compress_hook(torch.bfloat16, group, bucket)

@@ -1,0 +1,200 @@
+"""Run a function on several processes of this machine."""
+
+__all__ = ["launch"]
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from panther.distributed.comm.process_group import (
+    _TIMEOUT_S,
+    shutdown,
+    start_group,
+)
+from panther.errors import DistributedError
+
+
+def launch(
+    fn: Callable[..., Any], *args: Any, nproc: int, max_restarts: int = 0, start_method: str = "spawn"
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``nproc`` processes of this machine, in one process group.
+
+    Each process gets its own copy of ``fn`` and ``args``, an equal share of the cores (``OMP_NUM_THREADS`` overrides
+    it), and is initialised before and shut down after the call. If one fails, all are ended, and started again while
+    ``max_restarts`` lasts. The processes are torch elastic workers: ``TORCHELASTIC_RESTART_COUNT`` counts the restarts.
+
+    Args:
+        fn: A function of a module, or of a script whose call of ``launch`` is under ``if __name__ == "__main__":``.
+            With ``start_method="fork"`` any function.
+        *args: Its arguments, picklable unless forked.
+        nproc: Number of processes.
+        max_restarts: How often to start all processes again after a failure.
+        start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``, as in :mod:`multiprocessing`. Forked processes
+            start at once, use one thread each, and cannot use a GPU that this process has used.
+
+    Returns:
+        What ``fn`` returned, by rank. Results travel as pickles.
+
+    Raises:
+        DistributedError: If a process raised, was killed or left, with its rank and traceback.
+        TypeError: If ``fn`` or ``args`` cannot be pickled.
+        ValueError: If a number or the start method makes no sense.
+
+    Cost: about two seconds to spawn two processes, which import torch anew; a tenth of that to fork them.
+
+    Example:
+        >>> launch(max, 3, 5, nproc=2, start_method="fork")
+        [5, 5]
+    """
+    _check_launch(fn, nproc, max_restarts, start_method)
+    forked = start_method == "fork"
+    with tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
+        threads = 1 if forked else max(1, _cores() // nproc)  # a forked OpenMP pool would hang
+        job = _Job((fn, args) if forked else _pickle_call(fn, args), Path(folder), threads, forked)
+        try:
+            failures = _agent().run_agent(_work, job, nproc, max_restarts, start_method, Path(folder))
+            if failures:
+                raise DistributedError(_explain(failures, nproc, max_restarts))
+            return [pickle.loads(job.result_of(rank).read_bytes()) for rank in range(nproc)]
+        except _agent().SignalException as error:
+            number = error.sigval
+    signal.raise_signal(number)  # as it would have been without launch, and with everything cleaned up
+    raise DistributedError(f"launch was ended by {signal.Signals(number).name}, and so were its {nproc} processes")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a worker of launch needs."""
+
+    call: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
+    folder: Path
+    threads: int
+    forked: bool
+
+    def open_store(
+        self, rank: int, world_size: int, timeout_s: float, deadline: float
+    ) -> tuple[dist.Store, Callable[[], None]]:
+        """A file of this attempt: nothing of an earlier one is in it, and no port can be taken."""
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        return dist.FileStore(str(self.folder / f"store-{attempt}"), world_size), lambda: None
+
+    def result_of(self, rank: int) -> Path:
+        return self.folder / f"result-{rank}.pickle"
+
+
+def _work(job: _Job) -> None:
+    """Run in each worker of launch."""
+    # SIGINT is also what a worker gets when its parent dies: it must end even one that waits in a collective operation.
+    # The others may be handled by the parent that was forked.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        _call(job)
+    except BaseException as error:
+        # Leave at once, with the record written: the others find out by the closed connections, so theirs come later,
+        # and a live process group would abort the interpreter's shutdown.
+        get_error_handler().record_exception(error)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _call(job: _Job) -> None:
+    if job.forked or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(job.threads)
+    fn, args = pickle.loads(job.call) if isinstance(job.call, bytes) else job.call
+    rank = int(os.environ["RANK"])
+    start_group(rank, int(os.environ["WORLD_SIZE"]), None, _TIMEOUT_S, job.open_store)
+    try:
+        result = fn(*args)
+    except SystemExit as error:
+        raise RuntimeError(f"the function called sys.exit({error.code!r}) instead of returning") from error
+    try:
+        data = pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(result).__name__} that cannot be pickled ({error}): return tensors, "
+            "numbers or other plain data"
+        ) from error
+    job.result_of(rank).write_bytes(data)
+    shutdown()
+
+
+def _agent() -> Any:
+    """The module of the elastic agent, whose import takes a while."""
+    from panther.distributed.launcher import _agent
+
+    return _agent
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    fix = "use functions of a module and plain data, or start_method='fork'"
+    try:
+        data = pickle.dumps((fn, args))
+    except Exception as error:
+        raise TypeError(f"spawned processes get fn and args as a pickle, which fails ({error}): {fix}") from error
+    main = sys.modules.get("__main__")
+    if getattr(fn, "__module__", None) == "__main__" and not os.path.isfile(getattr(main, "__file__", None) or ""):
+        raise TypeError(
+            f"spawned processes cannot import {getattr(fn, '__qualname__', fn)!r}, defined in an interactive session: "
+            f"{fix}"
+        )
+    return data
+
+
+def _explain(failures: list[Any], nproc: int, max_restarts: int) -> str:
+    first, *others = failures
+    attempts = f", in the last of {max_restarts + 1} attempts" if max_restarts else ""
+    text = f"rank {first.rank} of {nproc} {first.text}{attempts}; the other ranks were ended"
+    if first.text.endswith("no traceback") and not first.traceback:
+        text += (
+            '. It failed before it reached the function: does the script call launch under if __name__ == "__main__": ?'
+        )
+    for other in others:
+        text += f"\nrank {other.rank} {other.text}".rstrip()
+    for failure in failures:
+        if failure.traceback:
+            return f"{text}\n\nTraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"
+    return text
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_launch(fn: Callable[..., Any], nproc: int, max_restarts: int, start_method: str) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"fn must be a function, not {type(fn).__name__}: pass launch(fn, *args), not launch(fn(*args))"
+        )
+    for name, value, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    known = multiprocessing.get_all_start_methods()
+    if start_method not in known:
+        raise ValueError(f"start_method={start_method!r} is unknown: use one of {', '.join(map(repr, known))}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DistributedError(
+            "a process started by launch imports the script and calls launch again: put the call under "
+            'if __name__ == "__main__":'
+        )
+    if start_method == "fork" and dist.is_available() and dist.is_initialized():
+        raise DistributedError(
+            "start_method='fork' copies the process group this process is in: call shutdown() first, or use 'spawn'"
+        )

@@ -1,0 +1,3 @@
+"""Pipeline parallelism: stages, schedules and microbatches."""
+
+__all__: list[str] = []

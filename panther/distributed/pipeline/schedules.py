@@ -1,0 +1,216 @@
+"""Schedules of a pipeline: how microbatches go through the stages, on torch.distributed.pipelining."""
+
+__all__ = ["PipelineSchedule", "make_schedule"]
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from panther.distributed.comm._agreement import agree, in_words
+from panther.distributed.comm._diagnostics import watched
+from panther.errors import ShapeError, check_size
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A schedule of torch's, and what it asks of a rank's stages."""
+
+    make: Callable[..., Any]
+    several: bool = True  # takes a list of stages
+    order: str = "loop"
+
+
+_SCHEDULES = {
+    "gpipe": _Kind(schedules.ScheduleGPipe, several=False),
+    "1f1b": _Kind(schedules.Schedule1F1B, several=False),
+    "interleaved": _Kind(schedules.ScheduleInterleaved1F1B),
+    "looped_bfs": _Kind(schedules.ScheduleLoopedBFS),
+    "zero_bubble": _Kind(schedules.ScheduleInterleavedZeroBubble),
+    "zbv": _Kind(schedules.ScheduleZBVZeroBubble, order="v"),
+    "dualpipev": _Kind(schedules.ScheduleDualPipeV, order="v"),
+}
+
+
+class PipelineSchedule:
+    """A schedule over this rank's stages; made by :func:`make_schedule`.
+
+    Attributes:
+        schedule: torch's; another one after a batch of another size.
+        stages: This rank's stages.
+        is_first: Whether the first stage is here, which reads the input.
+        is_last: Whether the last stage is here, which makes the output and the loss.
+    """
+
+    def __init__(self, make: Callable[[], Any], stages: list[PipelineStage], n_microbatches: int) -> None:
+        self._make, self.schedule, self.stages, self.n_microbatches = make, make(), stages, n_microbatches
+        self.is_first = any(stage.is_first for stage in stages)
+        self.is_last = any(stage.is_last for stage in stages)
+        self._agreed: dict[str, str] | None = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of this rank's stages, for its optimizer."""
+        return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+
+    def step(self, x: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Forward and backward of a batch; every rank must call it, with the same batch.
+
+        Gradients are added to those that are there, as those of the loss over the whole batch. Batches may be of any
+        size that the microbatches divide, such as a smaller one at the end of an epoch.
+
+        Args:
+            x: The input, (samples, ...), or several for a model that takes them.
+            target: What the loss compares with, (samples, ...).
+
+        Returns:
+            The output and the loss of the batch on the rank of the last stage, None elsewhere.
+
+        Raises:
+            ShapeError: If the microbatches do not divide the samples, or are not of the size that the stages were
+                traced for.
+            DistributedError: If the ranks' batches differ in shape or dtype, which is seen when they change, or a rank
+                is gone or late.
+
+        Cost: where shapes or dtypes are not those of the step before, every stage runs forward and backward on one
+        microbatch more, without values, to learn the shapes of what stages send.
+        """
+        inputs = x if isinstance(x, tuple) else (x,)
+        group = self.stages[0].group
+        described = {"the input": _in_short(inputs), "the target": _in_short((target,))}
+        if described != self._agreed:
+
+            def check() -> dict[str, str]:
+                self._check(inputs, target)
+                return described
+
+            agree("PipelineSchedule.step", check, group, "pass every rank of the axis the same batch", "batches")
+            if self._agreed is not None:  # torch's has buffers for the shapes of its first batch, and takes no others
+                self.schedule = self._make()
+            self._agreed = described
+        losses: list[Tensor] = []
+        given = inputs if self.is_first else ()
+        wanted = {"target": target, "losses": losses} if self.is_last else {}
+        with watched(f"a step of {described['the input']}", group):
+            output = self.schedule.step(*given, **wanted)
+        if not self.is_last:
+            return None, None
+        return output, torch.stack(losses).sum()
+
+    def _check(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
+        counts = sorted({len(tensor) for tensor in (*inputs, target)})
+        samples, n = counts[0], self.n_microbatches
+        if len(counts) > 1:
+            raise ShapeError(f"inputs and target must have as many samples, and have {', '.join(map(str, counts))}")
+        if samples == 0 or samples % n:
+            divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
+            raise ShapeError(
+                f"{samples} samples cannot be cut into n_microbatches={n} of one size: use one of "
+                f"{', '.join(divisors) or 'no samples'}, or another batch"
+            )
+        traced = getattr(self.stages[0], "traced_shapes", None)
+        found = tuple((samples // n, *tensor.shape[1:]) for tensor in inputs)
+        if traced is not None and found != traced:
+            raise ShapeError(
+                f"the stages were traced with a sample of {_shapes(traced)}, and microbatches are {_shapes(found)}: "
+                "pass batches of this size, or split_stages a sample of one microbatch"
+            )
+
+
+def _in_short(tensors: tuple[Tensor, ...]) -> str:
+    return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " and ".join(map(str, shapes))
+
+
+def make_schedule(
+    name: str, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> PipelineSchedule:
+    """How the microbatches of a batch go through the stages. Every rank of the axis must call it.
+
+    Args:
+        name: ``"gpipe"`` or ``"1f1b"``, of one stage a rank; ``"interleaved"``, ``"looped_bfs"`` or ``"zero_bubble"``,
+            of several; ``"zbv"`` or ``"dualpipev"``, of two in the order ``"v"``.
+        stages: This rank's, from :func:`~panther.distributed.split_stages`.
+        n_microbatches: Pieces of a batch, which must divide its samples.
+        loss_fn: ``loss_fn(output, target)``. Where its attribute ``reduction`` is ``"sum"``, microbatches' losses are
+            added, else (a function has none) they are averaged, so that loss and gradients are those of the batch in
+            one piece. Exceptions: means that are not over samples (``ignore_index``, class weights), and BatchNorm,
+            which sees each microbatch for itself.
+
+    Raises:
+        ValueError: If the schedule is unknown or does not fit the stages, or ``loss_fn`` reduces nothing.
+        ShapeError: If ``n_microbatches`` is not what the schedule needs, or there are no stages.
+        DistributedError: If ranks ask for different schedules.
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> stages = pr.distributed.split_stages(nn.Sequential(nn.Linear(8, 2)), 1)
+        >>> schedule = make_schedule("gpipe", stages, 2, nn.MSELoss())
+        >>> output, loss = schedule.step(torch.randn(6, 8), torch.zeros(6, 2))
+        >>> output.shape
+        torch.Size([6, 2])
+        >>> pr.distributed.shutdown()
+    """
+    if not stages:
+        raise ShapeError(
+            "stages must be those of this rank, one at least, and are empty: pass what split_stages returns"
+        )
+    made: list[PipelineSchedule] = []
+
+    def check() -> dict[str, str]:
+        made[:] = [_make(name, list(stages), n_microbatches, loss_fn)]
+        return in_words({"name": name, "n_microbatches": n_microbatches, "stages": stages[0].num_stages}) | {
+            "the loss's reduction": str(getattr(loss_fn, "reduction", "mean"))
+        }
+
+    agree("make_schedule", check, stages[0].group, "pass the same on every rank of the axis", "schedules")
+    return made[0]
+
+
+def check_schedule(name: str) -> None:
+    """Raise ValueError unless there is a schedule of this name."""
+    if name not in _SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, _SCHEDULES))}")
+
+
+def _make(
+    name: str, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> PipelineSchedule:
+    check_schedule(name)
+    kind = _SCHEDULES[name]
+    check_size("n_microbatches", n_microbatches, least=1)
+    indices = [stage.stage_index for stage in stages]
+    ranks = stages[0].group_size
+    in_v = len(indices) == 2 and sum(indices) == stages[0].num_stages - 1 and stages[0].num_stages == 2 * ranks
+    if not kind.several and len(stages) != 1:
+        raise ValueError(f"schedule {name!r} takes one stage a rank, not {len(stages)}: use n={ranks} stages")
+    if kind.order == "v" and not in_v:
+        raise ValueError(
+            f"schedule {name!r} takes two stages a rank in a v: use split_stages(..., {2 * ranks}, order='v')"
+        )
+    if kind.several and kind.order == "loop" and in_v and ranks > 1:
+        raise ValueError(f"schedule {name!r} takes stages in the order 'loop': leave order='v' out of split_stages")
+    reduction = getattr(loss_fn, "reduction", "mean")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"the loss has reduction={reduction!r}, and must have 'mean' or 'sum'")
+    share = loss_fn
+    if reduction == "mean":  # scale_grads would divide what earlier steps have left in the gradients, too
+
+        def share(output: Tensor, target: Tensor) -> Tensor:
+            return loss_fn(output, target) / n_microbatches
+
+    def make() -> Any:
+        return kind.make(stages if kind.several else stages[0], n_microbatches, share, scale_grads=False)
+
+    try:
+        return PipelineSchedule(make, stages, n_microbatches)
+    except ValueError as error:
+        raise ShapeError(
+            f"schedule {name!r} cannot take n_microbatches={n_microbatches} over {stages[0].num_stages} stages: {error}"
+        ) from error

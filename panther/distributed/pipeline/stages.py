@@ -1,0 +1,282 @@
+"""Stages of a pipeline: any model cut into as many parts, this rank's ones kept, names those of the whole model."""
+
+__all__ = ["split_stages"]
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_map_only
+
+from panther.distributed.comm.mesh import groups_of
+from panther.distributed.pipeline._balance import Segments, balanced_cuts, check_shared, sizes_in_parameters, timed_cuts
+from panther.distributed.pipeline._export import trace_stages
+from panther.distributed.sync.replicas import broadcast_model
+from panther.errors import ShapeError, check_size
+
+_ORDERS = ("loop", "v")
+_BALANCES = ("parameters", "time")
+
+
+def split_stages(
+    model: nn.Module,
+    n: int,
+    points: Sequence[str] | None = None,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    order: str = "loop",
+    layers: str | None = None,
+    balance: str = "parameters",
+    sample: Tensor | tuple[Tensor, ...] | None = None,
+) -> list[PipelineStage]:
+    """Cut a model into n stages, and keep those of this rank. Every rank of the axis must call it.
+
+    An nn.Sequential is cut between its elements. Any other model is cut before modules that its forward calls, those of
+    ``points``, or elements of the ModuleList ``layers``: what comes before the list is in the first stage, and what
+    comes after it in the last. torch.export traces what the forward itself does between its modules, with ``sample``,
+    and what a later stage needs is handed on; the modules are called as they are, so that their modes, hooks, sketches
+    and checkpoints are their own. What is traced holds for the sizes of the sample, and for the mode, training or not,
+    that the model is in.
+
+    Names stay those of the whole model, so that checkpoints fit together. Weights and sketches are those of the axis's
+    first rank.
+
+    Args:
+        model: Built alike on every rank, on its device; it is left as it is, its layers are shared with the stages.
+        n: Stages, a multiple of the ranks.
+        points: Names of the modules at which stages begin, the first left out, such as ``["layers.4"]``.
+        mesh: The pp axis, a one-dimensional mesh or a process group; None is the world.
+        order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: r, and 2 ranks - 1 - r, as ``"zbv"`` and
+            ``"dualpipev"`` want it.
+        layers: Name of the ModuleList, or nn.Sequential, between whose elements to cut; instead of ``points``.
+        balance: Where there are no points, what the dearest stage shall have as little of as it can: ``"parameters"``,
+            or ``"time"``, of forward and backward on the sample, which the axis's first rank measures for all.
+        sample: Inputs of one microbatch, without the target; for models that are no nn.Sequential, and for ``"time"``.
+
+    Returns:
+        This rank's stages, by rising index.
+
+    Raises:
+        ShapeError: If n is no multiple of the ranks, there are fewer elements than stages, ``points`` or ``layers``
+            does not fit, the model cannot be traced, or a parameter would be trained in several stages.
+        TypeError: If the model is no nn.Sequential, and the sample is missing, or both points and layers.
+        ValueError: If ``order`` or ``balance`` is unknown.
+        DistributedError: On every rank, if models or arguments differ between ranks, or there is no process group.
+
+    Cost: a broadcast of the model; tracing runs it twice, on tensors without values.
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> [stage] = split_stages(model, 1)
+        >>> sorted(name for name, _ in stage.submod.named_parameters())
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4)
+        >>> first, second = split_stages(encoder, 2, layers="layers", sample=torch.randn(1, 5, 8))
+        >>> sorted(name for name, _ in second.submod.layers.named_children())
+        ['2', '3']
+        >>> pr.distributed.shutdown()
+    """
+    plan = plan_stages(model, n, points, mesh=mesh, order=order, layers=layers, balance=balance, sample=sample)
+    return plan.stages(model)
+
+
+@dataclass
+class _Elements:
+    """Those of an nn.Sequential."""
+
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def names_in(self, begin: int, end: int) -> set[str]:
+        return set(self.names[begin:end])
+
+    def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
+        return nn.Sequential(OrderedDict((name, model.get_submodule(name)) for name in self.names[begin:end]))
+
+
+@dataclass
+class StagePlan:
+    """Where to cut a model, and which stages are this rank's."""
+
+    segments: Segments
+    begins: list[int]
+    mine: list[int]
+    group: dist.ProcessGroup
+    traced_shapes: tuple[tuple[int, ...], ...] | None
+    """Of the sample that the model was traced with; of no other can it be run."""
+
+    def stages(self, model: nn.Module) -> list[PipelineStage]:
+        """This rank's stages of the model that was planned for, whose layers may since be cut over ranks."""
+        ends = [*self.begins[1:], len(self.segments)]
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        stages: list[PipelineStage] = []
+        for i in self.mine:
+            module = self.segments.module(model, self.begins[i], ends[i])
+            stage = _Stage(module, i, len(self.begins), device, group=self.group)
+            stage.traced_shapes = self.traced_shapes
+            stages.append(stage)
+        return stages
+
+
+class _Stage(PipelineStage):
+    """Torch's stage, without three of its faults.
+
+    Before the first step of a size it runs every stage once on unset memory, to see what shapes it gives; it then drops
+    the gradients that a stage sharded by FSDP has from earlier steps; and schedules that part the backward in two
+    cannot take a view from a stage, whose graph they cut off in place.
+    """
+
+    traced_shapes: tuple[tuple[int, ...], ...] | None = None
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward_maybe_with_nosync(*args, **kwargs)
+        return outputs if self.is_last else tree_map_only(Tensor, lambda x: x.clone() if x._is_view() else x, outputs)
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            for x in args if not self.is_first else ():
+                x.zero_()  # an index that is anything would be out of range
+        self._before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # it is its shards that have gradients
+        self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        return super()._compute_outputs(*args, module=module, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        with torch.no_grad():
+            for buffer, before in self.__dict__.pop("_before", ()):  # statistics of nothing
+                buffer.copy_(before)
+        for parameter, gradient in self.__dict__.pop("_gradients", ()):
+            parameter.grad = gradient
+
+
+def plan_stages(
+    model: nn.Module,
+    n: int,
+    points: Sequence[str] | None,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None,
+    order: str,
+    layers: str | None,
+    balance: str,
+    sample: Tensor | tuple[Tensor, ...] | None,
+) -> StagePlan:
+    """The first half of :func:`split_stages`, after which the model may be cut along other axes."""
+    group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    inputs = (sample,) if isinstance(sample, Tensor) else sample
+    found: list[Segments] = []
+
+    def check() -> dict[str, Any]:
+        _check(model, n, points, order, layers, balance, inputs, dist.get_world_size(group) if group else 1)
+        found[:] = [_segments(model, n, points, layers, inputs)]
+        if len(found[0]) < n:
+            balanced_cuts([0] * len(found[0]), n)  # which says so
+        shapes = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
+        settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
+        return settings | {"balance": balance, "sample": shapes}
+
+    broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
+    assert group is not None
+    segments = found[0]
+    if points is not None:
+        begins = list(range(n))
+        if isinstance(segments, _Elements):
+            begins = [0, *(segments.names.index(point) for point in points)]
+    elif balance == "parameters":
+        begins = balanced_cuts(sizes_in_parameters(model, segments), n)
+    else:
+        begins = timed_cuts(model, segments, n, inputs or (), group)
+    check_shared(model, segments, [*begins, len(segments)])
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    mine = [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))
+    traced = None if isinstance(segments, _Elements) or inputs is None else tuple(tuple(x.shape) for x in inputs)
+    return StagePlan(segments, begins, mine, group, traced)
+
+
+def _check(
+    model: nn.Module,
+    n: int,
+    points: Sequence[str] | None,
+    order: str,
+    layers: str | None,
+    balance: str,
+    sample: tuple[Tensor, ...] | None,
+    ranks: int,
+) -> None:
+    for name, value, known in (("order", order, _ORDERS), ("balance", balance, _BALANCES)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
+    check_size("n", n, least=1)
+    if n % ranks or (order == "v" and n != 2 * ranks):
+        rule = f"twice the ranks of the axis ({ranks})" if order == "v" else f"a multiple of the ranks ({ranks})"
+        raise ShapeError(f"n={n} stages must be {rule}: use n={2 * ranks if order == 'v' else -(-n // ranks) * ranks}")
+    if points is not None and layers is not None:
+        raise TypeError("split_stages takes points or layers, not both: points name where stages begin")
+    if sample is not None and not (isinstance(sample, tuple) and all(isinstance(x, Tensor) for x in sample)):
+        raise TypeError(f"sample must be a tensor or a tuple of tensors, not {type(sample).__name__}")
+    if balance == "time" and points is None and sample is None:
+        raise TypeError("balance='time' needs sample=, the inputs of one microbatch, to be measured with")
+    if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
+        return
+    if points is None and layers is None:
+        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        hint = f" ({', '.join(map(repr, lists))} here)" if lists else ""
+        raise TypeError(
+            f"split_stages cuts an nn.Sequential, not a {type(model).__name__}, unless it is told where: pass layers=, "
+            f"the name of its ModuleList{hint}, or points="
+        )
+    if sample is None:
+        raise TypeError(f"a {type(model).__name__} is cut by tracing it: pass sample=, the inputs of one microbatch")
+
+
+def _segments(
+    model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None, sample: tuple[Tensor, ...] | None
+) -> Segments:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
+        names = list(model._modules)
+        if points is not None:
+            unknown = [point for point in points if point not in names]
+            places = [0, *(names.index(point) for point in points if point in names)]
+            if unknown or len(places) != n or places != sorted(set(places)):
+                raise ShapeError(
+                    f"points={list(points)} must be {n - 1} different names of elements after the first, in order, of "
+                    f"{', '.join(names)}"
+                )
+        return _Elements(names)
+    if layers is not None:
+        stack = modules.get(layers)
+        if not isinstance(stack, nn.ModuleList | nn.Sequential):
+            lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
+            raise ShapeError(
+                f"layers={layers!r} must be the name of a ModuleList or nn.Sequential of the model: it has "
+                f"{', '.join(map(repr, lists)) or 'none'}"
+            )
+        if len(stack) < n:
+            balanced_cuts([0] * len(stack), n)
+        cuts = [f"{layers}.{key}" for key in list(stack._modules)[1:]]
+    else:
+        cuts = list(points or ())
+        unknown = [point for point in cuts if point not in modules or not point]
+        if unknown or len(set(cuts)) != n - 1:
+            fault = f"the model has no {unknown[0]!r}" if unknown else f"there are {len(set(cuts))}"
+            raise ShapeError(f"points={cuts} must be {n - 1} different names of modules that begin stages: {fault}")
+    assert sample is not None
+    return trace_stages(model, cuts, sample)

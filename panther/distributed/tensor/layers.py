@@ -1,0 +1,129 @@
+"""The guide's tensor-parallel classes: one sketched layer, and a perceptron of them."""
+
+__all__ = ["TensorParallelModel", "TensorParallelSKLinear"]
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from panther.distributed._layer_configs import _KEYS, check_configs
+from panther.distributed.comm.collectives import all_gather
+from panther.distributed.tensor._sk_linear import ColwiseSKLinear, RowwiseSKLinear, shard_
+from panther.errors import DistributedError
+from panther.nn import SKLinear
+
+
+class TensorParallelSKLinear(nn.Module):
+    """One SKLinear whose outputs are cut over the ranks of a group; every rank must build it.
+
+    Args:
+        in_features: Size of each input sample.
+        out_features: Size of each output sample.
+        sketch_size: Rank R of the layer, in one term.
+        tensor_parallel_group: The ranks that share it, a process group or a one-dimensional mesh.
+        gather_output: Whether every rank gets all outputs; else only its own.
+
+    Attributes:
+        local_sklinear: The cut layer, an SKLinear whose factors are DTensors.
+        tp_group: The process group.
+
+    Raises:
+        ShapeError: If a size is not positive, or there are fewer outputs than ranks.
+        DistributedError: If there is no process group.
+
+    Cost: with ``gather_output`` the outputs are sent, which pairing layers avoids; see :class:`TensorParallelModel`.
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> layer = TensorParallelSKLinear(256, 128, 4, torch.distributed.group.WORLD)
+        >>> layer(torch.randn(3, 256)).shape
+        torch.Size([3, 128])
+        >>> pr.distributed.shutdown()
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sketch_size: int,
+        tensor_parallel_group: dist.ProcessGroup | DeviceMesh,
+        *,
+        gather_output: bool = True,
+    ) -> None:
+        super().__init__()
+        mesh = _as_mesh(tensor_parallel_group)
+        self.in_features, self.out_features, self.sketch_size = in_features, out_features, sketch_size
+        self.gather_output, self.tp_group = gather_output, mesh.get_group()
+        self.tp_world_size, self.tp_rank = mesh.size(), mesh.get_local_rank()
+        layer = SKLinear(in_features, out_features, sketch_size, device=_device_of(mesh))
+        self.local_sklinear = shard_(layer, mesh, ColwiseSKLinear)
+        self.local_out_features = len(self.local_sklinear.part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(*, in_features)`` to ``(*, out_features)``, or to this rank's outputs."""
+        y = self.local_sklinear(x)
+        return all_gather(y, -1, self.tp_group) if self.gather_output else y
+
+
+class TensorParallelModel(nn.Module):
+    """Sketched layers with ReLU between them, cut in turn column-wise and row-wise over the ranks of a group.
+
+    Between the two layers of a pair nothing is gathered: the ReLU acts on parts. With an odd number the last layer is
+    cut column-wise, and its outputs gathered.
+
+    Args:
+        layer_configs: For each layer a mapping with ``in_features``, ``out_features`` and ``sketch_size``.
+        tensor_parallel_group: The ranks that share the layers, a process group or a one-dimensional mesh.
+
+    Attributes:
+        layers: The cut layers.
+        tp_group: The process group.
+
+    Raises:
+        ShapeError: If there are no layers, keys are missing or unknown, or widths do not follow one another.
+        DistributedError: If there is no process group.
+
+    Example:
+        >>> import panther as pr
+        >>> pr.distributed.init()
+        >>> sizes = [(256, 512), (512, 64)]
+        >>> configs = [{"in_features": n, "out_features": m, "sketch_size": 4} for n, m in sizes]
+        >>> TensorParallelModel(configs, torch.distributed.group.WORLD)(torch.randn(3, 256)).shape
+        torch.Size([3, 64])
+        >>> pr.distributed.shutdown()
+    """
+
+    def __init__(
+        self, layer_configs: Sequence[Mapping[str, Any]], tensor_parallel_group: dist.ProcessGroup | DeviceMesh
+    ) -> None:
+        super().__init__()
+        check_configs(layer_configs)
+        mesh = _as_mesh(tensor_parallel_group)
+        self.tp_group = mesh.get_group()
+        self.layers = nn.ModuleList()
+        for index, config in enumerate(layer_configs):
+            layer = SKLinear(*(config[key] for key in _KEYS), device=_device_of(mesh))
+            self.layers.append(shard_(layer, mesh, RowwiseSKLinear if index % 2 else ColwiseSKLinear))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(*, in_features)`` of the first layer to ``(*, out_features)`` of the last, on every rank."""
+        for index, layer in enumerate(self.layers):
+            x = layer(x if index == 0 else torch.relu(x))
+        return all_gather(x, -1, self.tp_group) if len(self.layers) % 2 else x
+
+
+def _as_mesh(group: dist.ProcessGroup | DeviceMesh) -> DeviceMesh:
+    if isinstance(group, DeviceMesh):
+        return group
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DistributedError("there is no process group: call panther.distributed.init() first")
+    return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
