@@ -19,6 +19,7 @@ __all__ = [
     "SketchMismatchError",
     "TrainingError",
     "check_device",
+    "check_flag",
     "check_floating",
     "check_size",
     "require_extra",
@@ -140,6 +141,16 @@ def check_device(device: Any) -> None:
     """
     if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
         raise TypeError(f"device must be a torch.device or its name, not {type(device).__name__}: use device='cpu'")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless a switch given by a user is a bool: the text "no" would count as True.
+
+    Example:
+        >>> check_flag("bias", True)
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

@@ -1,61 +1,25 @@
 """What sketched convolutions are made of: sizes as users give them, the default rank, and the computation."""
 
 __all__ = [
-    "check_padding",
     "convolve",
     "dense_kernel",
     "is_channels_last",
-    "per_dim",
     "runs_dense",
     "same_padding",
 ]
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther.errors import DTypeError, ShapeError, check_size
+from panther.errors import DTypeError, ShapeError
 
 _VECTOR = 16  # channels that oneDNN keeps together
 _TRAFFIC = 24
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-
-
-def per_dim(name: str, value: Any, dim: int, least: int) -> tuple[int, ...]:
-    """One size a spatial dimension, from an integer or a sequence of ``dim`` of them.
-
-    Raises:
-        ShapeError: If there are more or fewer, or one is smaller than ``least``.
-        TypeError: If one is not an integer.
-    """
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return (check_size(name, value, least),) * dim  # type: ignore[arg-type]
-    if len(value) != dim:
-        raise ShapeError(f"{name}={tuple(value)} must be one integer or {dim} of them, one for each spatial dimension")
-    return tuple(check_size(f"{name}[{i}]", size, least) for i, size in enumerate(value))
-
-
-def check_padding(padding: Any, stride: tuple[int, ...], dim: int) -> str | tuple[int, ...]:
-    """Padding as torch.nn's convolutions hold it: a word, or one size a spatial dimension.
-
-    Raises:
-        ValueError: If it is another word than ``"same"`` or ``"valid"``.
-        ShapeError: If it is ``"same"`` and a stride is not 1, or sizes are wrong.
-    """
-    if not isinstance(padding, str):
-        return per_dim("padding", padding, dim, least=0)
-    if padding not in ("same", "valid"):
-        raise ValueError(f"padding={padding!r} is unknown: use 'same', 'valid' or integers")
-    if padding == "same" and any(step != 1 for step in stride):
-        raise ShapeError(
-            f"padding='same' keeps the size of the input, which stride={stride} does not: use stride=1, or give the "
-            "padding in integers"
-        )
-    return padding
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:

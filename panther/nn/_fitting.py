@@ -5,7 +5,7 @@ squares for given sketches; and the unbiased estimator, which costs one product 
 small. All compute in float32 at least.
 """
 
-__all__ = ["lstsq_factors", "split_factors", "svd_factors", "unbiased_factors"]
+__all__ = ["check_init", "fittable", "lstsq_factors", "split_factors", "svd_factors", "unbiased_factors"]
 
 import math
 
@@ -21,6 +21,28 @@ from panther.sketch import signs
 _RANDOMIZED_FROM = 256
 _RANK_FRACTION = 8
 _ITERATIONS = 10
+
+
+_INITS = ("svd", "lstsq", "random")
+
+
+def check_init(init: str) -> None:
+    """Raise ValueError unless ``init`` names one of the three ways."""
+    if init not in _INITS:
+        raise ValueError(f"init={init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
+
+
+def fittable(weight: Tensor) -> Tensor:
+    """Return a dense weight in a dtype that can be factored, float32 at least.
+
+    Raises:
+        ValueError: If it has no values, or some that are NaN or infinite.
+    """
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device and has no values to fit: load it first")
+    if not weight.isfinite().all():
+        raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,15 +1,15 @@
-"""What every sketched layer shares: a seed, the two modes, and how both are saved and loaded.
+"""The base of all sketched layers: a seed, the two modes, and how both are saved and loaded.
 
 *Seeded*: the sketches are fixed, a function of ``seed``; they are buffers outside the state_dict. *Fitted*: they are
 Parameters like any other. ``sketch_seed``, in the state_dict, says which: (seed or -1, num_terms, stream version,
 checksum of the three).
 """
 
-__all__ = ["SketchedModule", "default_low_rank", "terms_and_rank"]
+__all__ = ["SketchedModule", "has_values", "keep_own_forward", "read_integers"]
 
+import math
 import struct
 import zlib
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -17,54 +17,119 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from panther.errors import ShapeError, SketchMismatchError, check_size
-from panther.sketch import STREAM_VERSION, check_seed
+from panther.errors import ShapeError, SketchMismatchError
+from panther.sketch import STREAM_VERSION, check_seed, signs
 
 _FITTED = -1
+_STACKED = ("S1s", "S2s", "U1s", "U2s")
 
 
-def _keep_sketched_forward(module: nn.Module, args: Any) -> None:
-    """Does nothing; see SketchedModule.__init__."""
+def keep_own_forward(module: nn.Module, args: Any) -> None:
+    """Do nothing, as a forward pre-hook: torch's fast paths are off for a module that has a hook.
+
+    nn.TransformerEncoderLayer in eval mode reads the weights of its linear layers and its attention instead of calling
+    them. Of a sketched layer that would be a dense product, and of a sharded one a rank's shard.
+    """
 
 
 class SketchedModule(nn.Module):
-    """Base of sketched layers. Subclasses say what their sketches are; the life cycle is here."""
+    """Base of sketched layers. A subclass names its factors and sketches; the life cycle is here."""
+
+    factor_names: tuple[str, ...]
+    """Names of the trained factors, which are parameters; the first one tells the dtype and device of the sketches."""
 
     sketch_names: tuple[str, ...]
-    """Names of the sketches, which are attributes of the layer."""
+    """Names of the sketches, which are attributes of the layer; the i-th is drawn from stream i of the seed."""
 
     seed: int | None
     """The seed of a seeded layer, None for a fitted one. The truth; the buffer ``sketch_seed`` mirrors it."""
 
     num_terms: int
+    low_rank: int
+    groups: int = 1
     sketch_seed: Tensor
+    bias: nn.Parameter | None
 
     def __init__(self) -> None:
         super().__init__()
-        # nn.TransformerEncoderLayer's fast path reads `.weight` of its linear layers instead of calling them, and
-        # is off as soon as one of them has a hook.
-        self.register_forward_pre_hook(_keep_sketched_forward)
+        self.register_forward_pre_hook(keep_own_forward)
 
-    @abstractmethod
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module's own error for a Parameter in the place of a property is a KeyError without a reason.
+        own = getattr(type(self), name, None)
+        if isinstance(own, property) and own.fset is None:
+            raise AttributeError(
+                f"{name} of {type(self).__name__} is computed from {', '.join(self.factor_names + self.sketch_names)} "
+                "and cannot be set: change those, or make a new layer of a dense one by "
+                f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def fan_in(self) -> int:
+        """Number of inputs that an output is a sum over."""
+        raise NotImplementedError
+
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape of each sketch, by name."""
+        """Return the shape of each sketch, by name."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The sketch ``name`` of the present seed."""
+    def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return factors and sketches as the layer holds them, from those that its formula has, by terms.
 
-    @abstractmethod
+        Raises:
+            ShapeError: If the layer cannot hold them.
+        """
+        raise NotImplementedError
+
     def sketch_like(self) -> Tensor:
-        """The parameter whose dtype and device the sketches share."""
+        """Return the parameter whose dtype and device the sketches share."""
+        return getattr(self, self.factor_names[0])
 
-    def stacked_to_factors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Translate the stacked keys of other libraries' checkpoints, if ``state`` has them."""
-        return state
+    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the sketch ``name`` of the present seed, as the layer holds it: entries +-1."""
+        return self._draw_signs(name, dtype=dtype, device=device)
+
+    def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        rows, cols = self.sketch_shapes()[name]
+        stream = self.sketch_names.index(name)
+        return signs(self.seed, stream, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
 
     @property
     def is_fitted(self) -> bool:
         """Whether the sketches are Parameters, fitted to data, instead of functions of a seed."""
         return self.seed is None
+
+    @property
+    def scale(self) -> float:
+        """The number that multiplies the product of factors and sketches."""
+        return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
+
+    def reset_parameters(self) -> None:
+        """Draw factors and bias anew, from torch's generator, and the sketches again, from the present seed.
+
+        The weight gets the variance of torch's default, 1 / (3 fan_in). A fitted layer starts from fresh signs and
+        stays fitted.
+        """
+        level = 1.0
+        if self.is_fitted:
+            level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
+            seed = check_seed(None)
+            with torch.no_grad():
+                for stream, name in enumerate(self.sketch_names):
+                    U = getattr(self, name)
+                    rows, cols = U.shape
+                    U.copy_(level * signs(seed, stream, range(rows), range(cols), dtype=U.dtype, device=U.device))
+            self._mirror_seed()
+        else:
+            self.set_seeded_(self.seed)  # type: ignore[arg-type]
+        # With entries of variance s^2 in the factors, an entry of the weight sums 2 L k / g of them with signs, times
+        # 1/(2 L sqrt(k)), so it has variance s^2 / (2 L g); uniform on (-a, a) has variance a^2 / 3.
+        bound = level * math.sqrt(2 * self.num_terms * self.groups / self.fan_in)
+        for name in self.factor_names:
+            nn.init.uniform_(getattr(self, name), -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -1 / math.sqrt(self.fan_in), 1 / math.sqrt(self.fan_in))
 
     def freeze_sketches_(self) -> Self:
         """Stop training the sketches of a fitted layer; those of a seeded one are fixed anyway."""
@@ -82,7 +147,7 @@ class SketchedModule(nn.Module):
             self._forget(name)
             if sketch.is_floating_point():
                 self.register_buffer(name, sketch, persistent=False)
-            else:  # bits: no buffer, because what averages, broadcasts or casts buffers takes them for numbers
+            else:  # bits: no buffer, because code that averages, broadcasts or casts buffers takes them for numbers
                 setattr(self, name, sketch)
         self._mirror_seed()
 
@@ -96,21 +161,21 @@ class SketchedModule(nn.Module):
         self._mirror_seed()
 
     def _forget(self, name: str) -> None:
-        """Take the sketch ``name`` out of wherever it is."""
+        """Remove the sketch ``name`` from wherever it is."""
         for place in (self._parameters, self._buffers, self.__dict__):
             place.pop(name, None)
-        self._non_persistent_buffers_set.discard(name)
+        self._non_persistent_buffers_set.discard(name)  # torch's own list, which must not name a Parameter
 
     def refresh_sketches_(self) -> bool:
-        """Adopt ``sketch_seed`` if it was changed in place, by a broadcast say, and draw its sketches.
+        """Adopt ``sketch_seed`` if it was changed in place, as by a broadcast, and draw its sketches.
 
         Returns:
             Whether it had changed.
 
         Raises:
-            SketchMismatchError: If it is no valid record, or says fitted for a seeded layer or the reverse.
+            SketchMismatchError: If it is not a valid record, or says fitted for a seeded layer or the reverse.
         """
-        if not _has_values(self.sketch_seed):
+        if not has_values(self.sketch_seed):
             return False
         seed = self._read_record(self.sketch_seed, "sketch_seed")
         if seed == self.seed:
@@ -124,12 +189,12 @@ class SketchedModule(nn.Module):
         return True
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if _has_values(self.sketch_seed) and self.sketch_seed.tolist() != self._record(self.seed):
+        if has_values(self.sketch_seed) and self.sketch_seed.tolist() != self._record(self.seed):
             self._settle_record()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _settle_record(self) -> None:
-        """Make ``sketch_seed`` and the layer agree again, if it is plain how.
+        """Make ``sketch_seed`` and the layer agree again, if it is clear how.
 
         A valid record was written by a broadcast, and is adopted. Averages of models with one seed (SWA and EMA with
         their buffers) leave a rounded record beside sound sketches: it is written anew. Where the sketches were
@@ -158,7 +223,7 @@ class SketchedModule(nn.Module):
         self.register_buffer("sketch_seed", mirror)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Draw the sketches when the layer leaves the meta device, by ``to_empty`` say: nothing else would."""
+        """Draw the sketches when the layer leaves the meta device, as by ``to_empty``: nothing else would."""
         was_meta = self.sketch_like().is_meta
         super()._apply(fn, recurse)
         if was_meta and not self.sketch_like().is_meta:
@@ -174,8 +239,8 @@ class SketchedModule(nn.Module):
         return self
 
     def check_record(self) -> None:
-        """Settle ``sketch_seed`` as for saving, and raise SketchMismatchError if it is no valid record even then."""
-        if _has_values(self.sketch_seed):
+        """Settle ``sketch_seed`` as for saving, and raise SketchMismatchError if it is not valid even then."""
+        if has_values(self.sketch_seed):
             self._settle_record()
             self._read_record(self.sketch_seed, "sketch_seed")
 
@@ -184,7 +249,7 @@ class SketchedModule(nn.Module):
         return [*head, zlib.crc32(struct.pack("<3q", *head))]
 
     def _read_record(self, record: Tensor, key: str) -> int | None:
-        """The seed a valid record holds, None for fitted."""
+        """Return the seed that a valid record holds, None for fitted."""
         if record.dtype is not torch.int64:
             raise SketchMismatchError(
                 f"{key} is {record.dtype} and must be torch.int64: cast only the floating tensors of a state_dict"
@@ -219,14 +284,18 @@ class SketchedModule(nn.Module):
     ) -> None:
         """Load everything or nothing, in the checkpoint's mode, and draw the sketches anew."""
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        state = self.stacked_to_factors(state)
+        try:
+            state = self._from_stacked(state)
+        except ShapeError as error:  # also with strict=False, which would not show that nothing is loaded
+            error_msgs.append(f"{type(self).__name__} {prefix[:-1]!r} cannot take {error}")
+            return
         fitted, seed = self.sketch_names[0] in state, self.seed
         record = state.get("sketch_seed")
-        if isinstance(record, Tensor) and record.shape == (4,) and _has_values(record):
+        if isinstance(record, Tensor) and record.shape == (4,) and has_values(record):
             seed = self._read_record(record, prefix + "sketch_seed")
             fitted = seed is None
 
-        # Whatever users add, a pruning mask say, is loaded with the rest; child modules load themselves.
+        # Tensors that users add, such as a pruning mask, are loaded with the rest; child modules load themselves.
         own = {**self._parameters, **self._buffers}
         expected = {
             name: tensor.shape
@@ -272,58 +341,51 @@ class SketchedModule(nn.Module):
         if not self.is_fitted:
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
 
+    def _from_stacked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Translate the stacked keys of other libraries' checkpoints, if ``state`` has them.
 
-def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
-    """Return the largest rank K of one term with which a layer costs at most half of the dense one.
+        To this layer's seed if they hold its own sketches, else to a fitted layer.
 
-    With ``inner`` inputs of each group: 2 K (inner + out / groups) <= inner * out / 2, rounded down to a multiple of 8
-    groups if that leaves any, else to one of groups, and at least ``groups``. A rule of the shape alone, so that a
-    checkpoint loads anywhere.
-    """
-    K = inner * out * groups // (4 * (inner * groups + out))  # times groups, so that all is in integers
-    step = 8 * groups if 8 * groups <= K else groups
-    return max(K // step * step, groups)
+        Raises:
+            ShapeError: If they are of a layer of different sizes.
+        """
+        if not any(name in state for name in _STACKED):
+            return state
+        views = {name: tuple(getattr(self, name).shape) for name in _STACKED if hasattr(type(self), name)}
+        found = {name: tuple(getattr(state.get(name), "shape", ())) for name in views}
+        if found != views:
+            shapes = "; ".join(f"{name} {found[name] or 'missing'} for {views[name]}" for name in views)
+            raise ShapeError(
+                f"stacked factors of different shapes ({shapes}): build the layer with the num_terms and low_rank of "
+                f"the checkpoint, which are here {self.num_terms} and {self.low_rank}"
+            )
+        factors = self.unstack({name: state[name] for name in views})
+        rest = {name: value for name, value in state.items() if name not in views}
+        seed = self.seed if self.seed is not None and self._are_own_sketches(factors) else None
+        for name in self.sketch_names:
+            if seed is None:
+                factors[name] = factors[name] / (2 * self.num_terms)
+            else:
+                del factors[name]
+        return rest | factors | {"sketch_seed": torch.tensor(self._record(seed))}
 
-
-def terms_and_rank(
-    sizes: tuple[int, ...], num_terms: int | None, low_rank: int | None, sketch_size: int | None, default: int
-) -> tuple[int, int]:
-    """Return L and k from the size of a sketch as users give it, by position or by name.
-
-    Args:
-        sizes: Positional numbers: none, ``(sketch_size,)`` or ``(num_terms, low_rank)``.
-        num_terms: By name.
-        low_rank: By name.
-        sketch_size: By name.
-        default: Size of the sketch where none is given.
-
-    Raises:
-        TypeError: If there are more positional numbers, or one is not an integer.
-        ShapeError: If both forms are mixed, one is incomplete, or a number is not positive.
-    """
-    if len(sizes) > 2:
-        raise TypeError(
-            f"{len(sizes)} positional sketch sizes are given, and there are at most two, num_terms and low_rank: give "
-            "all arguments after them by name"
+    def _are_own_sketches(self, factors: dict[str, Tensor]) -> bool:
+        """Whether sketches with entries +-1/sqrt(k) are those of the layer's seed."""
+        root = math.sqrt(self.low_rank)
+        return all(
+            torch.allclose(
+                factors[name] * root,
+                self._draw_signs(name, dtype=factors[name].dtype, device=factors[name].device),
+                rtol=4 * torch.finfo(factors[name].dtype).eps,
+                atol=0.0,
+            )
+            for name in self.sketch_names
         )
-    names = ("sketch_size",) if len(sizes) == 1 and low_rank is None else ("num_terms", "low_rank")
-    by_name = {"sketch_size": sketch_size, "num_terms": num_terms, "low_rank": low_rank}
-    pairs = [*zip(names, sizes, strict=False), *((name, size) for name, size in by_name.items() if size is not None)]
-    given = dict(pairs)
-    if not pairs:
-        return 1, default
-    if len(given) < len(pairs) or given.keys() not in ({"sketch_size"}, {"low_rank"}, {"num_terms", "low_rank"}):
-        raise ShapeError(
-            f"{', '.join(f'{name}={size}' for name, size in pairs)}: give either sketch_size, which is one term of "
-            "that rank, or both num_terms and low_rank"
-        )
-    checked = {name: check_size(name, size, least=1) for name, size in given.items()}
-    return checked.get("num_terms", 1), checked.get("low_rank") or checked["sketch_size"]
 
 
-def _integers(state: Tensor) -> list[int] | None:
-    """The numbers of an ``_extra_state``, None where it has no values."""
-    if not _has_values(state):
+def read_integers(state: Tensor) -> list[int] | None:
+    """Return the numbers of an ``_extra_state``, None if it has no values."""
+    if not has_values(state):
         return None
     if state.dtype is not torch.int64:
         raise SketchMismatchError(
@@ -333,7 +395,8 @@ def _integers(state: Tensor) -> list[int] | None:
     return state.tolist()
 
 
-def _has_values(tensor: Tensor) -> bool:
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is more than a shape: neither on the meta device nor traced in fake mode."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 

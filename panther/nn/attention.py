@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.errors import DTypeError, ShapeError, check_device, check_floating, check_size
+from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn._features import (
     optimal_shift,
     orthogonal_gaussian,
@@ -23,14 +23,10 @@ from panther.nn._features import (
     taylor_features,
 )
 from panther.nn._linear_attention import linear_attention
-from panther.nn._sketched import _integers
+from panther.nn._sketched import keep_own_forward, read_integers
 from panther.sketch import check_seed
 
 _KERNELS = ("softmax", "oprf", "relu", "taylor")
-
-
-def _keep_own_forward(module: nn.Module, args: Any) -> None:
-    """Does nothing; see RandMultiHeadAttention.__init__."""
 
 
 class _NotATensor:
@@ -149,8 +145,14 @@ class RandMultiHeadAttention(nn.Module):
         self.num_random_features = check_size("num_random_features", num_random_features, least=1)
         if kernel_fn not in _KERNELS:
             raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, _KERNELS))}")
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+            raise TypeError(f"dropout must be a number, not {type(dropout).__name__}: use 0.0 for none")
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout={dropout} must be a probability, from 0 to 1")
+        for name, flag in (("bias", bias), ("iscausal", iscausal), ("batch_first", batch_first)):
+            check_flag(name, flag)
+        if SRPE is not None and not isinstance(SRPE, nn.Module):
+            raise TypeError(f"SRPE must be a module, such as sinSRPE, or None, not {type(SRPE).__name__}")
         check_device(device)
         check_floating("dtype", dtype)
         self.dropout, self.kernel_fn, self.iscausal, self.batch_first = dropout, kernel_fn, iscausal, batch_first
@@ -177,7 +179,7 @@ class RandMultiHeadAttention(nn.Module):
             "directions", None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
         )
         # nn.TransformerEncoderLayer's fast path does without the forward of what it holds, unless that has a hook.
-        self.register_forward_pre_hook(_keep_own_forward)
+        self.register_forward_pre_hook(keep_own_forward)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -217,9 +219,25 @@ class RandMultiHeadAttention(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take up what :meth:`get_extra_state` returned."""
-        if (integers := _integers(state)) is not None:
+        if (integers := read_integers(state)) is not None:
             self.seed, self._draws, self._forwards, bits = integers
             (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, with the ``projection_matrix`` of other libraries, one for all heads, in the place of directions."""
+        shared = state_dict.get(f"{prefix}projection_matrix")
+        if self.directions is not None and isinstance(shared, Tensor) and f"{prefix}directions" not in state_dict:
+            if shared.shape != self.directions.shape[1:]:
+                args[-1].append(
+                    f"RandMultiHeadAttention {prefix[:-1]!r} cannot take a projection_matrix of shape "
+                    f"{tuple(shared.shape)}: it must be (num_random_features, feature width) = "
+                    f"{tuple(self.directions.shape[1:])}, so build the layer with num_random_features={len(shared)}"
+                )
+                return
+            state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}projection_matrix"}
+            state_dict[f"{prefix}directions"] = shared.expand_as(self.directions)
+            state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
         self,

@@ -18,21 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther.errors import PerformanceWarning, ShapeError, check_device, check_floating, check_size
-from panther.nn._conv import check_padding, convolve, dense_kernel, is_channels_last, per_dim
+from panther.errors import PerformanceWarning, ShapeError, check_device, check_flag, check_floating, check_size
+from panther.nn._conv import convolve, dense_kernel, is_channels_last
 from panther.nn._conv_fitting import lstsq_factor, svd_factors, unbiased_factor
-from panther.nn._sketched import SketchedModule, default_low_rank, terms_and_rank
-from panther.sketch import check_seed, signs
+from panther.nn._fitting import check_init, fittable
+from panther.nn._sizes import check_padding, default_low_rank, divisible, per_dim, terms_and_rank
+from panther.nn._sketched import SketchedModule
+from panther.sketch import check_seed
 
-_INITS = ("svd", "lstsq", "random")
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 torch.fx.wrap("convolve")  # one node of a symbolic trace: the way it takes depends on the input's layout
 
 
 class _SKConv(SketchedModule):
-    """What the three have in common: everything."""
+    """Everything but the number of dimensions."""
 
+    factor_names = ("S",)
     sketch_names = ("U",)
     dense_class: type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]
     dim: int
@@ -60,8 +62,8 @@ class _SKConv(SketchedModule):
     ) -> None:
         super().__init__()
         self.groups = check_size("groups", groups, least=1)
-        self.in_channels = _channels("in_channels", in_channels, self.groups)
-        self.out_channels = _channels("out_channels", out_channels, self.groups)
+        self.in_channels = divisible("in_channels", in_channels, self.groups)
+        self.out_channels = divisible("out_channels", out_channels, self.groups)
         self.kernel_size = per_dim("kernel_size", kernel_size, self.dim, least=1)
         self.stride = per_dim("stride", stride, self.dim, least=1)
         self.dilation = per_dim("dilation", dilation, self.dim, least=1)
@@ -74,8 +76,9 @@ class _SKConv(SketchedModule):
         inner = self.in_channels // self.groups * math.prod(self.kernel_size)
         default = default_low_rank(inner, self.out_channels, self.groups)
         self.num_terms, low_rank = terms_and_rank((), num_terms, low_rank, sketch_size, default)
-        self.low_rank = _channels("low_rank", low_rank, self.groups)
+        self.low_rank = divisible("low_rank", low_rank, self.groups)
         check_device(device)
+        check_flag("bias", bias)
         check_floating("dtype", dtype)
         seed = check_seed(seed)
         rows, out = 2 * self.num_terms * self.low_rank, self.out_channels // self.groups
@@ -94,9 +97,9 @@ class _SKConv(SketchedModule):
         self.reset_parameters()
 
     @property
-    def scale(self) -> float:
-        """The number that multiplies U^T S."""
-        return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
+    def fan_in(self) -> int:
+        """Number of inputs that an output is a sum over."""
+        return math.prod(self.S.shape[1:])
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, *size)`` to ``(N, out_channels, *size)``; also without N."""
@@ -115,30 +118,6 @@ class _SKConv(SketchedModule):
             self.scale,
             self.padding_mode,
         )
-
-    def reset_parameters(self) -> None:
-        """Draw S and bias anew, from torch's generator, and the sketch again, from the seed that stands.
-
-        The kernel gets the variance of torch's default, 1 / (3 in kernel / groups). A fitted layer starts from fresh
-        signs and stays fitted.
-        """
-        if self.is_fitted:
-            level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
-            rows, out = self.U.shape
-            sign = signs(check_seed(None), 0, range(rows), range(out), dtype=self.U.dtype, device=self.U.device)
-            with torch.no_grad():
-                self.U.copy_(level * sign)
-            self._mirror_seed()
-        else:
-            level = 1.0
-            self.set_seeded_(self.seed)  # type: ignore[arg-type]
-        # An entry of the kernel sums 2 L K / g signed entries of S, times 1/(2 L sqrt(K)): it has variance
-        # s^2 / (2 L g) when they have variance s^2; uniform on (-a, a) has variance a^2 / 3.
-        fan_in = math.prod(self.S.shape[1:])
-        bound = level * math.sqrt(2 * self.num_terms * self.groups / fan_in)
-        nn.init.uniform_(self.S, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
     @property
     def weight(self) -> Tensor:  # (out, in / groups, *kernel)
@@ -183,7 +162,7 @@ class _SKConv(SketchedModule):
         init: str = "svd",
         seed: int | None = None,
     ) -> Self:
-        r"""A sketched convolution near a dense one, on its device and in its dtype; the dense one is left as it is.
+        r"""Return a sketched convolution near a dense one, on its device and in its dtype; the dense one is kept.
 
         The kernel of each group, unfolded to (out / groups, in / groups * kernel), is approximated by 2 L K / groups
         rows.
@@ -216,15 +195,11 @@ class _SKConv(SketchedModule):
         """
         if not isinstance(conv, cls.dense_class):
             raise TypeError(f"from_conv takes an nn.{cls.dense_class.__name__}, not {type(conv).__name__}")
-        if init not in _INITS:
-            raise ValueError(f"init={init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
+        check_init(init)
         if is_lazy(conv.weight):
             raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
         weight = conv.weight.detach()
-        if weight.is_meta:
-            raise ValueError("the weight is on the meta device and has no values to fit: load it first")
-        if not weight.isfinite().all():
-            raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
+        A = fittable(weight).flatten(1).unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
         default = default_low_rank(math.prod(weight.shape[1:]), conv.out_channels, conv.groups)
         num_terms, low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
         layer = cls(
@@ -243,8 +218,6 @@ class _SKConv(SketchedModule):
             device=weight.device,
             dtype=weight.dtype,
         )
-        A = weight.to(torch.promote_types(weight.dtype, torch.float32)).flatten(1)
-        A = A.unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
         if init == "svd":
@@ -262,7 +235,7 @@ class _SKConv(SketchedModule):
         return layer.train(conv.training)
 
     def to_conv(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
-        """The torch.nn convolution with this layer's effective kernel and bias, copied, in its memory format.
+        """Return torch.nn's convolution with this layer's effective kernel and bias, copied, in its memory format.
 
         Example:
             >>> import torch
@@ -291,7 +264,7 @@ class _SKConv(SketchedModule):
         return conv.train(self.training)
 
     def extra_repr(self) -> str:
-        """Sizes and mode, as shown by print."""
+        """Return sizes and mode, as shown by print."""
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         for name, usual in (
             ("padding", (0,) * self.dim),
@@ -308,40 +281,20 @@ class _SKConv(SketchedModule):
         return ", ".join(parts)
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape of the sketch, by name."""
+        """Return the shape of the sketch, by name."""
         return {"U": (self.S.shape[0], self.out_channels // self.groups)}
 
-    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """U of the present seed, with entries +-1."""
-        rows, cols = self.sketch_shapes()[name]
-        return signs(self.seed, 0, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
-
-    def sketch_like(self) -> Tensor:
-        """The parameter whose dtype and device the sketch shares."""
-        return self.S
-
-    def stacked_to_factors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Translate S1s and U1s: to this layer's seed if they hold its sketch, else to a fitted layer."""
-        S1s, U1s = state.get("S1s"), state.get("U1s")
-        stacked = (2 * self.num_terms, self.low_rank, self.out_channels)
-        if getattr(S1s, "shape", None) != self.S.shape or getattr(U1s, "shape", None) != stacked:
-            return state
-        factors = {name: value for name, value in state.items() if name not in ("S1s", "U1s")}
-        blocks = self._by_groups(U1s.flatten(0, 1)).unflatten(1, (self.groups, -1))  # type: ignore[union-attr]
+    def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return S and U from S1s and U1s."""
+        S1s, U1s = stacked["S1s"], stacked["U1s"]
+        if self.groups == 1:
+            return {"S": S1s, "U": U1s.flatten(0, 1)}
+        blocks = self._by_groups(U1s.flatten(0, 1)).unflatten(1, (self.groups, -1))
         blocks = blocks.unflatten(0, (self.groups, -1)).transpose(1, 2)  # (group, group of outputs, rows, out / groups)
-        U = torch.stack([blocks[group, group] for group in range(self.groups)]).flatten(0, 1)
-        if U.count_nonzero() != blocks.count_nonzero():
-            return state  # it mixes groups, which this layer cannot
-        factors["S"] = self._by_groups(S1s)  # type: ignore[arg-type]
-        seed = self.seed
-        if seed is not None:
-            own = self.draw_sketch("U", dtype=U.dtype, device=U.device)
-            tolerance = 4 * torch.finfo(U.dtype).eps
-            if not torch.allclose(U * math.sqrt(self.low_rank), own, rtol=tolerance, atol=0.0):
-                seed = None
-        if seed is None:
-            factors["U"] = U / (2 * self.num_terms)
-        return factors | {"sketch_seed": torch.tensor(self._record(seed))}
+        own = torch.eye(self.groups, dtype=torch.bool, device=blocks.device)
+        if blocks[~own].any():
+            raise ShapeError(f"U1s that mixes groups: it must be block-diagonal for groups={self.groups}")
+        return {"S": self._by_groups(S1s), "U": blocks[own].flatten(0, 1)}
 
 
 class SKConv2d(_SKConv):
@@ -440,10 +393,3 @@ def _take_format_(module: nn.Module, kernel: Tensor) -> None:
     if is_channels_last(kernel):
         last = torch.channels_last if kernel.dim() == 4 else torch.channels_last_3d
         module.to(memory_format=last)  # type: ignore[call-overload]
-
-
-def _channels(name: str, value: int, groups: int) -> int:
-    value = check_size(name, value, least=1)
-    if value % groups:
-        raise ShapeError(f"{name}={value} must be divisible by groups={groups}")
-    return value

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import sketched_matmul, unpack_signs
-from panther.nn._conv import check_padding, convolve, per_dim
+from panther.nn._conv import convolve
 from panther.nn._linear_attention import linear_attention
+from panther.nn._sizes import check_padding, per_dim
 
 
 def sketched_linear(

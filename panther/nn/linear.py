@@ -9,21 +9,19 @@ Reference: S. P. Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network
 
 __all__ = ["SKLinear"]
 
-import math
 import warnings
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther.errors import PerformanceWarning, ShapeError, check_device, check_floating, check_size
+from panther.errors import PerformanceWarning, ShapeError, check_device, check_flag, check_floating, check_size
 from panther.kernels import pack_signs, unpack_signs
-from panther.nn._fitting import lstsq_factors, svd_factors, unbiased_factors
-from panther.nn._sketched import SketchedModule, default_low_rank, terms_and_rank
+from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors, unbiased_factors
+from panther.nn._sizes import default_low_rank, terms_and_rank
+from panther.nn._sketched import SketchedModule
 from panther.nn.functional import sketched_linear
-from panther.sketch import check_seed, signs
-
-_INITS = ("svd", "lstsq", "random")
+from panther.sketch import check_seed
 
 torch.fx.wrap("sketched_linear")  # one node of a symbolic trace: what is inside depends on the input's dtype
 
@@ -89,6 +87,7 @@ class SKLinear(SketchedModule):
         33792
     """
 
+    factor_names = ("S1", "S2")
     sketch_names = ("U1", "U2")
     U1: Tensor
     U2: Tensor
@@ -115,6 +114,8 @@ class SKLinear(SketchedModule):
         default = default_low_rank(self.in_features, self.out_features)
         self.num_terms, self.low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
         check_device(device)
+        check_flag("bias", bias)
+        check_flag("packed", packed)
         check_floating("dtype", dtype)
         if weight_init is not None:
             _check_weight(weight_init, (self.out_features, self.in_features))
@@ -136,16 +137,16 @@ class SKLinear(SketchedModule):
         self.S1 = nn.Parameter(torch.empty(in_features, R, dtype=dtype, device=device))
         self.S2 = nn.Parameter(torch.empty(R, out_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-        self.packed = bool(packed)
+        self.packed = packed
         self.set_seeded_(seed)
         self.reset_parameters()
         if weight_init is not None:
             self._fit_svd_(weight_init)
 
     @property
-    def scale(self) -> float:
-        """The number that multiplies S1 U1 + U2 S2."""
-        return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
+    def fan_in(self) -> int:
+        """Number of inputs that an output is a sum over."""
+        return self.in_features
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
@@ -155,29 +156,6 @@ class SKLinear(SketchedModule):
         elif not self.packed and U1.dtype is not S1.dtype:  # cast likewise
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
-
-    def reset_parameters(self) -> None:
-        """Draw S1, S2 and bias anew, from torch's generator, and the sketches again, from the seed that stands.
-
-        W gets the variance of nn.Linear's default, 1 / (3 in). A fitted layer starts from fresh signs and stays fitted.
-        """
-        if self.is_fitted:
-            seed = check_seed(None)
-            with torch.no_grad():
-                for stream, U in enumerate((self.U1, self.U2)):
-                    level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
-                    sign = signs(seed, stream, range(U.shape[0]), range(U.shape[1]), dtype=U.dtype, device=U.device)
-                    U.copy_(level * sign)
-            self._mirror_seed()
-        else:
-            level = 1.0
-            self.set_seeded_(self.seed)  # type: ignore[arg-type]
-        # W has variance s^2 / (2 L) when S1 and S2 have variance s^2; uniform on (-a, a) has variance a^2 / 3.
-        bound = level * math.sqrt(2 * self.num_terms / self.in_features)
-        nn.init.uniform_(self.S1, -bound, bound)
-        nn.init.uniform_(self.S2, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -1 / math.sqrt(self.in_features), 1 / math.sqrt(self.in_features))
 
     @property
     def weight(self) -> Tensor:  # (out, in)
@@ -191,30 +169,37 @@ class SKLinear(SketchedModule):
     @property
     def S1s(self) -> Tensor:  # (L, in, k)
         """S1 by terms: a view."""
-        return self.S1.detach().unflatten(1, (self.num_terms, self.low_rank)).movedim(1, 0)
+        return self._by_columns(self.S1)
 
     @property
     def S2s(self) -> Tensor:  # (L, k, out)
         """S2 by terms: a view."""
-        return self.S2.detach().unflatten(0, (self.num_terms, self.low_rank))
+        return self._by_rows(self.S2)
 
     @property
     def U1s(self) -> Tensor:  # (L, k, out)
         """U1 by terms, scaled so that the layer's formula holds: +-1/sqrt(k) when seeded."""
-        return (self._dense_sketches()[0].detach() * self._stacked_scale).unflatten(0, (self.num_terms, self.low_rank))
+        return self._by_rows(self._dense_sketches()[0] * (2 * self.num_terms * self.scale))
 
     @property
     def U2s(self) -> Tensor:  # (L, in, k)
         """U2 by terms, scaled so that the layer's formula holds: +-1/sqrt(k) when seeded."""
-        return (
-            (self._dense_sketches()[1].detach() * self._stacked_scale)
-            .unflatten(1, (self.num_terms, self.low_rank))
-            .movedim(1, 0)
-        )
+        return self._by_columns(self._dense_sketches()[1] * (2 * self.num_terms * self.scale))
 
-    @property
-    def _stacked_scale(self) -> float:
-        return 2 * self.num_terms * self.scale
+    def _by_rows(self, factor: Tensor) -> Tensor:  # (R, out) -> (L, k, out)
+        return factor.detach().unflatten(0, (self.num_terms, self.low_rank))
+
+    def _by_columns(self, factor: Tensor) -> Tensor:  # (in, R) -> (L, in, k)
+        return factor.detach().unflatten(1, (self.num_terms, self.low_rank)).movedim(1, 0)
+
+    def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return S1, S2, U1 and U2 from S1s, S2s, U1s and U2s."""
+        return {
+            "S1": stacked["S1s"].movedim(0, 1).flatten(1),
+            "S2": stacked["S2s"].flatten(0, 1),
+            "U1": stacked["U1s"].flatten(0, 1),
+            "U2": stacked["U2s"].movedim(0, 1).flatten(1),
+        }
 
     @classmethod
     def from_linear(
@@ -227,7 +212,7 @@ class SKLinear(SketchedModule):
         init: str = "svd",
         seed: int | None = None,
     ) -> Self:
-        r"""A sketched layer near a dense one, on its device and in its dtype; the dense one is left as it is.
+        r"""Return a sketched layer near a dense one, on its device and in its dtype; the dense one is left as it is.
 
         Args:
             linear: The layer to approximate.
@@ -257,8 +242,7 @@ class SKLinear(SketchedModule):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
-        if init not in _INITS:
-            raise ValueError(f"init={init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
+        check_init(init)
         weight = linear.weight.detach()
         layer = cls(
             linear.in_features,
@@ -275,7 +259,7 @@ class SKLinear(SketchedModule):
         if init == "svd":
             layer._fit_svd_(weight)
         else:
-            A = _at_least_float32(weight).mT
+            A = fittable(weight).mT
             U1, U2 = layer.U1.to(A.dtype), layer.U2.to(A.dtype)
             if init == "lstsq":
                 S1, S2 = lstsq_factors(A / layer.scale, U1, U2)
@@ -290,7 +274,7 @@ class SKLinear(SketchedModule):
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """The nn.Linear with this layer's effective weight and bias, copied.
+        """Return the nn.Linear with this layer's effective weight and bias, copied.
 
         Example:
             >>> import torch
@@ -312,7 +296,7 @@ class SKLinear(SketchedModule):
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
-        """Sizes and mode, as shown by print."""
+        """Return sizes and mode, as shown by print."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, num_terms={self.num_terms}, "
             f"low_rank={self.low_rank}, bias={self.bias is not None}, "
@@ -321,7 +305,7 @@ class SKLinear(SketchedModule):
         )
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape of each sketch, by name."""
+        """Return the shape of each sketch, by name."""
         return {"U1": tuple(self.S2.shape), "U2": tuple(self.S1.shape)}  # type: ignore[dict-item]
 
     def pack_(self) -> Self:
@@ -367,64 +351,23 @@ class SKLinear(SketchedModule):
         super().set_fitted_(sketches)
 
     def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """U1 or U2 of the present seed, as the layer holds them: entries +-1, or words of them if it is packed."""
+        """Return U1 or U2 of the present seed, as the layer holds them: entries +-1, or words of them if packed."""
         drawn = self._draw_signs(name, dtype=dtype, device=device)
         if not self.packed:
             return drawn
         return pack_signs(drawn if name == "U1" else drawn.mT)  # bits along the features
 
     def _dense_sketches(self) -> tuple[Tensor, Tensor]:
-        """U1 (R, out) and U2 (in, R) as numbers."""
+        """Return U1 (R, out) and U2 (in, R) as numbers."""
         if not self.packed:
             return self.U1, self.U2
         dtype = self.S1.dtype
         return unpack_signs(self.U1, self.out_features, dtype), unpack_signs(self.U2, self.in_features, dtype).mT
 
-    def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        rows, cols = self.sketch_shapes()[name]
-        stream = self.sketch_names.index(name)
-        return signs(self.seed, stream, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
-
-    def sketch_like(self) -> Tensor:
-        """The parameter whose dtype and device the sketches share."""
-        return self.S1
-
-    def stacked_to_factors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Translate S1s, U1s, S2s, U2s: to this layer's seed if they are its sketches, else to a fitted layer."""
-        if "S1s" not in state:
-            return state
-        stacked = {"S1s": self.S1s, "U1s": self.U1s, "S2s": self.S2s, "U2s": self.U2s}
-        if any(getattr(state.get(name), "shape", None) != view.shape for name, view in stacked.items()):
-            return state
-        L = self.num_terms
-        factors = {name: value for name, value in state.items() if name not in stacked}
-        for name in ("S1", "U2"):  # (L, in, k) -> (in, R)
-            factors[name] = state[name + "s"].movedim(0, 1).flatten(1)
-        for name in ("S2", "U1"):  # (L, k, out) -> (R, out)
-            factors[name] = state[name + "s"].flatten(0, 1)
-        seed = None if self.seed is None or not self._are_own_sketches(factors) else self.seed
-        if seed is None:
-            factors |= {name: factors[name] / (2 * L) for name in self.sketch_names}
-        else:
-            factors = {name: value for name, value in factors.items() if name not in self.sketch_names}
-        return factors | {"sketch_seed": torch.tensor(self._record(seed))}
-
-    def _are_own_sketches(self, factors: dict[str, Tensor]) -> bool:
-        root = math.sqrt(self.low_rank)
-        return all(
-            torch.allclose(
-                factors[name] * root,
-                self._draw_signs(name, dtype=factors[name].dtype, device=factors[name].device),
-                rtol=4 * torch.finfo(factors[name].dtype).eps,
-                atol=0.0,
-            )
-            for name in self.sketch_names
-        )
-
     def _fit_svd_(self, weight: Tensor) -> None:
         """Make the layer fitted, the truncated SVD of ``weight``; the present seed signs unused columns."""
         S1, U1, S2, U2 = svd_factors(
-            _at_least_float32(weight.detach().to(self.S1.device)).mT,
+            fittable(weight.detach().to(self.S1.device)).mT,
             self.S1.shape[1],
             self.seed,  # type: ignore[arg-type]
         )
@@ -443,12 +386,3 @@ def _check_weight(weight: Any, shape: tuple[int, int]) -> None:
             f"weight_init must have nn.Linear's shape (out_features, in_features) = {shape}, not "
             f"{tuple(weight.shape)}: transpose it, or change the sizes"
         )
-
-
-def _at_least_float32(weight: Tensor) -> Tensor:
-    """The weight in a dtype that can be factored, if it has values to fit."""
-    if weight.is_meta:
-        raise ValueError("the weight is on the meta device and has no values to fit: load it first")
-    if not weight.isfinite().all():
-        raise ValueError("the weight has entries that are NaN or infinite: no layer can be fitted to it")
-    return weight.to(torch.promote_types(weight.dtype, torch.float32))

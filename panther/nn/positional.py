@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_device, check_floating, check_size
-from panther.nn._sketched import _integers
+from panther.nn._sketched import read_integers
 from panther.sketch import GaussianSketch, check_seed
 
 
@@ -117,7 +117,7 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take up what :meth:`get_extra_state` returned."""
-        if (integers := _integers(state)) is not None:
+        if (integers := read_integers(state)) is not None:
             self.seed, self._draws = integers
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

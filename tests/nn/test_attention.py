@@ -235,6 +235,11 @@ def test_what_is_refused():
         ((32, 4, 0), ShapeError, "num_random_features"),
         ((32, 4, 8, {"dropout": 1.5}), ValueError, r"dropout=1.5 must be a probability"),
         ((32, 4, 8, {"kernel_fn": "cosine"}), ValueError, "'cosine' is unknown: use one of 'softmax', 'oprf'"),
+        ((32, 4, 8, {"dropout": None}), TypeError, "dropout must be a number, not NoneType: use 0.0"),
+        ((32, 4, 8, {"iscausal": "no"}), TypeError, "iscausal must be True or False, not 'no'"),
+        ((32, 4, 8, {"bias": "yes"}), TypeError, "bias must be True or False, not 'yes'"),
+        ((32, 4, 8, {"batch_first": 1}), TypeError, "batch_first must be True or False, not 1"),
+        ((32, 4, 8, {"SRPE": 3}), TypeError, "SRPE must be a module, such as sinSRPE, or None, not int"),
         ((32, 4, 8, {"dtype": torch.int64}), DTypeError, "dtype"),
         ((32, 4, 8, {"device": torch.ones(2)}), TypeError, "device must be a torch.device or its name, not Tensor"),
     ],
@@ -448,6 +453,24 @@ def test_life_cycle():
         empty = attention_of()
     empty.to_empty(device="cpu").reset_parameters()
     assert torch.equal(empty.directions, layer.directions)
+
+
+def test_checkpoints_with_one_projection_matrix_for_all_heads():
+    """As other libraries write them: no directions of each head, and no extra state."""
+    layer, shared = attention_of(), draw(24, E // H, seed=9)
+    state = {name: value.detach() for name, value in attention_of(seed=4).named_parameters()}
+    layer.load_state_dict({**state, "projection_matrix": shared})
+    assert torch.equal(layer.directions, shared.expand(H, -1, -1))
+    assert torch.equal(layer.Wq, state["Wq"])
+    assert layer.directions[0].data_ptr() != layer.directions[1].data_ptr()
+    model = nn.Sequential(attention_of())
+    for strict in (True, False):
+        with pytest.raises(
+            RuntimeError, match=r"'0' cannot take .* \(5, 8\).*\(24, 8\), so build .*num_random_features=5"
+        ):
+            model.load_state_dict({"0.projection_matrix": shared[:5]}, strict=strict)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"projection_matrix"'):
+        attention_of("taylor").load_state_dict({**state, "projection_matrix": shared})
 
 
 @pytest.mark.parametrize("causal", [False, True])

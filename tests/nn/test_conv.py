@@ -71,9 +71,9 @@ def test_the_stacked_formula_holds(groups, fitted):
     assert (blocks | ~own).all()
     if not fitted:
         assert_close(layer.U1s.abs()[blocks.flatten(3).flatten(1, 2)], torch.full((2 * L * K * 32 // groups,), 0.5))
-    for name in ("S1s", "U1s"):
-        with pytest.raises((AttributeError, KeyError)):
-            setattr(layer, name, torch.zeros(1))
+    for name in ("weight", "S1s", "U1s"):
+        with pytest.raises(AttributeError, match=f"{name} of SKConv2d is computed from S, U .* from_conv"):
+            setattr(layer, name, torch.nn.Parameter(torch.zeros(1)))
 
 
 def test_storage_and_seed():

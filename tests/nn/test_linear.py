@@ -86,9 +86,12 @@ def test_storage_and_stacked_views():
     assert layer.S1s.shape == layer.U2s.shape == (2, 300, 3)
     assert layer.U1s.shape == layer.S2s.shape == (2, 3, 200)
     assert torch.allclose(layer.U1s.abs(), torch.tensor(1 / math.sqrt(3)))
-    for name in ("S1s", "S2s", "U1s", "U2s"):
-        with pytest.raises((AttributeError, KeyError)):
-            setattr(layer, name, torch.zeros(1))
+    for name in ("weight", "S1s", "S2s", "U1s", "U2s"):
+        for value in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
+            with pytest.raises(
+                AttributeError, match=f"{name} of SKLinear is computed from S1, S2, U1, U2 and cannot be"
+            ):
+                setattr(layer, name, value)
 
 
 @pytest.mark.parametrize("fitted", [False, True])

@@ -174,10 +174,15 @@ def test_stacked_keys_load_as_seeded_if_the_sketches_are_the_layers_own():
         other.load_state_dict(stacked)
         assert other.is_fitted
         assert torch.allclose(other(X), layer(X), atol=1e-6)
-    wrong = seeded()
+    wrong = nn.Sequential(seeded())
     before = snapshot(wrong)
-    with pytest.raises(RuntimeError, match="S1"):
-        wrong.load_state_dict({**stacked, "U1s": torch.zeros(2, 3, 48)})
+    of_another_rank = {f"0.{name}": getattr(SKLinear(64, 48, 2, 3), name) for name in ("S1s", "U1s", "S2s", "U2s")}
+    without = {f"0.{name}": value for name, value in stacked.items() if name != "U1s"}
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"SKLinear '0' cannot take .*S1s \(2, 64, 3\) for \(2, 64, 2\).*build"):
+            wrong.load_state_dict(of_another_rank, strict=strict)
+        with pytest.raises(RuntimeError, match=r"U1s missing for \(2, 2, 48\)"):
+            wrong.load_state_dict(without, strict=strict)
     assert_same(wrong, before)
 
 

@@ -1,0 +1,102 @@
+"""Sizes of sketched layers as users give them: of the sketch, and of each spatial dimension."""
+
+__all__ = ["check_padding", "default_low_rank", "divisible", "per_dim", "terms_and_rank"]
+
+from collections.abc import Sequence
+from typing import Any
+
+from panther.errors import ShapeError, check_size
+
+
+def terms_and_rank(
+    sizes: tuple[int, ...], num_terms: int | None, low_rank: int | None, sketch_size: int | None, default: int
+) -> tuple[int, int]:
+    """Return the number of terms L and their rank k from the size of a sketch, given by position or by name.
+
+    Args:
+        sizes: Positional numbers: none, ``(sketch_size,)`` or ``(num_terms, low_rank)``.
+        num_terms: By name.
+        low_rank: By name.
+        sketch_size: By name.
+        default: Size of the sketch if none is given.
+
+    Raises:
+        TypeError: If there are more positional numbers, or one is not an integer.
+        ShapeError: If both forms are mixed, one is incomplete, or a number is not positive.
+    """
+    if len(sizes) > 2:
+        raise TypeError(
+            f"{len(sizes)} positional sketch sizes are given, and there are at most two, num_terms and low_rank: give "
+            "all arguments after them by name"
+        )
+    names = ("sketch_size",) if len(sizes) == 1 and low_rank is None else ("num_terms", "low_rank")
+    by_name = {"sketch_size": sketch_size, "num_terms": num_terms, "low_rank": low_rank}
+    pairs = [*zip(names, sizes, strict=False), *((name, size) for name, size in by_name.items() if size is not None)]
+    if not pairs:
+        return 1, default
+    given = dict(pairs)
+    if len(given) < len(pairs) or given.keys() not in ({"sketch_size"}, {"low_rank"}, {"num_terms", "low_rank"}):
+        raise ShapeError(
+            f"{', '.join(f'{name}={size}' for name, size in pairs)}: give either sketch_size, which is one term of "
+            "that rank, or both num_terms and low_rank"
+        )
+    checked = {name: check_size(name, size, least=1) for name, size in given.items()}
+    return checked.get("num_terms", 1), checked.get("low_rank") or checked["sketch_size"]
+
+
+def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
+    """Return the largest rank K of one term with which a layer costs at most half of the dense one.
+
+    With ``inner`` inputs of each group: 2 K (inner + out / groups) <= inner * out / 2, rounded down to a multiple of 8
+    groups if that leaves any, else to one of groups, and at least ``groups``. A rule of the shape alone, so that a
+    checkpoint loads anywhere.
+    """
+    K = inner * out * groups // (4 * (inner * groups + out))  # times groups, so that all is in integers
+    step = 8 * groups if 8 * groups <= K else groups
+    return max(K // step * step, groups)
+
+
+def divisible(name: str, value: int, groups: int) -> int:
+    """Return a size that each group has an equal share of.
+
+    Raises:
+        ShapeError: If it is not a positive multiple of ``groups``.
+        TypeError: If it is not an integer.
+    """
+    value = check_size(name, value, least=1)
+    if value % groups:
+        raise ShapeError(f"{name}={value} must be divisible by groups={groups}")
+    return value
+
+
+def per_dim(name: str, value: Any, dim: int, least: int) -> tuple[int, ...]:
+    """Return one size for each spatial dimension, from an integer or a sequence of ``dim`` of them.
+
+    Raises:
+        ShapeError: If there are more or fewer, or one is smaller than ``least``.
+        TypeError: If one is not an integer.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return (check_size(name, value, least),) * dim  # type: ignore[arg-type]
+    if len(value) != dim:
+        raise ShapeError(f"{name}={tuple(value)} must be one integer or {dim} of them, one for each spatial dimension")
+    return tuple(check_size(f"{name}[{i}]", size, least) for i, size in enumerate(value))
+
+
+def check_padding(padding: Any, stride: tuple[int, ...], dim: int) -> str | tuple[int, ...]:
+    """Return padding as torch.nn's convolutions hold it: a word, or one size for each spatial dimension.
+
+    Raises:
+        ValueError: If it is a word other than ``"same"`` or ``"valid"``.
+        ShapeError: If it is ``"same"`` and a stride is not 1, or sizes are wrong.
+    """
+    if not isinstance(padding, str):
+        return per_dim("padding", padding, dim, least=0)
+    if padding not in ("same", "valid"):
+        raise ValueError(f"padding={padding!r} is unknown: use 'same', 'valid' or integers")
+    if padding == "same" and any(step != 1 for step in stride):
+        raise ShapeError(
+            f"padding='same' keeps the size of the input, which stride={stride} does not: use stride=1, or give the "
+            "padding in integers"
+        )
+    return padding
