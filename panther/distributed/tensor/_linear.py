@@ -15,8 +15,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from panther.distributed.comm._chunks import chunk_ranges
 from panther.distributed.tensor._layouts import Layouts
-from panther.distributed.tensor._module import ShardedModule, check_mesh, keep_own_forward, no_view, shard_parameter_
+from panther.distributed.tensor._module import ShardedModule, check_mesh, no_view, shard_parameter_
 from panther.distributed.tensor._record import remember_
+from panther.nn._sketched import keep_own_forward
 
 
 class _ShardedLayer(ShardedModule):

@@ -7,7 +7,6 @@ reads that.
 __all__ = [
     "ShardedModule",
     "check_mesh",
-    "keep_own_forward",
     "local_parameters",
     "local_part",
     "no_view",
@@ -78,10 +77,6 @@ def shard_parameter_(module: nn.Module, name: str, mesh: DeviceMesh, placement: 
     if whole is not None and not isinstance(whole, DTensor):
         cut = distribute_tensor(whole.detach(), mesh, [placement])
         module.register_parameter(name, nn.Parameter(cut, requires_grad=whole.requires_grad))
-
-
-def keep_own_forward(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing: what has one keeps nn.TransformerEncoderLayer off its fast path, without forwards."""
 
 
 @contextmanager

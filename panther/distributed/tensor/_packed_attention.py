@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from panther.distributed.comm._chunks import chunk_ranges
 from panther.distributed.comm.collectives import all_gather, all_reduce, sum_in_backward
-from panther.distributed.tensor._module import ShardedModule, keep_own_forward, local_part, shard_parameter_
+from panther.distributed.tensor._module import ShardedModule, local_part, shard_parameter_
 from panther.distributed.tensor._record import remember_
+from panther.nn._sketched import keep_own_forward
 
 
 class HeadwiseMultiheadAttention(ShardedModule, nn.MultiheadAttention):

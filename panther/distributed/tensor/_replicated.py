@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from panther.distributed.tensor._module import (
     ShardedModule,
-    keep_own_forward,
     local_parameters,
     no_view,
     shard_parameter_,
 )
 from panther.distributed.tensor._record import remember_
 from panther.distributed.tensor.unshard import unshard_module
+from panther.nn._sketched import keep_own_forward
 
 # Their own forward reads the parameters of modules in them.
 _READS_CHILDREN = (nn.MultiheadAttention,)
