@@ -4,23 +4,30 @@
 >>> layer = pr.nn.SKLinear(1024, 1024, num_terms=1, low_rank=16)  # drop-in for nn.Linear
 """
 
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import compression, errors, linalg, nn, sketch
 from ._version import __version__
-from .compression import CompressionReport, HealConfig, SketchConfig, compress, sketch_layers_
-from .nn.io import load_compressed, save_compressed
 
 if TYPE_CHECKING:
-    from . import distributed, train
+    from . import compression, distributed, errors, kernels, linalg, nn, sketch, train
+    from .compression import CompressionReport, HealConfig, SketchConfig, compress, sketch_layers_
     from .distributed import choose_parallelism_strategy, plan_parallelism
+    from .nn.io import load_compressed, save_compressed
 
-_LAZY = {  # PEP 562: when first asked for
-    "distributed": "distributed",
-    "train": "train",
+# PEP 562: modules are imported when they are first used, so that `panther --version` does not wait for torch.
+_MODULES = ("nn", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors")
+_FUNCTIONS_AND_CLASSES = {
+    "CompressionReport": "compression",
+    "HealConfig": "compression",
+    "SketchConfig": "compression",
     "choose_parallelism_strategy": "distributed",
+    "compress": "compression",
+    "load_compressed": "nn.io",
     "plan_parallelism": "distributed",
+    "save_compressed": "nn.io",
+    "sketch_layers_": "compression",
 }
 
 __all__ = [
@@ -33,6 +40,7 @@ __all__ = [
     "compression",
     "distributed",
     "errors",
+    "kernels",
     "linalg",
     "load_compressed",
     "nn",
@@ -45,11 +53,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        module = import_module(f"{__name__}.{_LAZY[name]}")
-        return module if name == _LAZY[name] else getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _FUNCTIONS_AND_CLASSES:
+        return getattr(import_module(f"{__name__}.{_FUNCTIONS_AND_CLASSES[name]}"), name)
+    found = []
+    if not name.startswith("_"):  # inspect and pickle ask for names with underscores, and need no suggestion
+        modules = [import_module(f"{__name__}.{module}") for module in _MODULES]
+        found = [f"{module.__name__}.{name}" for module in modules if name in module.__all__]
+        found += [f"{__name__}.{close}" for close in get_close_matches(name, __all__, n=1)]
+    raise AttributeError(f"{__name__} has no attribute {name!r}" + (f": use {found[0]}" if found else ""))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__})

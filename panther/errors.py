@@ -28,9 +28,10 @@ __all__ = [
 from importlib import import_module
 from operator import index
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class PantherError(Exception):
@@ -42,19 +43,19 @@ class ShapeError(PantherError, ValueError):
 
 
 class DTypeError(PantherError, TypeError):
-    """A dtype breaks a rule, or two dtypes do not go together."""
+    """A dtype breaks a rule, or two dtypes that must agree differ."""
 
 
 class SketchMismatchError(PantherError, RuntimeError):
-    """Two sketches that must be one and the same are not: another seed, scale, version or content."""
+    """Two sketches that must be the same differ in their seed, scale, version or content."""
 
 
 class FormatError(PantherError, ValueError):
-    """A file is not what Panther's inference format says it should be."""
+    """A file does not follow Panther's inference format."""
 
 
 class CheckpointError(PantherError, RuntimeError):
-    """A checkpoint cannot be written, or does not fit what it is loaded into."""
+    """A checkpoint cannot be written, or does not fit the model or optimizer it is loaded into."""
 
 
 class CompressionError(PantherError, ValueError):
@@ -62,15 +63,15 @@ class CompressionError(PantherError, ValueError):
 
 
 class ConfigError(PantherError, ValueError):
-    """A setting is unknown, of the wrong kind, or does not go with another or with what it is for."""
+    """A setting is unknown, of the wrong kind, or contradicts another one or the model."""
 
 
 class TrainingError(PantherError, RuntimeError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class DistributedError(PantherError, RuntimeError):
-    """Processes disagree, are missing, or died."""
+    """Processes disagree, are missing, or have died."""
 
 
 class MissingExtraError(PantherError, ImportError):
@@ -89,8 +90,8 @@ def check_size(name: str, value: int, least: int) -> int:
     """Return a size given by a user as a Python int.
 
     Args:
-        name: What to call it in the message.
-        value: Anything that is an integer, a NumPy one too.
+        name: The argument's name, for the message.
+        value: Anything that is an integer, also one of NumPy's.
         least: Smallest size allowed.
 
     Raises:
@@ -112,22 +113,25 @@ def check_size(name: str, value: int, least: int) -> int:
     return size
 
 
-def check_floating(name: str, dtype: torch.dtype | None) -> None:
-    """Raise unless a dtype given by a user is a floating one, or None.
+def check_floating(name: str, dtype: "torch.dtype | None") -> None:
+    """Raise unless a dtype given by a user is floating, or None.
 
     Raises:
-        TypeError: If it is no torch.dtype.
+        TypeError: If it is not a torch.dtype.
         DTypeError: If it is not floating.
 
     Example:
+        >>> import torch
         >>> check_floating("dtype", torch.float16)
     """
+    import torch
+
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} must be a torch.dtype, not {type(dtype).__name__}: use torch.float32, say")
+        raise TypeError(f"{name} must be a torch.dtype, not {type(dtype).__name__}: use one such as torch.float32")
     if not dtype.is_floating_point:
-        raise DTypeError(f"{name}={dtype} must be a floating dtype: use torch.float32, say")
+        raise DTypeError(f"{name}={dtype} must be a floating dtype: use one such as torch.float32")
 
 
 def check_device(device: Any) -> None:
@@ -139,6 +143,8 @@ def check_device(device: Any) -> None:
     Example:
         >>> check_device("cpu")
     """
+    import torch  # here and below, so that the command line has its errors without waiting for torch
+
     if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
         raise TypeError(f"device must be a torch.device or its name, not {type(device).__name__}: use device='cpu'")
 
@@ -154,7 +160,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def require_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or say how to install it.
+    """Import an optional dependency; if it is missing, name the command that installs it.
 
     Args:
         module: Name to import, such as ``"sklearn.datasets"``.

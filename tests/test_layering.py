@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import panther
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the command line; `_version`
@@ -210,9 +212,10 @@ def test_no_import_circle_and_no_crowded_folder():
 
 
 def test_import_is_light():
-    """Measured against what torch itself loads."""
+    """The package alone does not wait for torch, and its layers load nothing that only some users need."""
     code = (
-        "import sys, torch; before = set(sys.modules); import panther; "
+        "import sys, panther, panther.errors; assert 'torch' not in sys.modules; import torch;"
+        "before = set(sys.modules); panther.nn.SKLinear, panther.compress;"
         "print(*sorted(set(sys.modules) - before), sep='\\n')"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
@@ -220,6 +223,15 @@ def test_import_is_light():
     assert "panther.nn.linear" in loaded
     heavy = {"triton", "sklearn", "matplotlib", "scipy", "panther.distributed", "panther.train", "panther.cli"}
     assert loaded & heavy == set()
+
+
+def test_a_name_that_is_missing_comes_with_its_place():
+    for name, place in {"SKLinear": "nn.SKLinear", "Trainer": "train.Trainer", "compres": "compress"}.items():
+        with pytest.raises(AttributeError, match=f"panther has no attribute '{name}': use panther.{place}$"):
+            getattr(panther, name)
+    with pytest.raises(AttributeError, match=r"panther has no attribute 'zzz'$"):
+        panther.zzz
+    assert set(panther.__all__) <= set(dir(panther))
 
 
 def public_definitions(source: str) -> set[str]:
