@@ -1,8 +1,9 @@
 """Training runs of two workers, each ended by SIGKILL somewhere and started again: 100 of them, by `make torture`.
 
-Each is a run of tests/survival.py: 24 steps of DDP with a checkpoint every second step, of which two are kept, written
-while training goes on. The victim is a worker or all processes of the run. A trial that ends before its moment comes
-has not been killed; others take its place. One that is killed when its last checkpoint is there has no step left.
+Each is a run of tests/support/survival.py: 24 steps of DDP with a checkpoint every second step, of which two are kept,
+written while training continues. The victim is a worker or all processes of the run. A trial that ends before its
+moment comes has not been killed; others take its place. One that is killed when its last checkpoint is there has no
+step left.
 """
 
 __all__ = ["run"]
@@ -22,7 +23,7 @@ from harness import figure, print_table, write_csv
 
 from panther.errors import PerformanceWarning
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 survival: Any = importlib.import_module("survival")
 
 

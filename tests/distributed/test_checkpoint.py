@@ -387,7 +387,7 @@ def test_a_rank_that_cannot_write_is_named_and_earlier_checkpoints_stay(tmp_path
             messages.append(str(caught.value))
         return messages
 
-    results = on_ranks(run)
+    results = on_ranks(run, fresh=True)
     expected = "the checkpoint of step 2 is not written: rank 1: [Errno 28] No space left on device: make room there, "
     expected += "or name another directory"
     assert results == [[expected] * 2] * 2
@@ -458,7 +458,7 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint(tmp_path, monkeypatch, 
         checkpoint.save(tmp_path, model, step=3, keep=2)
 
     with pytest.raises(DistributedError, match=f"rank {victim}"):
-        on_ranks(run)
+        on_ranks(run, fresh=True)
     assert checkpoint.load(tmp_path, nn.Linear(4, 4)).step == left
     checkpoint.save(tmp_path, nn.Linear(4, 4), step=4, keep=2)
     names = sorted(path.name for path in tmp_path.iterdir())

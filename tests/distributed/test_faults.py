@@ -66,9 +66,9 @@ def error_of(fn):
         return f"{type(error).__name__}: {error}"
 
 
-def alike(fn, nproc=2):
+def alike(fn, nproc=2, fresh=False):
     """What every rank raised, the same."""
-    errors = on_ranks(lambda: error_of(fn), nproc)
+    errors = on_ranks(lambda: error_of(fn), nproc, fresh=fresh)
     assert errors == [errors[0]] * nproc
     return errors[0]
 
@@ -208,7 +208,7 @@ def test_another_version(monkeypatch):
             monkeypatch.setattr("panther.distributed.sync.replicas.__version__", "0.0.1")
         data_parallel(model())
 
-    assert f"Panther's version is {pr.__version__} on rank 0 and 0.0.1 on rank 1" in alike(rank)
+    assert f"Panther's version is {pr.__version__} on rank 0 and 0.0.1 on rank 1" in alike(rank, fresh=True)
 
 
 def test_other_stages():

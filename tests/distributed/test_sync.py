@@ -255,7 +255,7 @@ def test_a_rank_that_dies_during_a_sync_is_reported():
         sync_sketches(model())
 
     with pytest.raises(DistributedError, match="rank 1"):
-        on_ranks(rank)
+        on_ranks(rank, fresh=True)
 
 
 def test_attention_draws_alike_after_it_was_synchronised():

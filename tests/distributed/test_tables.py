@@ -91,7 +91,7 @@ def test_tables_and_output_layers(tied, dp, tp):
         assert shared == (tied, tied)
         assert report["embed"].action == "rows cut"
         assert report["head"].action == "outputs cut"
-        assert report["head"].reason.endswith(", with 'embed'" if tied else "gather_objects")
+        assert report["head"].reason.endswith(", with 'embed'" if tied else "gathered")
     assert [rows for *_, rows in found[:tp]] == [len(part) for part in torch.arange(4099).chunk(tp)]
 
 

@@ -1,5 +1,6 @@
 """Work on several ranks, and steps of training whose losses and weights are compared with those of one process."""
 
+import pool
 import torch._dynamo  # noqa: F401 (the first optimizer imports it, and else that of every forked process does)
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -7,9 +8,19 @@ from torch.distributed.tensor import DTensor
 from panther.distributed import launch
 
 
-def on_ranks(work, n=2, *args):
-    """What ``work(*args)`` returns on each of n ranks, which are forked and so may run any function."""
-    return launch(work, *args, nproc=n, start_method="fork")
+def on_ranks(work, n=2, *args, fresh=False):
+    """Return what ``work(*args)`` returns on each of n ranks; any function, also one of a test.
+
+    Args:
+        work: Runs in processes that serve many tests, which get it by cloudpickle: what it changes around it is lost.
+        n: World size.
+        *args: Of ``work``.
+        fresh: Fork processes for this call alone, as a test needs that ends one, starts or leaves a process group
+            itself, expects an error of ``launch``, or replaces attributes of modules (``monkeypatch``).
+    """
+    if fresh:
+        return launch(work, *args, nproc=n, start_method="fork")
+    return pool.run(work, n, args)
 
 
 def whole(tensor):
