@@ -81,7 +81,7 @@ def compare(task: Task, budgets: Sequence[float] = BUDGETS, bound_at: float | No
 
     def compressed(budget: float, heal_steps: int = 0, **options: Any) -> tuple[nn.Module, float]:
         model = copy.deepcopy(task.original)
-        heal = pr.HealConfig(steps=heal_steps) if heal_steps else None
+        heal = pr.HealConfig(max_steps=heal_steps) if heal_steps else None
         start = time.process_time()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # small layers, and a question of size

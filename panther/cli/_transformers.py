@@ -1,4 +1,4 @@
-"""Folders of transformers for ``panther compress``: load one without a network, cut text into batches, copy the rest.
+"""Folders of transformers for ``panther compress``: load one without a network, split text into batches, copy the rest.
 
 Weights are read from safetensors alone, and code that a folder brings is not run.
 """
@@ -31,7 +31,7 @@ _COPIED = (
 
 
 def load_model(folder: Path) -> nn.Module:
-    """The model of a folder, in the class that its config.json names, in eval mode."""
+    """Load the model of a folder, in the class that its config.json names, in eval mode."""
     transformers = require_extra("transformers", _EXTRA)
     if not (folder / "config.json").is_file():
         raise PantherError(f"{folder} holds no config.json: give a folder that save_pretrained of transformers wrote")
@@ -77,7 +77,7 @@ def _check_weights(folder: Path, name: str) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder."""
+    """Load the tokenizer of a folder."""
     transformers = require_extra("transformers", _EXTRA)
     # Without its files transformers makes an empty tokenizer, to which every word is unknown.
     if not any((folder / name).is_file() for name in _VOCABULARIES):
@@ -92,13 +92,13 @@ def load_tokenizer(folder: Path) -> Any:
 def text_batches(
     path: Path, model: nn.Module, tokenizer: Any, max_length: int, batch_size: int
 ) -> list[dict[str, Tensor]]:
-    """Batches of a text: a line a sample, padded; for causal models windows of the running text, without padding.
+    """Make batches of a text: a line a sample, padded; for causal models windows of the running text, without padding.
 
-    Batches are smaller where there would be fewer than five of them, as a fifth is held out.
+    Batches are smaller where there would be fewer than five of them, because a fifth is held out.
 
     Args:
         path: Text in UTF-8.
-        model: What will read the batches: only what its forward takes is in them.
+        model: The model that will read the batches: they have only what its forward takes.
         tokenizer: The model's.
         max_length: Tokens of a sample at most, fewer where the model or its tokenizer takes fewer.
         batch_size: Samples of a batch at most.
@@ -109,7 +109,7 @@ def text_batches(
     config: Any = model.config
     if config.is_encoder_decoder:
         raise PantherError(
-            f"{type(model).__name__} has an encoder and a decoder, and a text says nothing of what the decoder reads: "
+            f"{type(model).__name__} has an encoder and a decoder, and a text is input for the encoder only: "
             "give --calibration module:function, which returns batches with both"
         )
     lines = _lines(path)
@@ -127,7 +127,7 @@ def _padded(
     if len(lines) < _LEAST_SAMPLES:
         raise PantherError(
             f"{path} has {len(lines)} line{'' if len(lines) == 1 else 's'} with text and needs at least "
-            f"{_LEAST_SAMPLES}, a fifth of which is held out: give a thousand, say, like those that the model will read"
+            f"{_LEAST_SAMPLES}, because a fifth is held out: give about a thousand, like those that the model will read"
         )
     accepted = inspect.signature(model.forward).parameters
     size = min(batch_size, len(lines) // _LEAST_SAMPLES)
@@ -143,7 +143,7 @@ def _padded(
 def _windows(path: Path, lines: list[str], tokenizer: Any, length: int, batch_size: int) -> list[dict[str, Tensor]]:
     encoded = tokenizer([line + "\n" for line in lines], add_special_tokens=False, verbose=False)["input_ids"]
     tokens = [token for line in encoded for token in line]
-    # What the tokenizer puts before every text, models have learned to lean on; what it puts after it, ends it.
+    # Models rely on the token that the tokenizer puts before every text; one that it puts after it would end it.
     first = tokenizer("a")["input_ids"][:1]
     before = first if first == [tokenizer.bos_token_id] else []
     step = length - len(before)
@@ -151,7 +151,7 @@ def _windows(path: Path, lines: list[str], tokenizer: Any, length: int, batch_si
     if len(windows) < _LEAST_SAMPLES:
         raise PantherError(
             f"{path} has {len(tokens)} tokens, {len(windows)} windows of {length}, and needs at least "
-            f"{_LEAST_SAMPLES}, a fifth of which is held out: give more text, or a smaller --max-length"
+            f"{_LEAST_SAMPLES}, because a fifth is held out: give more text, or a smaller --max-length"
         )
     size = min(batch_size, len(windows) // _LEAST_SAMPLES)
     return [{"input_ids": part} for part in torch.tensor(windows).split(size)]
@@ -161,7 +161,7 @@ def _lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PantherError(f"{path} is no text in UTF-8 (byte {error.start}): convert it first") from None
+        raise PantherError(f"{path} is not text in UTF-8 (byte {error.start}): convert it first") from None
     except OSError as error:
         raise PantherError(f"{path} cannot be read: {error.strerror}") from None
     lines = [line for line in map(str.strip, text.splitlines()) if line]
@@ -179,13 +179,13 @@ def copy_beside(folder: Path, out: Path, tokenizer: Any) -> None:
 
 
 def expression(model: nn.Module, out: Path) -> str:
-    """Python that builds the architecture anew, from the config.json in ``out``."""
+    """Return the Python that builds the architecture, from the config.json in ``out``."""
     return f"transformers.{type(model).__name__}(transformers.AutoConfig.from_pretrained({str(out)!r}))"
 
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Neither bars nor tables: what matters of them becomes an error."""
+    """Keep transformers from printing bars and tables: whatever matters in them becomes an error."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""``panther compress``: :func:`panther.compress` for a folder of transformers, or what a function returns."""
+"""``panther compress``: :func:`panther.compress` for a folder of transformers, or a model that a function returns."""
 
 __all__ = ["add_parser", "run"]
 
@@ -8,15 +8,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 import panther as pr
-from panther.cli import _transformers
 from panther.cli._arguments import check_file, positive, positive_float, seed, writable
 from panther.cli._functions import call, current_folder_importable, names_function
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
@@ -26,7 +26,7 @@ _CALIBRATED = ("two_sided", "activation")
 class _Source:
     """A model, what to calibrate it on, and how to get its architecture again."""
 
-    model: nn.Module
+    model: "nn.Module"
     calibration: Any
     imports: str
     rebuild: Callable[[Path], str]
@@ -47,10 +47,10 @@ def add_parser(commands: Any) -> None:
         "batches to calibrate it on",
     )
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--budget", type=_fraction, help="share of the eligible layers' bytes to keep, 0.5 say")
+    size.add_argument("--budget", type=_fraction, help="share of the eligible layers' bytes to keep, such as 0.5")
     size.add_argument("--max-bytes", type=positive, metavar="N", help="bytes that the whole model may take")
     size.add_argument(
-        "--max-error", type=positive_float, metavar="X", help="relative error that the output may have, 0.1 say"
+        "--max-error", type=positive_float, metavar="X", help="relative error that the output may have, such as 0.1"
     )
     parser.add_argument(
         "--calibration",
@@ -62,7 +62,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--allocate", choices=("global", "uniform"), help="how to share the budget (default: by method)"
     )
-    parser.add_argument("--sequential", action="store_true", help="fit each layer to what compressed ones give it")
+    parser.add_argument(
+        "--sequential", action="store_true", help="fit each layer to the output of the compressed ones before it"
+    )
     parser.add_argument("--heal", type=positive, metavar="STEPS", help="steps of distillation afterwards")
     for flag, rule in (("--include", "only"), ("--exclude", "not")):
         parser.add_argument(
@@ -70,7 +72,7 @@ def add_parser(commands: Any) -> None:
             nargs="+",
             action="extend",
             metavar="GLOB",
-            help=f"{rule} layers with such a name, '*.attention.*' say",
+            help=f"{rule} layers with such a name, as in '*.attention.*'",
         )
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
@@ -88,14 +90,11 @@ def run(args: argparse.Namespace) -> int:
     """Load, compress, save, and say how to load the result."""
     _check_out(args.out)
     _check_plot(args.plot)
+    _check_calibration(args)
     with current_folder_importable():
         source = _source(args)
-        if source.calibration is None and (args.method in _CALIBRATED or args.max_error or args.heal):
-            asker = "--max-error" if args.max_error else "--heal" if args.heal else f"--method {args.method}"
-            raise PantherError(
-                f"{asker} needs --calibration, a text file or module:function: without it there is --method svd with "
-                "--budget"
-            )
+        if source.calibration is None:
+            _refuse_without_calibration(args)
         out = writable(args.out)
         for flag, path in (("--report", args.report), ("--plot", args.plot)):
             check_file(flag, path)
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compress(args: argparse.Namespace, source: _Source) -> pr.CompressionReport:
+def _compress(args: argparse.Namespace, source: _Source) -> "pr.CompressionReport":
     """Compress in place; warnings become notes, a line each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PerformanceWarning)
@@ -133,7 +132,7 @@ def _compress(args: argparse.Namespace, source: _Source) -> pr.CompressionReport
                 method=args.method,
                 allocate=args.allocate,
                 sequential=args.sequential,
-                heal=None if args.heal is None else pr.HealConfig(steps=args.heal),
+                heal=None if args.heal is None else pr.HealConfig(max_steps=args.heal),
                 seed=args.seed,
             )
         except PantherError:
@@ -148,34 +147,60 @@ def _compress(args: argparse.Namespace, source: _Source) -> pr.CompressionReport
     return report
 
 
+def _check_calibration(args: argparse.Namespace) -> None:
+    """Raise before a model is loaded, which takes seconds, if there will be nothing to calibrate it on."""
+    folder, given = Path(args.model).is_dir(), args.calibration
+    if not folder and not names_function(args.model):
+        raise PantherError(
+            f"{args.model} is not a folder, and not of the form module:function: give one of the two (nothing is "
+            "downloaded)"
+        )
+    if given is None:
+        if folder:
+            _refuse_without_calibration(args)
+    elif not names_function(given):
+        if not Path(given).is_file():
+            raise PantherError(
+                f"--calibration {given} is not a file, and not of the form module:function: give one of the two"
+            )
+        if not folder:
+            raise PantherError(
+                f"--calibration {given} is a text, and only a folder of transformers comes with a tokenizer: give "
+                "module:function, which returns batches"
+            )
+
+
+def _refuse_without_calibration(args: argparse.Namespace) -> None:
+    if args.method in _CALIBRATED or args.max_error or args.heal:
+        asker = "--max-error" if args.max_error else "--heal" if args.heal else f"--method {args.method}"
+        raise PantherError(
+            f"{asker} needs --calibration, a text file or module:function: without it there is --method svd with "
+            "--budget"
+        )
+
+
 def _source(args: argparse.Namespace) -> _Source:
+    from torch import nn  # here, so that `panther --help` loads no torch
+
     folder = Path(args.model)
     if folder.is_dir():
+        from panther.cli import _transformers
+
         model = _transformers.load_model(folder)
         tokenizer = None
         if args.calibration is None or names_function(args.calibration):
             calibration = _batches(args.calibration)
         else:
-            path = _text(args.calibration)
             tokenizer = _transformers.load_tokenizer(folder)
-            calibration = _transformers.text_batches(path, model, tokenizer, args.max_length, args.batch_size)
+            calibration = _transformers.text_batches(
+                Path(args.calibration), model, tokenizer, args.max_length, args.batch_size
+            )
         return _Source(
             model,
             calibration,
             ", transformers",
             lambda out: _transformers.expression(model, out),
             lambda out: _transformers.copy_beside(folder, out, tokenizer),
-        )
-    if not names_function(args.model):
-        raise PantherError(
-            f"{args.model} is no folder, and not of the form module:function: give one of the two "
-            "(nothing is downloaded)"
-        )
-    if args.calibration is not None and not names_function(args.calibration):
-        _text(args.calibration)
-        raise PantherError(
-            f"--calibration {args.calibration} is a text, and only a folder of transformers comes with a tokenizer: "
-            "give module:function, which returns batches"
         )
     made = call(args.model)
     model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -194,19 +219,12 @@ def _source(args: argparse.Namespace) -> _Source:
     )
 
 
-def _text(name: str) -> Path:
-    path = Path(name)
-    if not path.is_file():
-        raise PantherError(f"--calibration {name} is no file, and not of the form module:function: give one of the two")
-    return path
-
-
 def _batches(spec: str | None) -> Any:
     return None if spec is None else call(spec)
 
 
 def _check_out(out: str) -> None:
-    """Refuse to put a model among the files of another."""
+    """Raise rather than put a model among the files of another."""
     folder = Path(out)
     if out and folder.is_dir() and any(folder.iterdir()):
         raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")

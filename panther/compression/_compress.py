@@ -4,31 +4,49 @@ __all__ = ["compress", "sketch_layers_"]
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from panther.compression._job import Job
-from panther.compression.calibration import Loss
-from panther.compression.config import SketchConfig
-from panther.compression.conversion import convert_plainly
-from panther.compression.healing import HealConfig
-from panther.compression.planning import Selector, make_plan
-from panther.compression.report import CompressionReport
-from panther.compression.running import Runner, buffers_kept, calibrating
+from panther.compression.config import HealConfig, SketchConfig
+from panther.compression.conversion import (
+    Replacement,
+    convert_all,
+    convert_in_sequence,
+    convert_seeded,
+    inherit_flags,
+)  # fmt: skip
+from panther.compression.fits import Fits, fit_targets, target_seed
+from panther.compression.measurement import Measured, measure
+from panther.compression.ranks import (
+    Ranks,
+    allocate_global,
+    allocate_uniform,
+    check_feasible,
+    least_bytes,
+    predicted_loss,
+)  # fmt: skip
+from panther.compression.report import CompressionReport, layer_reports
+from panther.compression.runner import Runner, buffers_kept, calibrating
+from panther.compression.survey import Loss, Survey, survey_targets
+from panther.compression.targets import Selector, replace_modules, select_targets, swap_modules
 from panther.errors import CompressionError, PerformanceWarning, check_size
 from panther.sketch import check_seed
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
 _ALLOCATIONS = ("global", "uniform")
-_SLOWER = 0.8  # of the dense layer's speed, below which a layer is warned of
+_SLOWER = 0.8  # of the dense layer's speed: a layer below it is warned about
+_ERROR_STEPS = 8  # halvings of the budget in the search for max_error
+_SEED_BYTES = 32  # of a new layer's sketch_seed
 
 
 def compress(
@@ -53,16 +71,16 @@ def compress(
     measure_speed: bool = True,
     progress: bool | None = None,
 ) -> CompressionReport:
-    r"""Replace a trained model's dense layers by low-rank ones that keep what it does, in place.
+    r"""Compress a trained model in place: replace dense layers by low-rank ones that give nearly the same output.
 
     Weights of nn.Linear, nn.Conv2d and transformers' Conv1D become fitted :class:`~panther.nn.SKLinear` and
-    :class:`~panther.nn.SKConv2d`. A few unlabelled batches say which directions of each layer's input occur and how
+    :class:`~panther.nn.SKConv2d`. A few unlabelled batches show which directions of each layer's input occur and how
     the model's output depends on each layer: with A the second moment of the inputs (about their mean, where there is
     a bias) and G that of gradients of random directions of the output, W is approximated in the norm
     :math:`\operatorname{tr}(G \Delta A \Delta^T)`, and ranks go where they gain most per byte.
 
     Args:
-        model: A trained model. If anything fails it is left exactly as it was.
+        model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
         budget: Bytes of the eligible layers' weights to keep, as a fraction in (0, 1]; layers that stay dense count in
             full, biases do not count. Give this, or ``max_bytes``, or ``max_error``.
         calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
@@ -76,36 +94,38 @@ def compress(
             ``"random"``: seeded sketches and the unbiased estimator, which destroys a trained model; for comparison.
         allocate: ``"global"`` or ``"uniform"`` ranks; None is global for two_sided and uniform for the others. Where
             global does worse than uniform on the held-out batches, uniform is used, and the report says so.
-        sequential: Fit every layer to what it reads once those before it are compressed. Takes two partial forwards
-            over the batches for each set of layers with one input.
-        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, in the place of the call above; if the
-            output is a mapping, ``logits`` or ``last_hidden_state`` is kept, of a tuple the first floating tensor.
+        sequential: Fit every layer to its input in the model whose earlier layers are compressed. Takes two partial
+            forwards over the batches for each set of layers with one input.
+        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above; if the output
+            is a mapping, ``logits`` or ``last_hidden_state`` is kept, of a tuple the first floating tensor.
         loss_fn: ``loss_fn(output, batch)``, a scalar whose gradients make G, instead of random directions.
-        mask_fn: ``mask_fn(batch)``, which positions count, (N, T) of booleans; ``batch["attention_mask"]`` if there is
-            one.
+        mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
+            ``batch["attention_mask"]`` if there is one.
         heal: Distil the original into the compressed model afterwards; see :class:`HealConfig`.
-        statistics_memory_bytes: Memory for moments; the batches are passed through as often as it takes. None is what
+        statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is what
             the three largest layers need.
-        group: Ranks that each hold the same model and batches of their own; moments and errors are summed over them.
-        seed: Of random directions, sketches and healing; None draws one from torch's default CPU generator.
+        group: Ranks that each hold the same model and their own batches; moments and errors are summed over them.
+            With ``heal`` it must have all ranks.
+        seed: Seed of random directions, sketches and healing; None draws one from torch's default CPU generator.
         measure_speed: Whether to time the layers and the model before and after.
         progress: Whether to show progress on standard error; None shows it on a terminal.
 
     Returns:
-        What happened to every layer, with totals, errors and speed; ``print`` shows it.
+        A report of every layer, with totals, errors and speed; ``print`` shows it.
 
     Raises:
         CompressionError: If no layer is eligible, the budget is infeasible (the message names the smallest feasible
             one), the batches are too few or have NaN, or the model does not run on them.
         ValueError: If an option is unknown or out of range, or options exclude each other.
+        DistributedError: If ranks that heal together differ, or are not all ranks.
 
     Warns:
         PerformanceWarning: If layers got slower.
         NumericalWarning: If the output has no gradient, so that ``"two_sided"`` becomes ``"activation"``.
 
     Cost: forward and backward over the batches for each pass, n^2 and m^2 numbers in float64 for an (m, n) weight
-    within a pass, and one SVD a weight. Peak memory, besides what the model's own forward and backward take, is stated
-    beforehand (``progress``) and in the report.
+    within a pass, and one SVD a weight. Peak memory, besides that of the model's own forward and backward, is logged
+    beforehand (logger ``panther.compression``, level INFO) and in the report.
 
     Example:
         >>> import torch, panther as pr
@@ -124,41 +144,80 @@ def compress(
     if statistics_memory_bytes is not None:
         check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
     _check_model(model)
+    if heal is not None:
+        from panther.compression.healing import check_ranks  # here, so that `import panther` loads no Trainer
+
+        check_ranks(group)
+    seeded = method == "random"
     with torch.inference_mode(False), torch.enable_grad(), buffers_kept(model):
-        plan = make_plan(model, include, exclude, seeded=method == "random")
-        allocate = allocate or ("global" if method == "two_sided" else "uniform")
+        selection = select_targets(model, include, exclude, seeded=seeded)
+        survey = Survey(selection.targets, selection.skipped)
         seed = check_seed(seed)
         runner = None if calibration is None else Runner(model, calibration, forward_fn, mask_fn, group, progress)
         if runner is not None:
             seed = runner.agreed(seed)
-        job = Job(model, plan, runner, seed, method, allocate)
-        with nullcontext() if runner is None else calibrating(model, seed, runner.device):
+        with nullcontext() if runner is None else calibrating(model, seed):
+            _check_any(survey)
             if runner is not None and method in _CALIBRATED:
-                job.survey(loss_fn)
-            job.check_targets()
-            limit = None if max_error is not None else job.limit(budget, max_bytes)
-            job.fit(limit, loss_fn, statistics_memory_bytes, keep=sequential, healing=heal is not None)
+                survey = survey_targets(runner, selection, loss_fn, gradients=method == "two_sided")
+                _check_any(survey)
+            limit = None if max_error is not None else _limit(model, survey, budget, max_bytes, seeded)
+            fits = Fits() if seeded else fit_targets(
+                runner, survey, limit, loss_fn=loss_fn, memory=statistics_memory_bytes, keep=sequential,
+                healing=heal is not None, seed=seed,
+            )  # fmt: skip
+            allocate = (allocate or "global") if survey.gradients else "uniform"
             if limit is None:
-                limit = job.least_limit(max_error)  # type: ignore[arg-type]
-            ranks = job.choose(limit)
-            replacement = job.refit(ranks, max_error) if sequential else job.replacement(ranks)
-            job.measure(replacement, measure_speed)
-        try:
-            job.place(replacement)
-            if heal is not None:
-                job.heal(replacement, heal)
-            result = job.report(ranks, replacement)
-            _warn_of_slower(result)
-        except BaseException:
-            job.undo(replacement)
-            raise
-    return result
+                limit = _least_limit(runner, survey, fits, allocate, max_error, seed)
+            chosen = _choose_ranks(runner, survey, fits, allocate, limit, seed)
+            replacement, notes = convert_all(survey, fits, chosen.ranks, seed), [*survey.notes, *chosen.notes]
+            if sequential:
+                assert runner is not None  # the method is a calibrated one
+                refitted = convert_in_sequence(runner, survey, fits, chosen.ranks, seed)
+                error = math.inf if max_error is None else _error(runner, refitted)
+                if max_error is not None and error > max_error:
+                    notes.append(f"layers are not fitted in sequence, with which the error is {error:.3g}")
+                else:
+                    replacement = refitted
+            measured = Measured()
+            if runner is not None:
+                measured = measure(runner, survey.targets, replacement, speed=measure_speed)
+        healed = healed_error = distillation = None
+        if heal is not None and not replacement:
+            notes.append("nothing was compressed, so there is nothing to heal")
+        elif heal is not None:
+            from panther.compression.healing import heal as distil
+
+            assert runner is not None  # healing needs calibration
+            healed, distillation = distil(runner, replacement, heal, seed=seed)
+            with calibrating(model, seed):
+                healed_error = runner.errors([distillation.student], "error, healed")[0]
+        encoders = _nested_encoders(model, replacement)
+        notes += [
+            f"use_nested_tensor is off in {name or 'the model'!r}: with it torch reads the dense weight of sketched "
+            "layers where padding is masked"
+            for name in encoders
+        ]
+        report = _report(
+            model, survey, fits, chosen, replacement, measured, seeded=seeded, method=method, notes=tuple(notes),
+            healed=healed, healed_error=healed_error, seed=seed,
+        )  # fmt: skip
+        _warn_of_slower(report)
+        # Last, and only assignments: whatever failed before has left the model as it was.
+        if distillation is not None:
+            distillation.write_()
+        _place(model, replacement, encoders)
+    return report
 
 
 def sketch_layers_(
-    model: nn.Module, config: SketchConfig, filter_fn: Callable[[nn.Module, str], bool] | None = None, *,
+    model: nn.Module,
+    config: SketchConfig,
+    *,
+    include: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] | None = None,
     seed: int | None = None,
-) -> CompressionReport:  # fmt: skip
+) -> CompressionReport:
     """Replace layers by sketched ones of one size, without data, in place.
 
     For models that will be trained afterwards; :func:`compress` keeps what a trained model knows.
@@ -166,11 +225,14 @@ def sketch_layers_(
     Args:
         model: Any module with nn.Linear, nn.Conv2d or transformers' Conv1D in it.
         config: Size and start of every layer.
-        filter_fn: ``filter_fn(module, name)``, whether to replace a layer; all are if None.
-        seed: Of the sketches, each layer's own derived from it; None draws one from torch's default CPU generator.
+        include: Only layers that match: a type (which also admits subclasses), a glob of names, or a function of the
+            module and its name; or several.
+        exclude: No layers that match.
+        seed: Seed of the sketches, from which each layer's own is derived; None draws one from torch's default CPU
+            generator.
 
     Returns:
-        The layers replaced, and those left with the reason: layers that would not shrink are left.
+        The layers replaced, and those kept dense with the reason: layers that would not shrink are among them.
 
     Raises:
         CompressionError: If no layer is eligible.
@@ -179,24 +241,163 @@ def sketch_layers_(
         >>> import torch, panther as pr
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
         >>> report = pr.sketch_layers_(model, pr.SketchConfig(num_terms=1, low_rank=16))
-        >>> type(model[0]).__name__, report.left[0].name
+        >>> type(model[0]).__name__, report.skipped[0].name
         ('SKLinear', '2')
     """
     _check_model(model)
     if not isinstance(config, SketchConfig):
         raise TypeError(f"config must be a SketchConfig, not {type(config).__name__}")
-    seeded = config.init != "svd"
-    plan = make_plan(model, filter_fn, rank=config.rank, seeded=seeded)
-    job = Job(model, plan, None, check_seed(seed), f"sketch, {config.init}", "as given")
-    job.check_targets()
-    replacement: dict[nn.Module, nn.Module] = {}
-    ranks: dict = {}
-    for index, target in enumerate(plan.targets):
-        low_rank = config.low_rank * target.groups if isinstance(target.modules[0], nn.Conv2d) else config.low_rank
-        replacement |= convert_plainly(target, config.num_terms, low_rank, config.init, job.seed_of(index))
-        ranks[target] = config.rank
-    job.place(replacement)
-    return job.report(ranks, replacement)
+    seed, seeded = check_seed(seed), config.init != "svd"
+    selection = select_targets(model, include, exclude, rank=config.rank, seeded=seeded)
+    survey = Survey(selection.targets, selection.skipped)
+    _check_any(survey)
+    replacement: Replacement = {}
+    for index, target in enumerate(survey.targets):
+        own = target_seed(seed, index)
+        replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
+    chosen = _Chosen(dict.fromkeys(survey.targets, config.rank), "fixed")
+    encoders = _nested_encoders(model, replacement)
+    report = _report(
+        model, survey, Fits(), chosen, replacement, Measured(), seeded=seeded, method=config.init, notes=(), seed=seed
+    )
+    _place(model, replacement, encoders)
+    return report
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Ranks, and how they were found."""
+
+    ranks: Ranks
+    allocate: str
+    uniform_error: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _limit(model: nn.Module, survey: Survey, budget: float | None, max_bytes: int | None, seeded: bool) -> int:
+    """Return the bytes for the targets, and raise if their smallest ranks take more."""
+    dense = sum(target.dense_bytes for target in survey.targets)
+    if budget is not None:
+        limit, setting, other = int(budget * dense * (1 + 1e-12)), f"budget={budget}", None  # 0.29 * 100 is 28.99...
+    else:
+        assert max_bytes is not None
+        other = _model_bytes(model) - dense + _SEED_BYTES * sum(len(target.modules) for target in survey.targets)
+        limit, setting = int(max_bytes) - other, f"max_bytes={max_bytes:,}"
+    check_feasible(survey.targets, limit, setting, other_bytes=other, seeded=seeded)
+    return min(limit, dense)
+
+
+def _ranks(survey: Survey, fits: Fits, allocate: str, limit: int) -> Ranks:
+    if allocate == "global":
+        return allocate_global({target: fits.tails[target] for target in survey.targets}, limit)
+    return allocate_uniform(survey.targets, limit, seeded=not fits.fits)
+
+
+def _error(runner: Runner, replacement: Replacement) -> float:
+    return runner.errors([partial(replace_modules, runner.model, replacement)], "error")[0]
+
+
+def _least_limit(
+    runner: Runner | None, survey: Survey, fits: Fits, allocate: str, max_error: float | None, seed: int
+) -> int:
+    """Return the fewest bytes whose error on the held-out batches is within ``max_error``, by halving."""
+    assert runner is not None and max_error is not None  # noqa: PT018 (checked with the options)
+    low = least_bytes(survey.targets, seeded=not fits.fits)
+    high = sum(target.dense_bytes for target in survey.targets)
+
+    def good(limit: int) -> bool:
+        ranks = _ranks(survey, fits, allocate, limit)
+        return _error(runner, convert_all(survey, fits, ranks, seed)) <= max_error
+
+    if good(low):
+        return low
+    for _ in range(_ERROR_STEPS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if good(middle) else (middle, high)
+    return high
+
+
+def _choose_ranks(runner: Runner | None, survey: Survey, fits: Fits, allocate: str, limit: int, seed: int) -> _Chosen:
+    """Choose the ranks: global ones only where uniform ones do no better on the held-out batches."""
+    if allocate != "global" or runner is None:
+        return _Chosen(_ranks(survey, fits, "uniform", limit), "uniform")
+    both = {name: _ranks(survey, fits, name, limit) for name in _ALLOCATIONS}
+    variants = [
+        partial(replace_modules, runner.model, convert_all(survey, fits, ranks, seed)) for ranks in both.values()
+    ]
+    error, uniform_error = runner.errors(variants, "global against uniform")
+    if error <= uniform_error:
+        return _Chosen(both["global"], "global", uniform_error)
+    note = (
+        f"uniform ranks are used: global ones have an error of {error:.3g} on the held-out batches, uniform ones "
+        f"{uniform_error:.3g}"
+    )
+    return _Chosen(both["uniform"], "uniform", uniform_error, (note,))
+
+
+def _nested_encoders(model: nn.Module, replacement: Replacement) -> dict[str, nn.TransformerEncoder]:
+    """Return the encoders that must not use nested tensors: torch would then read ``weight`` of a sketched layer."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoder)
+        and module.use_nested_tensor
+        and any(child in replacement for child in module.modules())
+    }
+
+
+def _place(model: nn.Module, replacement: Replacement, encoders: Mapping[str, nn.TransformerEncoder]) -> None:
+    """Put the new layers into the model."""
+    inherit_flags(replacement)
+    swap_modules(model, replacement)
+    for encoder in encoders.values():
+        encoder.use_nested_tensor = False
+
+
+def _report(
+    model: nn.Module, survey: Survey, fits: Fits, chosen: _Chosen, replacement: Replacement, measured: Measured, *,
+    seeded: bool, **more: Any,
+) -> CompressionReport:  # fmt: skip
+    """Return the report of a model in which the new layers are not placed yet."""
+    with replace_modules(model, replacement):
+        bytes_after = _model_bytes(model)
+    work_before = work_after = 0.0
+    for target in survey.targets:
+        times, rank = fits.positions.get(target, 1.0), chosen.ranks[target]
+        work_before += times * target.dense_numbers
+        work_after += times * (target.dense_numbers if rank is None else target.numbers(rank))
+    return CompressionReport(
+        layers=layer_reports(survey, fits, chosen.ranks, replacement, measured, seeded=seeded),
+        skipped=survey.skipped,
+        allocate=chosen.allocate,
+        bytes_before=_model_bytes(model),
+        bytes_after=bytes_after,
+        predicted_error=predicted_loss(fits.tails, chosen.ranks) ** 0.5 if fits.comparable else None,
+        measured_error=measured.error,
+        uniform_error=chosen.uniform_error,
+        predicted_speedup=work_before / work_after if work_after else None,
+        measured_speedup=measured.speedup,
+        passes=fits.passes,
+        extra_bytes=fits.extra_bytes,
+        **more,
+    )
+
+
+def _model_bytes(model: nn.Module) -> int:
+    """Return the bytes of all tensors, as saved: each storage once."""
+    seen: dict[Any, int] = {}
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, Tensor) and not is_lazy(tensor):
+            key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
+            seen[key] = max(seen.get(key, 0), tensor.numel() * tensor.element_size())
+    return sum(seen.values())
+
+
+def _check_any(survey: Survey) -> None:
+    """Raise if nothing can be compressed."""
+    if not survey.targets:
+        shown = "; ".join(f"{entry.name!r} {entry.reason}" for entry in survey.skipped[:5])
+        raise CompressionError(f"the model has no layer to compress: {shown or 'it has no weights'}")
 
 
 def _warn_of_slower(report: CompressionReport) -> None:
@@ -249,5 +450,3 @@ def _check_options(
         raise ValueError(f"sequential=True fits layers to their inputs, which method={method!r} does not: leave it out")
     if heal is not None and not isinstance(heal, HealConfig):
         raise TypeError(f"heal must be a HealConfig, not {type(heal).__name__}")
-    if heal is not None and heal.checkpoint is not None and not Path(heal.checkpoint).parent.is_dir():
-        raise ValueError(f"checkpoint={str(heal.checkpoint)!r} must be a file in a folder that exists: make the folder")

@@ -1,12 +1,20 @@
-"""What :func:`panther.sketch_layers_` makes of layers."""
+"""Settings of :func:`panther.sketch_layers_` and of healing."""
 
-__all__ = ["SketchConfig"]
+__all__ = ["HealConfig", "SketchConfig"]
 
+import math
+import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from panther.errors import check_size
+from panther.errors import ConfigError, check_size
+
+if TYPE_CHECKING:
+    from panther.train import TrainConfig
 
 _INITS = ("svd", "lstsq", "random")
+_MATCHES = ("hidden", "output")
+_TRAINS = ("factors", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,5 +42,89 @@ class SketchConfig:
 
     @property
     def rank(self) -> int:
-        """Rank of a layer's weight."""
+        """Return the rank of a layer's weight."""
         return 2 * self.num_terms * self.low_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealConfig:
+    """How a compressed model is healed; settings that a :class:`~panther.train.TrainConfig` has too mean the same.
+
+    Raises:
+        ConfigError: If a value has the wrong type, is out of range or unknown.
+
+    Example:
+        >>> HealConfig(max_steps=200, match="output").learning_rate
+        0.0005
+    """
+
+    max_steps: int = 300
+    """Optimizer steps, one batch each (one on every rank of a group)."""
+
+    learning_rate: float = 5e-4
+    """Peak of the schedule: a tenth of the steps up to it, the rest down to zero along a cosine."""
+
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+
+    gradient_clipping: float | None = 1.0
+    """Largest norm of the gradient of all trained parameters together; None does not clip."""
+
+    mixed_precision: Literal["bf16", "fp16"] | None = None
+    """Dtype to compute in under autocast; None computes in the model's own."""
+
+    match: str = "hidden"
+    """``"hidden"``: the outputs of the blocks and of the model. ``"output"``: the model's output only."""
+
+    train: str = "factors"
+    """``"factors"``: only the parameters of the new layers. ``"all"``: also every other one that requires grad.
+
+    The new layers' are trained also where the model is frozen; the flags are put back afterwards."""
+
+    validate_every_n_steps: int = 25
+    """Steps between two checks on the held-out batches, from which the best point is kept."""
+
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    """Folder for checkpoints, written at each check, and the log; if it holds this run already, it is continued."""
+
+    trackers: tuple[Literal["jsonl", "tensorboard", "mlflow"], ...] = ("jsonl",)
+    """Where records go besides the report; they need ``checkpoint_dir``."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self.train_config(seed=0, progress=False)
+        decay = self.weight_decay
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
+            raise ConfigError(f"weight_decay={decay!r} must be a number, at least 0 and finite: use 0 for none")
+        for name in ("max_steps", "learning_rate", "validate_every_n_steps"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name}=None must be a number")
+        for name, known in (("match", _MATCHES), ("train", _TRAINS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
+
+    def train_config(self, *, seed: int, progress: bool, scaled: bool = False) -> "TrainConfig":
+        """Return the Trainer's settings; with ``scaled`` the loss is scaled, as float16 parameters need."""
+        from panther.train.config import TrainConfig  # `import panther` loads nothing of train
+
+        saving = self.checkpoint_dir is not None
+        return TrainConfig(
+            max_steps=self.max_steps,
+            learning_rate=self.learning_rate,
+            gradient_clipping=self.gradient_clipping,
+            precision="fp16" if scaled else self.mixed_precision or "fp32",
+            strategy="ddp",
+            find_unused_parameters=True,  # a layer that a batch does not reach, as in a mixture of experts
+            schedule="own",  # set by the callback, which halves the rate where healing diverges
+            nonfinite="skip",
+            validate_every_n_steps=self.validate_every_n_steps,
+            log_every_n_steps=1,
+            checkpoint_dir=self.checkpoint_dir,  # type: ignore[arg-type]
+            checkpoint_every_n_steps=self.validate_every_n_steps if saving else None,
+            checkpoint_asynchronously=False,
+            trackers=self.trackers,
+            run_name="healing",
+            progress=progress,
+            seed=seed,
+        )

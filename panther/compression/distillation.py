@@ -1,8 +1,7 @@
-r"""The original and the compressed model in one module tree, and the loss between them.
+r"""A module whose parameters are what healing trains, and whose output is the loss against the original.
 
-The original is the same tree with the dense layers put back for one forward without gradients, so no copy of the model
-is made. With :math:`h` the compressed model's hidden state or output at the counted positions and :math:`h^*` the
-original's, one tensor costs the share of its variance that is lost,
+With :math:`h` the compressed model's hidden state or output at the counted positions and :math:`h^*` the original's,
+one tensor costs the share of its variance that is lost,
 
 .. math:: \ell(h) = \frac{\mathrm{mean} \, |h - h^*|^2}{\mathrm{var} \, h^*},
 
@@ -11,143 +10,167 @@ and a batch costs the mean of :math:`\ell` over the blocks' outputs plus :math:`
 Reference: X. Jiao et al., "TinyBERT: distilling BERT for natural language understanding", 2020, arXiv:1909.10351.
 """
 
-__all__ = ["Pair", "blocks_of", "lost_variance"]
+__all__ = ["Distillation", "blocks_of", "lost_variance"]
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from panther.compression.conversion import Replacement
+from panther.compression.runner import Runner, counted, floating_tensor
+from panther.compression.targets import replace_modules
 
-class Pair:
-    """The compressed model and the original, in one module tree, and the loss between them."""
+
+class Distillation(nn.Module):
+    """The original and the compressed model in one module tree; called with the index of a batch, it returns the loss.
+
+    What is trained are float32 copies of the parameters (of float64 ones in float64), so that parameters of half
+    precision can be trained, and neither the values nor the flags of the model change before :meth:`write_`. The model
+    is not a submodule: checkpoints, gradients and their exchange between ranks are of the copies only.
+
+    Args:
+        runner: The original and its batches; indices from ``len(runner.batches)`` on are those of held-out batches.
+        replacement: The new layers by the old ones.
+        trained: The parameters to train by their names in the compressed model.
+        hidden: Whether the outputs of blocks are matched, besides the model's.
+        seed: Seed of whatever a model draws: the same at every call.
+        autocast: Whether an autocast around it applies.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        replaced: Mapping[nn.Module, nn.Module],
-        call: Callable[[Any], Tensor],
-        mask: Callable[[Any], Tensor | None],
-        seed: int,
+        runner: Runner,
+        replacement: Replacement,
+        trained: Mapping[str, nn.Parameter],
         *,
         hidden: bool,
+        seed: int,
+        autocast: bool = True,
     ) -> None:
-        self.model, self.call, self.mask, self.seed = model, call, mask, seed
-        # Every place, under whatever names. Several new layers can stand for one dense layer, so that the mapping has
-        # no inverse, which replace_modules would need.
-        self.places = [
-            (parent._modules, name, child, replaced[child])
+        super().__init__()
+        self.runner, self.seed, self.autocast = runner, seed, autocast
+        self.batches = [*runner.batches, *runner.held_out]
+        self.trained = list(trained.values())
+        self.values = nn.ParameterList(
+            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.trained
+        )
+        model = runner.model
+        # Every place of a layer and of a parameter, because both can be shared.
+        self._layers = [
+            (parent._modules, name, old, replacement[old])
             for parent in model.modules()
-            for name, child in parent._modules.items()
-            if child is not None and child in replaced
+            for name, old in parent._modules.items()
+            if old is not None and old in replacement
         ]
-        lost = set(replaced) - {new for _, _, new, _ in self.places}
-        if lost or not replaced:
-            what = ", ".join(sorted(type(new).__name__ for new in lost)) or "no layer"
-            raise ValueError(
-                f"replaced must name layers inside of the model, and {what} is not: give the model whose layers were "
-                "replaced (one layer alone in an nn.Sequential)"
-            )
-        self.blocks = blocks_of(model, set(replaced)) if hidden else []
-        self.devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-        self.kept: list[tuple[nn.Parameter, Tensor]] = []
+        index = {parameter: number for number, parameter in enumerate(self.trained)}
+        with replace_modules(model, replacement):
+            self._parameters_at = [
+                (module._parameters, name, parameter, index[parameter])
+                for module in model.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None and parameter in index
+            ]
+        self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+        self._blocks = blocks_of(model, set(replacement)) if hidden else []
+        self._gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
-    def keep(self, trained: Iterable[nn.Parameter]) -> None:
-        """Keep the values of those of the trained parameters that the original has too."""
-        with self.original():
-            shared = set(self.model.parameters())
-        self.kept = [(p, p.detach().clone()) for p in trained if p in shared]
+    def place_student(self) -> None:
+        """Put the new layers and the trained values into the model."""
+        # With the gradient of the float32 copies.
+        values = [value.to(p.device, p.dtype) for value, p in zip(self.values, self.trained, strict=True)]
+        self._place([new for *_, new in self._layers], [values[number] for *_, number in self._parameters_at])
 
-    def put_back(self) -> None:
-        """Give the original's parameters their values again."""
-        with torch.no_grad():
-            for parameter, value in self.kept:
-                parameter.copy_(value)
+    def place_original(self) -> None:
+        """Make the model what it was."""
+        self._place([old for _, _, old, _ in self._layers], [parameter for _, _, parameter, _ in self._parameters_at])
+
+    def _place(self, layers: list[nn.Module], values: list[Any]) -> None:
+        for (modules, name, _, _), layer in zip(self._layers, layers, strict=True):
+            modules[name] = layer
+        for (parameters, name, _, _), value in zip(self._parameters_at, values, strict=True):
+            # Past nn.Module's setattr, which takes only a Parameter here; torch.func.functional_call does the same.
+            parameters[name] = value
+        for rnn in self._rnns:  # they hold their weights in a list of their own
+            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     @contextmanager
-    def original(self) -> Iterator[None]:
-        """The dense layers, and the values kept, stand in the model."""
-        values = [parameter.data for parameter, _ in self.kept]
+    def student(self) -> Iterator[None]:
+        """Put the compressed model in the place of the original for a while."""
         try:
-            for modules, name, _, dense in self.places:
-                modules[name] = dense
-            for parameter, value in self.kept:
-                parameter.data = value
+            self.place_student()
             yield
         finally:
-            for modules, name, new, _ in self.places:
-                modules[name] = new
-            for (parameter, _), value in zip(self.kept, values, strict=True):
-                parameter.data = value
+            self.place_original()
+
+    @torch.no_grad()
+    def write_(self) -> None:
+        """Write the trained values to the parameters."""
+        for parameter, value in zip(self.trained, self.values, strict=True):
+            parameter.copy_(value)
 
     def checksum(self) -> int:
-        """CRC of the original's parameters: whose checkpoint a file is."""
+        """Return the CRC-32 of the original's parameters, by which a run is told from one on other weights."""
         total = 0
-        with self.original():
-            for parameter in self.model.parameters():
-                values = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-                total = zlib.crc32(values, total)
+        for parameter in self.runner.model.parameters():
+            values = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            total = zlib.crc32(values, total)
         return total
 
-    def loss(self, batch: Any) -> Tensor:
-        """Loss of the compressed model on a batch, with gradients if they are enabled."""
-        mask = self.mask(batch)
-        with torch.no_grad(), self.original():
-            (target,), *targets = self._observe(batch)
-        (output,), *outputs = self._observe(batch)
-        matched = [
-            lost_variance(state, wanted, mask).to(output.device)
-            for states, wanteds in zip(outputs, targets, strict=True)
-            if [state.shape for state in states] == [wanted.shape for wanted in wanteds]
-            for state, wanted in zip(states, wanteds, strict=True)
-        ]
-        loss = lost_variance(output, target, mask)
-        return loss + torch.stack(matched).mean() if matched else loss
+    def forward(self, index: Tensor) -> Tensor:  # (1,) -> ()
+        """Return the loss on a batch."""
+        batch = self.batches[int(index)]
+        mask = self.runner.mask(batch)
+        with nullcontext() if self.autocast else torch.autocast(self.runner.device.type, enabled=False):
+            self.place_original()
+            with torch.no_grad():
+                (target,), *targets = self._observe(batch)
+            # It stays until the next call, because layers under activation checkpointing run again in backward.
+            self.place_student()
+            (output,), *outputs = self._observe(batch)
+            matched = [
+                lost_variance(state, wanted, mask).to(output.device)
+                for states, wanteds in zip(outputs, targets, strict=True)
+                if [state.shape for state in states] == [wanted.shape for wanted in wanteds]  # not so under routing
+                for state, wanted in zip(states, wanteds, strict=True)
+            ]
+            loss = lost_variance(output, target, mask)
+            return loss + torch.stack(matched).mean() if matched else loss
 
     def _observe(self, batch: Any) -> list[list[Tensor]]:
-        """The output, and the output of each call of each block."""
+        """Return the output, and the output of each call of each block."""
         torch.default_generator.manual_seed(self.seed)
-        for index in self.devices:
-            torch.cuda.default_generators[index].manual_seed(self.seed)
-        blocks = [parent.get_submodule(name) for parent, name in self.blocks]
+        for number in self._gpus:
+            torch.cuda.default_generators[number].manual_seed(self.seed)
+        blocks = [parent.get_submodule(name) for parent, name in self._blocks]
         seen: dict[nn.Module, list[Tensor]] = {block: [] for block in blocks}
 
         def observe(module: nn.Module, _: Any, output: Any) -> None:
-            if (first := _first_tensor(output)) is not None:
+            if (first := floating_tensor(output)) is not None:
                 seen[module].append(first)
 
         handles = [block.register_forward_hook(observe) for block in seen]
         try:
-            output = self.call(batch)
+            output = self.runner.output(batch)
         finally:
             for handle in handles:
                 handle.remove()
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise TypeError(f"the model's main output must be a floating tensor, not {kind}: return one in forward_fn")
         return [[output], *(seen[block] for block in blocks)]
 
 
 def lost_variance(state: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean square of the difference over the variance of what is wanted, at the positions that count.
+    """Return the mean square of the difference over the variance of ``wanted``, at the positions that count.
 
     The variance is that over positions, in the mean of the features: what all positions share has no part in it.
     """
-    if mask is not None and wanted.ndim > mask.ndim and wanted.shape[: mask.ndim] == mask.shape:
-        counted = mask.to(wanted.device, torch.bool)
-        state, wanted = state[counted].flatten(1), wanted[counted].flatten(1)
-    elif wanted.ndim > 3:  # (N, C, ...)
-        state, wanted = state.movedim(1, -1).flatten(0, -2), wanted.movedim(1, -1).flatten(0, -2)
-    elif wanted.ndim == 3:
-        state, wanted = state.flatten(0, 1), wanted.flatten(0, 1)
-    elif wanted.ndim < 2:
-        state, wanted = state.reshape(-1, 1), wanted.reshape(-1, 1)
+    if wanted.dim() > 3 and (mask is None or wanted.shape[:2] != mask.shape):  # (N, C, ...)
+        state, wanted = state.movedim(1, -1), wanted.movedim(1, -1)
     dtype = torch.promote_types(wanted.dtype, torch.float32)
-    state, wanted = state.to(dtype), wanted.to(dtype)  # (positions, features)
+    state, wanted = counted(state, mask).to(dtype), counted(wanted, mask).to(dtype)  # (positions, features)
     positions, features = wanted.shape
     count = max(positions * features, 1)
     centred = wanted - (wanted.mean(0) if positions > 1 else wanted.mean())
@@ -158,17 +181,17 @@ def lost_variance(state: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
     return (state - wanted).square().sum() / count / variance
 
 
-def blocks_of(model: nn.Module, new: set[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Where the blocks stand: elements, with a new layer, of the outermost ModuleLists and Sequentials.
+def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Return where the blocks are: elements, with one of the layers, of the outermost ModuleLists and Sequentials.
 
     An element that wraps a stack (as a Sequential of an encoder and a head does) stands for the stack's elements; a
-    stack has several elements of one class, each with new layers inside.
+    stack has several elements of one class, each with some of the layers inside.
     """
-    inside = {id(module) for module in model.modules() if any(child in new for child in module.modules())}
+    inside = {id(module) for module in model.modules() if any(child in layers for child in module.modules())}
     found: list[tuple[nn.Module, str]] = []
 
     def is_stack(module: nn.Module) -> bool:
-        kinds = Counter(type(child) for child in module.children() if id(child) in inside and child not in new)
+        kinds = Counter(type(child) for child in module.children() if id(child) in inside and child not in layers)
         return isinstance(module, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
 
     def visit(module: nn.Module) -> None:
@@ -183,12 +206,3 @@ def blocks_of(model: nn.Module, new: set[nn.Module]) -> list[tuple[nn.Module, st
 
     visit(model)
     return found
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    """The tensor itself, or the first one of a tuple or mapping; None if it is not floating."""
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    if isinstance(output, tuple | list):
-        output = next((item for item in output if isinstance(item, Tensor)), None)
-    return output if isinstance(output, Tensor) and output.is_floating_point() else None

@@ -1,520 +1,261 @@
-r"""Healing: a short distillation of a compressed model against the original, on unlabelled batches.
+"""Healing: a short run of the Trainer that distils the original into a compressed model, on unlabelled batches.
 
-AdamW on the loss of :mod:`panther.compression.distillation`, with the best point kept and a way back from divergence.
-The schedule is that of L. N. Smith and N. Topin, "Super-convergence", 2018, arXiv:1708.07120 (one cycle).
+The best point by the held-out loss is kept, the one before the first step included. A loss that is not finite, or a
+held-out loss above twice the best, is divergence: healing goes back to the best point, warms up again and continues
+with half the learning rate, three times at most.
 """
 
-__all__ = ["HealConfig", "HealResult", "heal"]
+__all__ = ["check_ranks", "heal"]
 
-import io
+import json
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from panther.compression.distillation import Pair
-from panther.errors import DistributedError, FormatError
+from panther.compression.config import HealConfig
+from panther.compression.conversion import Replacement
+from panther.compression.distillation import Distillation
+from panther.compression.report import HealResult
+from panther.compression.runner import Runner, calibrating
+from panther.compression.targets import replace_modules
+from panther.distributed import get_world_size
+from panther.distributed.comm._agreement import agree, gather_objects, in_words
+from panther.errors import CompressionError, DistributedError, FormatError
+from panther.train import Callback, Trainer
+from panther.train.control import on_first
+from panther.train.drawing import kept_generators
+from panther.train.schedules import rate_factor
 
-_MATCHES = ("hidden", "output")
-_TRAINS = ("factors", "all")
 _WARM_UP = 0.1  # of all steps
-_FIRST_RATE = 0.04  # of the peak
 _BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 steps than with 0.999
 _ROLLBACKS = 3
 _DIVERGED = 2.0  # times the best held-out loss
-_CHECKPOINT_VERSION = 1
+_IDENTITY = "healing.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealConfig:
-    """How a compressed model is healed.
+def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int) -> tuple[HealResult, Distillation]:
+    """Train new layers to make the model do what it does with its old ones.
 
-    Raises:
-        ValueError: If a number is out of its range or a name is unknown.
-        TypeError: If a value is of another type.
-
-    Example:
-        >>> HealConfig(steps=200, match="output").learning_rate
-        0.0005
-    """
-
-    steps: int = 300
-    """Optimizer steps, one batch each (one on every rank of a group)."""
-
-    learning_rate: float = 5e-4
-    """Peak of the one-cycle schedule: a tenth of the steps up to it, the rest down to zero, both cosines."""
-
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
-
-    gradient_clipping: float = 1.0
-    """Largest norm of the gradient of all trained parameters together; ``math.inf`` leaves it as it is."""
-
-    match: str = "hidden"
-    """``"hidden"``: the outputs of the blocks and of the model. ``"output"``: the model's output only."""
-
-    train: str = "factors"
-    """``"factors"``: only the parameters of the new layers. ``"all"``: also every other one that requires grad.
-
-    The new layers' are trained also where the model is frozen; the flags are put back afterwards."""
-
-    check_every: int = 25
-    """Steps between two checks on the held-out batches, from which the best point is kept."""
-
-    checkpoint: str | os.PathLike[str] | None = None
-    """File that holds the state of healing, written at each check; if it is there already, its run is continued."""
-
-    def __post_init__(self) -> None:
-        for name, fix in (("steps", "for no healing, give no HealConfig"), ("check_every", "use 25, say")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, not {type(value).__name__}: use {name}=25, say")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1: {fix}")
-        for name, least, rule, fix in (
-            ("learning_rate", math.ulp(0.0), "positive and finite", "use 5e-4, say"),
-            ("weight_decay", 0.0, "at least 0 and finite", "use 0 for none"),
-            ("gradient_clipping", math.ulp(0.0), "positive", "use math.inf for none"),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a number, not {type(value).__name__}: {fix}")
-            if not value >= least or (math.isinf(value) and name != "gradient_clipping"):
-                raise ValueError(f"{name}={value} must be {rule}: {fix}")
-        for name, known in (("match", _MATCHES), ("train", _TRAINS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
-        if self.checkpoint is not None and not isinstance(self.checkpoint, str | os.PathLike):
-            raise TypeError(
-                f"checkpoint must be the path of a file, not {type(self.checkpoint).__name__}: use 'healing.pt', say"
-            )
-
-
-@dataclass(frozen=True)
-class HealResult:
-    """What healing did.
-
-    Losses are shares of variance lost: 0 is the original, 1 to 2 has nothing of it.
-    """
-
-    steps: int
-    """Steps done: fewer than asked for only where healing gave up."""
-
-    loss_before: float
-    """Mean loss on the held-out batches before the first step."""
-
-    loss_after: float
-    """The same of the model as it is now: never above ``loss_before``."""
-
-    best_step: int
-    """The step whose parameters the model now has; 0 is the start."""
-
-    diverged: bool
-    """Whether healing was given up, diverging again after its last rollback."""
-
-    rollbacks: int
-    """How often healing diverged and went back to its best point, with half the learning rate from there on."""
-
-    history: tuple[tuple[int, float, float | None], ...]
-    """Step, loss on its batch before it, and, where it was checked, loss on the held-out batches after it."""
-
-
-def heal(
-    model: nn.Module,
-    replaced: Mapping[nn.Module, nn.Module],
-    batches: Sequence[Any],
-    held_out: Sequence[Any],
-    call: Callable[[Any], Tensor],
-    mask: Callable[[Any], Tensor | None],
-    config: HealConfig,
-    *,
-    seed: int,
-    group: dist.ProcessGroup | None = None,
-    progress: Callable[[Iterable[int], str, int], Iterable[int]] | None = None,
-) -> HealResult:
-    r"""Train a compressed model, in place, to do as the original does.
-
-    AdamW with a one-cycle schedule and clipping, in eval mode. Where a parameter has half precision, the optimizer
-    works on a float32 copy of it, which is rounded into the model. A loss that is not finite, or a held-out loss above
-    twice the best, is divergence: healing goes back to the best point, warms up anew and goes on with half the
-    learning rate, three times at most. The model ends with the best parameters seen on the held-out batches, those
-    from before the first step included.
-
-    What is matched are the outputs of the *blocks*: the elements of the outermost ModuleLists and Sequentials that
-    contain a new layer (see the code for stacks within wrappers). Of a tuple or a ModelOutput it is the first tensor.
-    A block that gives other shapes than in the original, as routing may make it do, is left out for that batch.
-
-    The result is a function of the arguments and ``seed``; torch's generators are left as they are, and a model that
-    draws from them draws the same at every call. Flags (``training``, ``requires_grad``) are put back, after an
-    exception too; after one, every parameter that the original has is as it was, the factors are those of the last
-    step.
+    The result is a function of the arguments and ``seed``. The model, its flags and torch's generators are left as they
+    are: :meth:`Distillation.write_` is what changes parameters.
 
     Args:
-        model: The compressed model.
-        replaced: For each new layer the dense one that stood in its place, on the same device.
-        batches: What to train on, in a seeded order, as often as the steps need.
-        held_out: What to check on.
-        call: Runs ``model`` on a batch and returns its main output.
-        mask: The positions of a batch that count, bool (N, T), or None for all. It applies to tensors of shape
-            (N, T, ...) with at least one further dimension.
-        config: How.
-        seed: Seed of the order of the batches.
-        group: Processes that heal together, each on batches of its own: gradients and held-out losses are averaged,
-            and all start from the first rank's parameters. None is this process alone.
-        progress: Wraps the iteration over steps, given the steps, a description and their number.
+        runner: The original, its batches, and how it is called.
+        replacement: The new layers by the old ones.
+        config: The settings.
+        seed: Seed of the order of the batches, and of whatever a model draws.
 
     Returns:
-        What it did.
+        What happened, and the best values found.
 
     Raises:
-        ValueError: If there are no batches, a new layer is not in the model, the loss is not finite to begin with or
-            does not depend on what is to be trained.
-        FormatError: If the checkpoint is of another run, or no checkpoint.
-        DistributedError: If the processes of the group differ in what they train.
+        CompressionError: If the loss is not finite before the first step.
+        ConfigError: If it does not depend on what is trained.
+        FormatError: If the checkpoints are of a different run.
+        DistributedError: If the ranks of the group differ in what they train.
 
     Cost: a step costs a forward of the original and a forward and backward of the compressed model. Extra memory:
-    five times the trained parameters (gradient and what is left of it by clipping, two moments, best point), a copy
-    of those that are of half precision or belong to the original too, and the hidden states of one batch, twice.
+    five times the trained parameters (values, gradients, two moments, best point), a copy of those of half precision,
+    and the hidden states of one batch, twice.
     """
-    for name, given in (("batches", batches), ("held_out", held_out)):
-        if not len(given):
-            raise ValueError(f"{name} is empty and must hold at least one batch: give more calibration batches")
-    pair = Pair(model, replaced, call, mask, seed, hidden=config.match == "hidden")
-    trained = _trained(model, replaced, every=config.train == "all")
-    pair.keep(trained.values())
-    try:
-        with _flags(model, replaced, trained.values()), _surroundings(pair.devices):
-            return _Healing(pair, trained, batches, held_out, config, seed, group).run(progress)
-    except BaseException:
-        pair.put_back()
-        raise
+    with replace_modules(runner.model, replacement):
+        factors = {parameter for layer in replacement.values() for parameter in layer.parameters()}
+        every = config.train == "all"
+        named = runner.model.named_parameters()
+        trained = {name: p for name, p in named if p in factors or (every and p.requires_grad)}
+    # The gradients of float16 overflow and underflow unless the loss is scaled, which the Trainer does under autocast.
+    scaled = any(p.dtype is torch.float16 for p in trained.values())
+    settings = config.train_config(seed=seed, progress=runner.show, scaled=scaled)
+    with calibrating(runner.model, seed), kept_generators():
+        distillation = Distillation(
+            runner, replacement, trained, hidden=config.match == "hidden", seed=seed,
+            autocast=not scaled or config.mixed_precision is not None,
+        )  # fmt: skip
+        _check_identity(distillation, trained, config)
+        held_out = _loader(_HeldOut(runner))
+        course = _Course(distillation, config, held_out)
+        optimizer = partial(torch.optim.AdamW, betas=_BETAS, weight_decay=config.weight_decay)
+        trainer = Trainer(distillation, optimizer, config=settings, callbacks=[course])
+        try:
+            trainer.fit(_loader(_Order(len(runner.batches), seed)), held_out)
+        finally:
+            distillation.place_original()
+        course.restore_()
+    return course.result(trainer), distillation
 
 
-class _Healing:
-    """The course of healing: its steps, checks and rollbacks, and how they are saved."""
+def check_ranks(group: dist.ProcessGroup | None) -> None:
+    """Raise unless the group is that of all ranks, on which the Trainer works.
 
-    def __init__(
-        self,
-        pair: Pair,
-        trained: Mapping[str, nn.Parameter],
-        batches: Sequence[Any],
-        held_out: Sequence[Any],
-        config: HealConfig,
-        seed: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.pair, self.config, self.seed, self.group = pair, config, seed, group
-        self.batches, self.held_out = batches, held_out
-        self.parameters = list(trained.values())
-        # Copies of half-precision parameters, views of the others; no gradient of the user's is touched.
-        self.masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32)) for p in self.parameters]
-        self.device = self.masters[0].device
-        self.identity = self._identity(trained)
-        if group is not None:
-            for master in self.masters:
-                dist.broadcast(master, src=dist.get_global_rank(group, 0), group=group)
-            self._round()
-        self._new_optimizer()
-        self.best = [master.clone() for master in self.masters]
-        self.step = self.best_step = self.rollbacks = self.restarted = 0
+    Raises:
+        DistributedError: If it is not.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    members = 1 if group is None else dist.get_world_size(group)
+    if members != world:
+        raise DistributedError(
+            f"healing trains on all {world} ranks together, and the group of this call has {members}: call compress on "
+            "every rank with group=torch.distributed.group.WORLD, after panther.distributed.init()"
+        )
+
+
+class _Order(IterableDataset[Tensor]):
+    """Indices of the batches, without end: one seeded permutation after another."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            yield from torch.randperm(self.count, generator=generator).split(1)
+
+
+class _HeldOut(IterableDataset[Tensor]):
+    """Indices of the held-out batches, which follow those of the others."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.first, self.count = len(runner.batches), len(runner.held_out)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(self.first, self.first + self.count).split(1)
+
+
+def _loader(indices: IterableDataset[Tensor]) -> DataLoader[Tensor]:
+    """Return a loader of indices as they come: the batches are on the device already, and differ between ranks."""
+    return DataLoader(indices, batch_size=None)
+
+
+class _Course(Callback):
+    """The course of healing: learning rate, best point, and the way back from divergence."""
+
+    def __init__(self, distillation: Distillation, config: HealConfig, held_out: DataLoader[Tensor]) -> None:
+        self.values, self.config, self.held_out = list(distillation.values), config, held_out
+        self.best = [value.detach().clone() for value in self.values]
         self.loss_before = self.best_loss = math.nan
+        self.best_step = self.rollbacks = self.restarted = 0
         self.diverged = False
-        self.loss_scale = 2.0**16 if any(p.dtype is torch.float16 for p in self.parameters) else 1.0
-        self.history: list[tuple[int, float, float | None]] = []
 
-    def run(self, progress: Callable[[Iterable[int], str, int], Iterable[int]] | None) -> HealResult:
-        """Heal from the start or from the checkpoint, and leave the best parameters in the model."""
-        if not self._load():
-            self.loss_before = self.best_loss = self._held_out_loss()
+    def on_start(self, trainer: Trainer) -> None:
+        if math.isnan(self.loss_before):  # else the run is resumed
+            self.loss_before = self.best_loss = trainer.evaluate(self.held_out)["loss"]
             if not math.isfinite(self.loss_before):
-                raise ValueError(
+                raise CompressionError(
                     f"the loss on the held-out batches is {self.loss_before} before the first step and must be finite: "
                     "look for NaN or infinite values in the model's output, or in float16 that overflows"
                 )
-            self._save()
-        left = range(self.step, 0 if self.diverged else self.config.steps)
-        order = _order(len(self.batches), self.seed, self.step)
-        for step in left if progress is None else progress(left, "healing", len(left)):
-            self._advance(step, self.batches[next(order)])
-            if self.diverged:
-                break
-        self._restore(self.best)
+        trainer.stop = self.diverged
+        self._set_rate(trainer)
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        self._set_rate(trainer)
+
+    def on_skip(self, trainer: Trainer) -> None:
+        self._roll_back(trainer)
+
+    def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        loss = record.get("validation_loss")
+        if loss is None:
+            return
+        if loss < self.best_loss:
+            self.best_loss, self.best_step = loss, trainer.step
+            for best, value in zip(self.best, self.values, strict=True):
+                best.copy_(value.detach())
+        elif not loss <= _DIVERGED * self.best_loss:  # NaN too
+            self._roll_back(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for best, value in zip(self.best, state["best"], strict=True):
+            best.copy_(value)
+        for name in _STATE[1:]:
+            setattr(self, name, state[name])
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Go back to the best point."""
+        for value, best in zip(self.values, self.best, strict=True):
+            value.copy_(best)
+
+    def result(self, trainer: Trainer) -> HealResult:
+        """Return what happened, once the run is over."""
+        checked = {record["step"]: record.get("validation_loss") for record in trainer.history}
+        steps = [(record["step"], record["loss"]) for record in trainer.history if "loss" in record]
         return HealResult(
-            steps=self.step,
+            steps=trainer.step,
             loss_before=self.loss_before,
             loss_after=self.best_loss,
             best_step=self.best_step,
             diverged=self.diverged,
             rollbacks=self.rollbacks,
-            history=tuple(self.history),
+            history=tuple((step, loss, checked[step]) for step, loss in steps),
         )
 
-    def _advance(self, step: int, batch: Any) -> None:
-        """One step, and what may follow it: a check, a rollback, a checkpoint."""
-        loss, sound = self._train(batch, self._rate(step))
-        self.step = step + 1
-        check = self.step % self.config.check_every == 0 or self.step == self.config.steps
-        held_out = self._held_out_loss() if check and sound else None
-        self.history.append((self.step, loss, held_out))
-        if held_out is not None and held_out < self.best_loss:
-            self.best_loss, self.best_step = held_out, self.step
-            for best, master in zip(self.best, self.masters, strict=True):
-                best.copy_(master)
-        if not sound or (held_out is not None and not held_out <= _DIVERGED * self.best_loss):
-            self._roll_back()
-        if check or self.diverged:
-            self._save()
+    def _set_rate(self, trainer: Trainer) -> None:
+        """Set the learning rate of the next step: halved by each rollback, and warmed up again after it."""
+        total = self.config.max_steps
+        warm_up = max(1, round(_WARM_UP * total))
+        rate = self.config.learning_rate * 0.5**self.rollbacks * rate_factor("cosine", trainer.step, total, warm_up)
+        if self.rollbacks:
+            rate *= min(1.0, (trainer.step - self.restarted + 1) / warm_up)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = rate
 
-    def _rate(self, step: int) -> float:
-        """The learning rate of a step: one cycle, halved by each rollback and warmed up after it."""
-        warm_up = max(1, round(_WARM_UP * self.config.steps))
-        rate = self.config.learning_rate * 0.5**self.rollbacks
-        rate *= _rise(min(1.0, (step - self.restarted + 1) / warm_up))
-        return rate * _fall(max(0.0, (step - warm_up + 1) / (self.config.steps - warm_up + 1)))
-
-    def _train(self, batch: Any, rate: float) -> tuple[float, bool]:
-        """One step of AdamW: its loss, and whether loss and gradients were finite, without which no step is made."""
-        loss = self.pair.loss(batch)
-        if not loss.requires_grad:
-            raise ValueError(
-                "the loss must depend on the trained parameters differentiably, and the model's output carries no "
-                "gradient: take no_grad, detach or sampling out of its forward"
-            )
-        while True:
-            half = self.loss_scale > 1.0
-            gradients = torch.autograd.grad(
-                loss * self.loss_scale, self.parameters, retain_graph=half, allow_unused=True
-            )
-            mean_loss, averaged = self._average(loss.detach(), gradients)
-            norm = torch.stack([torch.linalg.vector_norm(g).to(self.device) for g in averaged]).norm()
-            norm = norm / self.loss_scale
-            sound = math.isfinite(mean_loss) and bool(norm.isfinite())
-            if sound or not half or not math.isfinite(mean_loss):
-                break
-            self.loss_scale /= 2  # the gradients of float16 overflowed
-        if sound:
-            clip = min(1.0, self.config.gradient_clipping / max(norm.item(), 1e-30)) / self.loss_scale
-            for master, gradient in zip(self.masters, averaged, strict=True):
-                master.grad = gradient * clip
-            self.optimizer.param_groups[0]["lr"] = rate
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self._round()
-        return mean_loss, sound
-
-    def _average(self, loss: Tensor, gradients: Sequence[Tensor | None]) -> tuple[float, list[Tensor]]:
-        """Loss and gradients in the masters' dtypes, averaged over the group by one all-reduce."""
-        full = [
-            torch.zeros_like(master) if gradient is None else gradient.to(master.dtype)
-            for gradient, master in zip(gradients, self.masters, strict=True)
-        ]
-        if self.group is None:
-            return loss.item(), full
-        flat = torch.cat([part.reshape(-1).to(self.device) for part in (loss, *full)])
-        dist.all_reduce(flat, group=self.group)
-        flat /= dist.get_world_size(self.group)
-        parts = flat[1:].split([master.numel() for master in self.masters])
-        return flat[0].item(), [part.view_as(m).to(m) for part, m in zip(parts, self.masters, strict=True)]
-
-    def _held_out_loss(self) -> float:
-        """Mean loss over the held-out batches of all ranks."""
-        with torch.no_grad():
-            losses = [self.pair.loss(batch).item() for batch in self.held_out]
-        if self.group is None:
-            return math.fsum(losses) / len(losses)
-        total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self.group)
-        return (total[0] / total[1]).item()
-
-    def _roll_back(self) -> None:
+    def _roll_back(self, trainer: Trainer) -> None:
         """Go back to the best point, or give up."""
         if self.rollbacks == _ROLLBACKS:
-            self.diverged = True
+            self.diverged = trainer.stop = True
             return
-        self.rollbacks += 1
-        self.restarted = self.step
-        self._restore(self.best)
-        self._new_optimizer()  # its moments are those of the way that diverged
-
-    def _new_optimizer(self) -> None:
-        decay = self.config.weight_decay
-        self.optimizer = torch.optim.AdamW(self.masters, lr=0.0, betas=_BETAS, weight_decay=decay)
-
-    def _restore(self, values: Sequence[Tensor]) -> None:
-        for master, value in zip(self.masters, values, strict=True):
-            master.copy_(value)
-        self._round()
-
-    def _round(self) -> None:
-        """Put the masters' values in the model: nothing to do for those that are the parameters themselves."""
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if parameter.dtype is not master.dtype:
-                    parameter.copy_(master)
-
-    def _identity(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        """What two runs share if one may continue the other; the same on all ranks, which is checked."""
-        identity = {
-            "version": _CHECKPOINT_VERSION,
-            "seed": self.seed,
-            **asdict(replace(self.config, checkpoint=None)),
-            "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()],
-            "original": self.pair.checksum() if self.config.checkpoint is not None or self.group is not None else 0,
-        }
-        check = zlib.crc32(repr(identity).encode())
-        own = torch.tensor([len(self.batches), len(self.held_out), check], device=self.device)
-        rows = [own]
-        if self.group is not None:
-            rows = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-            dist.all_gather(rows, own, group=self.group)
-        *counts, checks = zip(*(row.tolist() for row in rows), strict=True)
-        if len(set(checks)) > 1:
-            raise DistributedError(
-                "the processes that heal together must have one model, config and seed, and theirs differ (checksums "
-                f"{', '.join(map(str, checks))}): load the same weights and pass the same arguments on every rank"
-            )
-        return identity | {"batches": [list(count) for count in counts]}
-
-    def _save(self) -> None:
-        """Write the checkpoint, whole or not at all; the first rank does."""
-        path = self.config.checkpoint
-        if path is None or (self.group is not None and dist.get_rank(self.group) != 0):
-            return
-        state = {"identity": self.identity, "parameters": self.masters, "optimizer": self.optimizer.state_dict()}
-        state |= {name: getattr(self, name) for name in _PROGRESS}
-        partial = f"{os.fspath(path)}.tmp"
-        try:
-            torch.save(state, partial)
-            os.replace(partial, path)
-        finally:
-            if os.path.exists(partial):
-                os.remove(partial)
-
-    def _load(self) -> bool:
-        """Continue the checkpoint's run, if there is one."""
-        if (content := self._read()) is None:
-            return False
-        path = self.config.checkpoint
-        try:
-            state = torch.load(io.BytesIO(content), map_location=self.device, weights_only=True)
-            identity = state["identity"]
-            values = [state["parameters"], state["optimizer"], *(state[name] for name in _PROGRESS)]
-        except Exception as error:
-            raise FormatError(
-                f"checkpoint={path} must be a file that healing wrote, and cannot be read as one: give another "
-                "path, or delete it to start anew"
-            ) from error
-        differing = [name for name in self.identity if identity.get(name) != self.identity[name]]
-        if differing:
-            shown = [
-                f"{name} {identity.get(name)} instead of {self.identity[name]}"
-                if isinstance(self.identity[name], int | float | str) and name != "original"
-                else f"other {'weights of the original' if name == 'original' else name}"
-                for name in differing
-            ]
-            raise FormatError(
-                f"checkpoint={path} is of another run ({', '.join(shown)}): give another path, or delete it to start "
-                "anew"
-            )
-        masters, optimizer, *rest = values
-        self._restore(masters)
-        self.optimizer.load_state_dict(optimizer)
-        for name, value in zip(_PROGRESS, rest, strict=True):
-            setattr(self, name, value)
-        return True
-
-    def _read(self) -> bytes | None:
-        """The checkpoint's bytes, those of the first rank on every rank."""
-        path, content = self.config.checkpoint, None
-        if path is None:
-            return None
-        first = self.group is None or dist.get_rank(self.group) == 0
-        if first and os.path.exists(path):
-            with open(path, "rb") as file:
-                content = file.read()
-        if self.group is None:
-            return content
-        source = dist.get_global_rank(self.group, 0)
-        size = torch.tensor([len(content or b"")], device=self.device)
-        dist.broadcast(size, src=source, group=self.group)
-        if not size.item():
-            return None
-        raw = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
-        if content is not None:
-            raw.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        dist.broadcast(raw, src=source, group=self.group)
-        return raw.cpu().numpy().tobytes()
+        self.rollbacks, self.restarted = self.rollbacks + 1, trainer.step
+        self.restore_()
+        for state in trainer.optimizer.state.values():  # its moments are those of the way that diverged
+            for value in state.values():
+                value.zero_()
+        self._set_rate(trainer)
 
 
-_PROGRESS = (
-    "step", "best", "best_step", "best_loss", "loss_before", "rollbacks", "restarted", "diverged", "loss_scale",
-    "history",
-)  # fmt: skip
-"""What of a run, beside parameters and optimizer, a checkpoint holds. The order of batches follows from the step."""
+_STATE = ("best", "loss_before", "best_loss", "best_step", "rollbacks", "restarted", "diverged")
 
 
-def _trained(model: nn.Module, replaced: Mapping[nn.Module, nn.Module], *, every: bool) -> dict[str, nn.Parameter]:
-    """The parameters to train by name, each once: the new layers', and with ``every`` all that require grad."""
-    factors = {parameter for layer in replaced for parameter in layer.parameters()}
-    return {name: p for name, p in model.named_parameters() if p in factors or (every and p.requires_grad)}
+def _check_identity(distillation: Distillation, trained: Mapping[str, nn.Parameter], config: HealConfig) -> None:
+    """Raise on every rank unless all ranks, and the run in the folder for checkpoints, are the same."""
+    settings = asdict(config) | {"seed": distillation.seed}
+    folder, _ = settings.pop("checkpoint_dir"), settings.pop("trackers")
+    identity = in_words(settings) | {name: f"{tuple(p.shape)} {p.dtype}" for name, p in trained.items()}
+    identity["the original"] = f"checksum {distillation.checksum():08x}"
+    if get_world_size() > 1:
+        agree("heal", lambda: identity, None, "load the same weights and pass the same arguments on every rank")
+    if folder is None:
+        return
+    counts = len(distillation.runner.batches), len(distillation.runner.held_out)
+    identity["batches"] = repr(gather_objects(counts, None))
+    on_first(partial(_check_folder, Path(folder), identity))
 
 
-@contextmanager
-def _flags(
-    model: nn.Module, replaced: Mapping[nn.Module, nn.Module], trained: Iterable[nn.Parameter]
-) -> Iterator[None]:
-    """Eval mode, and gradients of the trained parameters alone; both as before afterwards."""
-    modules = {module for root in (model, *replaced.values()) for module in root.modules()}
-    training = [(module, module.training) for module in modules]
-    requiring = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+def _check_folder(folder: Path, identity: dict[str, str]) -> None:
+    path = folder / _IDENTITY
+    if not folder.exists() or not any(folder.iterdir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
     try:
-        for module, _ in training:
-            module.training = False
-        chosen = set(trained)
-        for parameter, flag in requiring:
-            if flag is not (parameter in chosen):
-                parameter.requires_grad_(not flag)
-        yield
-    finally:
-        for module, flag in training:
-            module.training = flag
-        for parameter, flag in requiring:
-            parameter.requires_grad_(flag)
-
-
-@contextmanager
-def _surroundings(devices: Sequence[int]) -> Iterator[None]:
-    """Gradients on, torch's generators as before afterwards, no fast path of attention: its states are nested."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _order(count: int, seed: int, start: int) -> Iterator[int]:
-    """Indices of the batches from step ``start`` on: one seeded permutation after another."""
-    generator = torch.Generator().manual_seed(seed)
-    skip = start
-    while True:
-        permutation = torch.randperm(count, generator=generator).tolist()
-        yield from permutation[skip:]
-        skip = max(0, skip - count)
-
-
-def _rise(share: float) -> float:
-    return _FIRST_RATE + (1 - _FIRST_RATE) * (1 - math.cos(math.pi * share)) / 2
-
-
-def _fall(share: float) -> float:
-    return (1 + math.cos(math.pi * share)) / 2
+        known = json.loads(path.read_text(encoding="utf-8"))
+        differing = [name for name in identity | known if known.get(name) != identity.get(name)]
+    except (OSError, ValueError, TypeError) as error:
+        raise FormatError(f"checkpoint_dir={folder} holds no healing ({error}): give a new folder") from None
+    if differing:
+        shown = ", ".join(f"{n.rstrip('=')} {known.get(n)} instead of {identity.get(n)}" for n in differing[:3])
+        raise FormatError(
+            f"checkpoint_dir={folder} holds a different run ({shown}): give a new folder, or delete it to start from "
+            "the beginning"
+        )

@@ -1,16 +1,53 @@
-"""What compress did to a model: every layer, every one left, totals, errors and speed."""
+"""What compress did to a model: every layer, every one kept dense, totals, errors and speed."""
 
-__all__ = ["CompressionReport", "LayerReport"]
+__all__ = ["CompressionReport", "HealResult", "LayerReport", "layer_reports"]
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from panther.compression.healing import HealResult
-from panther.compression.planning import Left
+from torch import nn
+
+from panther._text import format_bytes, format_table
+from panther.compression.fits import Fits
+from panther.compression.measurement import Measured
+from panther.compression.ranks import Ranks
+from panther.compression.survey import Survey
+from panther.compression.targets import SkippedLayer
 from panther.errors import require_extra
+
+
+@dataclass(frozen=True)
+class HealResult:
+    """What healing did.
+
+    Losses are shares of variance lost: 0 is the original, and 1 to 2 means that nothing of it remains.
+    """
+
+    steps: int
+    """Steps done: fewer than asked for only where healing gave up."""
+
+    loss_before: float
+    """Mean loss on the held-out batches before the first step; on ranks with fewer of them, as many on each."""
+
+    loss_after: float
+    """The same for the model as it is now: never above ``loss_before``."""
+
+    best_step: int
+    """The step whose parameters the model now has; 0 is the start."""
+
+    diverged: bool
+    """Whether healing was given up, because it diverged again after its last rollback."""
+
+    rollbacks: int
+    """How often healing diverged and went back to its best point, with half the learning rate from there on."""
+
+    history: tuple[tuple[int, float, float | None], ...]
+    """Step, loss on its batch before it, and, where it was checked, loss on the held-out batches after it; steps that
+    were skipped because they were not finite are not in it."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +58,48 @@ class LayerReport:
     kind: str
     shape: tuple[int, ...]
     rank: int | None
-    """Of the new weight, in every group of a convolution; None if it stays dense."""
+    """Rank of the new weight, in every group of a convolution; None if it stays dense."""
+    low_rank: int | None
+    """The ``low_rank`` of the new layer, which has that rank."""
     bytes_before: int
     bytes_after: int
     predicted_error: float | None
-    """Relative error of the layer's own output, on the calibration batches' statistics."""
+    """Relative error of the layer's own output, on the calibration batches' moments."""
     measured_error: float | None
     """The same, measured on the held-out batches."""
     share: float | None
-    """Of the predicted squared error of the model's output, what this layer makes."""
+    """This layer's share of the predicted squared error of the model's output."""
     speedup: float | None = None
     """How many times faster the layer is than the dense one, measured."""
+
+
+def layer_reports(
+    survey: Survey, fits: Fits, ranks: Ranks, replacement: Mapping[nn.Module, Any], measured: Measured, *, seeded: bool
+) -> tuple[LayerReport, ...]:
+    """Return what happened to each target."""
+    losses = {
+        target: tail[rank].item() if (rank := ranks[target]) is not None else 0.0 for target, tail in fits.tails.items()
+    }
+    whole = sum(losses.values())
+    reports = []
+    for target in survey.targets:
+        rank, fit, figures = ranks[target], fits.fits.get(target), measured.layers.get(target)
+        reports.append(
+            LayerReport(
+                names=target.names,
+                kind=type(target.modules[0]).__name__,
+                shape=tuple(target.weight.shape),
+                rank=rank,
+                low_rank=None if rank is None else replacement[target.modules[0]].low_rank,
+                bytes_before=target.dense_bytes,
+                bytes_after=target.bytes(rank, seeded=seeded),
+                predicted_error=None if fit is None else 0.0 if rank is None else fit.local_error(rank),
+                measured_error=None if figures is None else figures.error if rank is not None else 0.0,
+                share=losses[target] / whole if whole > 0 else None,
+                speedup=None if figures is None else figures.speedup,
+            )
+        )
+    return tuple(reports)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,97 +107,104 @@ class CompressionReport:
     """What :func:`panther.compress` did. ``print(report)`` shows the table."""
 
     layers: tuple[LayerReport, ...]
-    left: tuple[Left, ...]
-    """Modules with a matrix that were left, with the reason."""
+    skipped: tuple[SkippedLayer, ...]
+    """Modules with a matrix that are kept dense, with the reason."""
     method: str
     allocate: str
-    """How ranks were allocated: ``"global"`` or ``"uniform"``."""
+    """How ranks were allocated: ``"global"``, ``"uniform"``, or ``"fixed"`` by :func:`panther.sketch_layers_`."""
     notes: tuple[str, ...]
-    """What was done otherwise than asked, and why."""
+    """What was done differently from what was asked for, and why."""
     bytes_before: int
-    """Of all tensors of the whole model, as saved."""
+    """Bytes of all tensors of the whole model, as saved."""
     bytes_after: int
-    eligible_bytes_before: int
-    eligible_bytes_after: int
-    predicted_error: float | None
+    predicted_error: float | None = None
     """Relative error of the model's output, to first order."""
-    measured_error: float | None
+    measured_error: float | None = None
     """The same on the held-out batches, before healing."""
     uniform_error: float | None = None
-    """What the held-out batches said of uniform ranks, where both were tried."""
+    """The same with uniform ranks, where both were tried."""
     healed: HealResult | None = None
     healed_error: float | None = None
     """Relative error of the model's output on the held-out batches, after healing."""
     predicted_speedup: float | None = None
     """By the multiplications of the converted layers alone."""
     measured_speedup: float | None = None
-    """Of the whole model, on a held-out batch."""
+    """Speed-up of the whole model, on a held-out batch."""
     passes: int = 0
-    """Passes over the calibration batches that the statistics took."""
+    """Passes over the calibration batches that the moments took."""
     extra_bytes: int = 0
-    """Most memory held at once for statistics, factors, new layers and healing, as stated beforehand."""
+    """Most memory needed at once for moments, components, new layers and healing, as stated beforehand."""
     seed: int = 0
 
     @property
+    def eligible_bytes_before(self) -> int:
+        """Return the bytes of the layers that could be compressed."""
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def eligible_bytes_after(self) -> int:
+        """Return the bytes of their weights afterwards."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    @property
     def ratio(self) -> float:
-        """Bytes of the whole model after, as a fraction of those before."""
+        """Return the bytes of the whole model after, as a fraction of those before."""
         return self.bytes_after / self.bytes_before if self.bytes_before else 1.0
 
     @property
     def eligible_ratio(self) -> float:
-        """The same of the layers that could be compressed."""
+        """Return the same for the layers that could be compressed."""
         return self.eligible_bytes_after / self.eligible_bytes_before if self.eligible_bytes_before else 1.0
 
     def __repr__(self) -> str:
-        """The totals in one line; ``str`` has the table."""
+        """Return the totals in one line; ``str`` has the table."""
         eligible = f"{len(self.layers)} eligible layers {self.eligible_ratio:.1%}"
         return f"<CompressionReport: whole model {self.ratio:.1%}, {eligible}>"
 
     def __str__(self) -> str:
-        """The totals, then the table."""
+        """Return the totals, then the table."""
         lines = [
-            f"whole model  {_size(self.bytes_before)} -> {_size(self.bytes_after)} ({self.ratio:.1%})",
-            f"its {len(self.layers)} eligible layers  {_size(self.eligible_bytes_before)} -> "
-            f"{_size(self.eligible_bytes_after)} ({self.eligible_ratio:.1%}), method {self.method}, ranks "
-            f"{self.allocate}",
+            f"whole model  {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)} ({self.ratio:.1%})",
+            f"its {len(self.layers)} eligible layers  {format_bytes(self.eligible_bytes_before)} -> "
+            f"{format_bytes(self.eligible_bytes_after)} ({self.eligible_ratio:.1%}), method={self.method}, "
+            f"allocate={self.allocate}",
         ]
         errors = [("predicted", self.predicted_error), ("measured", self.measured_error), ("healed", self.healed_error)]
         if any(error is not None for _, error in errors):
             found = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
             lines.append(f"relative error of the output  {found}")
-        speeds = [("predicted", self.predicted_speedup), ("measured", self.measured_speedup)]
+        speeds = [("by flops", self.predicted_speedup), ("measured", self.measured_speedup)]
         if any(speed is not None for _, speed in speeds):
-            lines.append("times as fast  " + ", ".join(f"{name} {speed:.2f}" for name, speed in speeds if speed))
+            lines.append("speed-up  " + ", ".join(f"{name} {speed:.2f}" for name, speed in speeds if speed))
         lines += [f"note: {note}" for note in self.notes]
-        rows = [("layer", "kind", "shape", "rank", "bytes", "", "error", "held-out", "share", "speed")]
+        rows = [
+            ("layer", "kind", "shape", "low_rank (matrix rank)", "bytes", "", "error", "held-out", "share", "speed-up")
+        ]
         for layer in self.layers:
             rows.append(
                 (
                     layer.names[0] + (f" (+{len(layer.names) - 1})" if len(layer.names) > 1 else ""),
                     layer.kind,
                     "x".join(map(str, layer.shape)),
-                    "dense" if layer.rank is None else str(layer.rank),
-                    _size(layer.bytes_before),
-                    _size(layer.bytes_after),
-                    _number(layer.predicted_error),
-                    _number(layer.measured_error),
-                    "" if layer.share is None else f"{layer.share:.1%}",
-                    "" if layer.speedup is None else f"{layer.speedup:.2f}",
+                    "dense" if layer.rank is None else f"{layer.low_rank} ({layer.rank})",
+                    format_bytes(layer.bytes_before),
+                    format_bytes(layer.bytes_after),
+                    _number(layer.predicted_error, ".3g"),
+                    _number(layer.measured_error, ".3g"),
+                    _number(layer.share, ".1%"),
+                    _number(layer.speedup, ".2f"),
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        lines += [f"left: {name} ({kind}) {reason}" for name, kind, reason in self.left]
+        lines.append(format_table(rows))
+        lines += [f"kept dense: {name} ({kind}) {reason}" for name, kind, reason in self.skipped]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers, strings, lists and dicts."""
+        """Return all of it as plain numbers, strings, lists and dicts."""
+        properties = ("ratio", "eligible_ratio", "eligible_bytes_before", "eligible_bytes_after")
         return asdict(self) | {
-            "left": [entry._asdict() for entry in self.left],
-            "ratio": self.ratio,
-            "eligible_ratio": self.eligible_ratio,
+            "skipped": [entry._asdict() for entry in self.skipped],
+            **{name: getattr(self, name) for name in properties},
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
@@ -159,18 +234,11 @@ class CompressionReport:
         errors.legend(frameon=False)
         errors.grid(alpha=0.3, axis="x")
         kept.invert_yaxis()
-        figure.suptitle(f"whole model {self.ratio:.0%} of {_size(self.bytes_before)}", fontsize=11)
+        figure.suptitle(f"whole model {self.ratio:.0%} of {format_bytes(self.bytes_before)}", fontsize=11)
         path = Path(path)
         figure.savefig(path)
         return path
 
 
-def _size(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
-    return f"{count} B"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -125,7 +125,7 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
     assert main([*command, "64", "--heal", "3", "--report", "report.json", "--plot", "report.svg"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("whole model")
-    assert "left: embeddings.word_embeddings (Embedding)" in out
+    assert "kept dense: embeddings.word_embeddings (Embedding)" in out
     *_, first, second = out.splitlines()
     names: dict = {}
     exec(f"{first}\n{second}", names)
@@ -163,8 +163,8 @@ def test_a_causal_model_is_calibrated_on_windows(here, transformers, capsys):
     args = ["--calibration", "text.txt", "--out", "small", "--max-error", "0.2", "--sequential"]
     assert main(["compress", "gpt", *args, "--exclude", "*.c_attn", "*.attn.c_proj"]) == 0
     out = capsys.readouterr().out
-    assert "left: lm_head (Linear) shares its weight with 'transformer.wte' (Embedding)" in out
-    assert "left: transformer.h.0.attn.c_attn (Conv1D) is excluded" in out
+    assert "kept dense: lm_head (Linear) shares its weight with 'transformer.wte' (Embedding)" in out
+    assert "kept dense: transformer.h.0.attn.c_attn (Conv1D) is excluded" in out
     names: dict = {}
     exec("\n".join(out.splitlines()[-2:]), names)
     model = names["model"]
@@ -224,7 +224,7 @@ def test_a_function_that_returns_a_model_and_batches(models, capsys, monkeypatch
 
 def test_no_calibration_where_none_is_needed(models, capsys):
     assert main(["compress", "my_models:net", "--budget", "0.3", "--method", "svd", "--out", "small"]) == 0
-    assert "method svd, ranks uniform" in capsys.readouterr().out
+    assert "method=svd, allocate=uniform" in capsys.readouterr().out
 
 
 def test_the_same_seed_gives_the_same_file(models, capsys):
@@ -260,7 +260,7 @@ TEXT = (*HALF, "--calibration", "text.txt")
 
 def test_errors_of_folders(bert, here, capsys):
     assert refusal(capsys, "nothing", *TEXT) == (
-        "nothing is no folder, and not of the form module:function: give one of the two (nothing is downloaded)"
+        "nothing is not a folder, and not of the form module:function: give one of the two (nothing is downloaded)"
     )
     (here / "empty").mkdir()
     assert refusal(capsys, "empty", *TEXT).startswith("empty holds no config.json: give a folder that save_pretrained")
@@ -302,15 +302,15 @@ def test_errors_of_what_a_folder_holds(bert, here, capsys):
 
 def test_errors_of_the_text(bert, here, capsys):
     assert refusal(capsys, bert, *HALF, "--calibration", "nothing.txt") == (
-        "--calibration nothing.txt is no file, and not of the form module:function: give one of the two"
+        "--calibration nothing.txt is not a file, and not of the form module:function: give one of the two"
     )
     assert "--method two_sided needs --calibration" in refusal(capsys, bert, *HALF)
     assert "--heal needs --calibration" in refusal(capsys, bert, *HALF, "--method", "svd", "--heal", "3")
     text = here / "other.txt"
     for content, message in (
         (b" \n\n", "other.txt has no text in it: give one sample a line"),
-        (b"the fox\n\nthe dog\n", "other.txt has 2 lines with text and needs at least 5, a fifth of which is held out"),
-        (b"the fox \xff", "other.txt is no text in UTF-8 (byte 8): convert it first"),
+        (b"the fox\n\nthe dog\n", "other.txt has 2 lines with text and needs at least 5, because a fifth is held out"),
+        (b"the fox \xff", "other.txt is not text in UTF-8 (byte 8): convert it first"),
     ):
         text.write_bytes(content)
         assert message in refusal(capsys, bert, *HALF, "--calibration", "other.txt")
@@ -402,4 +402,4 @@ def test_a_class_in_the_place_of_a_function(models, capsys):
     )
     args = ["--calibration", "my_models:batches", "--method", "activation", "--include", "inner.[02]"]
     assert main(["compress", "my_models:Wrapped", "--budget", "0.5", "--out", "small", *args]) == 0
-    assert "left: inner.5 (Linear) is not included" in capsys.readouterr().out
+    assert "kept dense: inner.5 (Linear) is not included" in capsys.readouterr().out

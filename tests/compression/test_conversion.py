@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.calibration import Drifted, Statistics
-from panther.compression.conversion import components, convert, fit, inherit_flags
-from panther.compression.planning import make_plan
+from panther.compression.conversion import convert, inherit_flags
+from panther.compression.fits import components, fit_weight
+from panther.compression.moments import Drift, Moments
+from panther.compression.targets import select_targets
 from panther.nn import SKConv2d, SKLinear
 
 
@@ -38,10 +39,10 @@ def loss(D, A, G):
 def test_linear_is_the_best_in_the_metric(bias, rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 20, bias=bias)).double()
-    (target,) = make_plan(model).targets
+    (target,) = select_targets(model).targets
     A, mean, _ = moment(24, 400, 1, shift=0.5)
     G, _, _ = moment(20, 400, 2)
-    found = fit(target, Statistics(A, mean, G, 400), most=12, seed=0)
+    found = fit_weight(target, Moments(A, mean, G, 400), most=12, seed=0)
     W = model[0].weight.detach()[None]
     metric = A - mean[:, :, None] * mean[:, None, :] if bias else A
     layer = next(iter(convert(target, found, rank, 0).values()))
@@ -64,10 +65,10 @@ def test_linear_is_the_best_in_the_metric(bias, rank):
 def test_convolution_is_the_best_in_the_metric_group_by_group(groups):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1, groups=groups, bias=False)).double()
-    (target,) = make_plan(model).targets
+    (target,) = select_targets(model).targets
     A, mean, _ = moment(target.inner, 500, 1, groups)
     G, _, _ = moment(target.outer, 500, 2, groups)
-    found = fit(target, Statistics(A, mean, G, 500), most=4, seed=0)
+    found = fit_weight(target, Moments(A, mean, G, 500), most=4, seed=0)
     layer = next(iter(convert(target, found, 4, 0).values()))
     W = target.matrices()
     D = layer.weight.detach().flatten(1).unflatten(0, (groups, -1)) - W
@@ -78,8 +79,8 @@ def test_convolution_is_the_best_in_the_metric_group_by_group(groups):
 def test_without_statistics_it_is_the_truncated_svd():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 40))
-    (target,) = make_plan(model).targets
-    layer = next(iter(convert(target, fit(target, None, most=10, seed=0), 10, 0).values()))
+    (target,) = select_targets(model).targets
+    layer = next(iter(convert(target, fit_weight(target, None, most=10, seed=0), 10, 0).values()))
     expected = SKLinear.from_linear(model[0], 1, 5)
     torch.testing.assert_close(layer.weight, expected.weight, rtol=1e-4, atol=1e-5)
 
@@ -88,17 +89,17 @@ def test_fitted_to_drifted_inputs():
     """The best low-rank map of the new inputs onto the old outputs beats the fit to the old inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16)).double()
-    (target,) = make_plan(model).targets
+    (target,) = select_targets(model).targets
     A, mean, x = moment(16, 600, 1, shift=0.3)
     noise = 0.5 * torch.randn(16, 16, dtype=torch.float64)
     z = x + x @ noise * 0.5 + 0.2
-    own = Statistics(A, mean, None, 600)
-    drifted = Drifted(z.mT @ z / 600, z.mean(1), x.mT @ z / 600)
+    own = Moments(A, mean, None, 600)
+    drift = Drift(z.mT @ z / 600, z.mean(1), x.mT @ z / 600)
     exact = model[0](x[0]).detach()
     errors = {}
     for name, found in (
-        ("old", fit(target, own, most=6, seed=0)),
-        ("new", fit(target, own, most=6, seed=0, drifted=drifted)),
+        ("old", fit_weight(target, own, most=6, seed=0)),
+        ("new", fit_weight(target, own, most=6, seed=0, drift=drift)),
     ):
         layer = next(iter(convert(target, found, 6, 0).values()))
         errors[name] = (layer(z[0]) - exact).square().mean().item()
@@ -115,13 +116,13 @@ def test_dead_inputs_and_a_zero_weight():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
     nn.init.zeros_(model[1].weight)
-    first, second = make_plan(model).targets
+    first, second = select_targets(model).targets
     x = torch.randn(300, 3, dtype=torch.float64) @ torch.randn(3, 20, dtype=torch.float64)
     x[:, 10:] = 0
-    own = Statistics((x.T @ x / 300)[None], x.mean(0)[None], torch.zeros(1, 20, 20, dtype=torch.float64), 300)
-    layer = next(iter(convert(first, fit(first, own, most=6, seed=0), 6, 0).values()))
+    own = Moments((x.T @ x / 300)[None], x.mean(0)[None], torch.zeros(1, 20, 20, dtype=torch.float64), 300)
+    layer = next(iter(convert(first, fit_weight(first, own, most=6, seed=0), 6, 0).values()))
     assert (layer(x.float()) - model[0](x.float())).abs().max() < 1e-4  # rank 3 is all there is
-    zero = next(iter(convert(second, fit(second, own, most=6, seed=0), 6, 0).values()))
+    zero = next(iter(convert(second, fit_weight(second, own, most=6, seed=0), 6, 0).values()))
     torch.testing.assert_close(zero(x.float()), model[1](x.float()))
     zero(x.float()).square().sum().backward()
     assert zero.S2.grad.any()  # unused columns can learn
@@ -133,8 +134,8 @@ def test_flags_dtype_and_memory_format(dtype):
     model[1].weight.requires_grad_(False)
     model[0].eval()
     new = {}
-    for target in make_plan(model).targets:
-        new |= convert(target, fit(target, None, most=4, seed=0), 4, 0)
+    for target in select_targets(model).targets:
+        new |= convert(target, fit_weight(target, None, most=4, seed=0), 4, 0)
     inherit_flags(new)
     conv, linear = (new[module] for module in model)
     assert {parameter.dtype for layer in new.values() for parameter in layer.parameters()} == {dtype}
@@ -152,10 +153,10 @@ def test_large_weights_take_the_randomized_svd():
     U, _, Vt = torch.linalg.svd(model[0].weight.detach(), full_matrices=False)
     sigma = torch.arange(1, 1025) ** -0.7
     model[0].weight.data = (U * sigma) @ Vt
-    (target,) = make_plan(model).targets
+    (target,) = select_targets(model).targets
     most = components(target, 0.1)
     assert most == 2 * int(0.1 * 530)
     assert components(target, 1.0) == 530
-    layer = next(iter(convert(target, fit(target, None, most=most, seed=0), most, 0).values()))
+    layer = next(iter(convert(target, fit_weight(target, None, most=most, seed=0), most, 0).values()))
     error = (layer.weight.detach() - model[0].weight).norm() / sigma[most:].norm()
     assert 0.999 < error < 1.002

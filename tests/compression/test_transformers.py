@@ -108,7 +108,7 @@ def test_the_output_is_kept(case):
 
 def test_what_was_left_is_named(case):
     family, model, report = case
-    left = {entry.name: entry.reason for entry in report.left}
+    left = {entry.name: entry.reason for entry in report.skipped}
     converted = {name for layer in report.layers for name in layer.names}
     dense = {name for name, module in fresh(family).named_modules() if type(module) in KINDS}
     assert converted | left.keys() >= dense
@@ -158,7 +158,7 @@ def test_the_patches_of_a_vit():
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize(
-    "options", [{}, {"sequential": True}, {"method": "activation", "heal": pr.HealConfig(steps=3)}]
+    "options", [{}, {"sequential": True}, {"method": "activation", "heal": pr.HealConfig(max_steps=3)}]
 )
 def test_what_stands_in_the_padding_does_not_matter(family, options):
     """Two calibrations that differ in padded tokens only give one model."""
@@ -186,7 +186,7 @@ def test_two_sided_beats_the_others():
 
 
 def test_a_healed_model_is_closer_and_saves(tmp_path):
-    model, report = compressed("gpt2", heal=pr.HealConfig(steps=30, learning_rate=2e-3, check_every=10))
+    model, report = compressed("gpt2", heal=pr.HealConfig(max_steps=30, learning_rate=2e-3, validate_every_n_steps=10))
     assert report.healed_error < report.measured_error
     pr.save_compressed(model, tmp_path)
     other = pr.load_compressed(tmp_path, fresh("gpt2", seed=9))
@@ -216,7 +216,7 @@ def test_a_tied_masked_language_model(tmp_path):
 
     model = new(0)
     report = pr.compress(model, budget=0.5, calibration=batches("bert"), seed=0, measure_speed=False)
-    left = {entry.name: entry.reason for entry in report.left}
+    left = {entry.name: entry.reason for entry in report.skipped}
     assert left["cls.predictions.decoder"].startswith("shares its weight with 'bert.embeddings.word_embeddings'")
     pr.save_compressed(model, tmp_path)
     other = pr.load_compressed(tmp_path, new(9))

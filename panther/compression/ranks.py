@@ -1,8 +1,8 @@
 r"""Ranks for all layers under one budget.
 
-*Uniform*: the same kept fraction everywhere. *Global*: what the output loses at rank r is :math:`\sum_{j > r}
+*Uniform*: the same kept fraction everywhere. *Global*: the output's loss at rank r is :math:`\sum_{j > r}
 \sigma_j^2` over a layer's components, so rank after rank goes to whichever layer gains most per byte. Gains fall along
-each layer's lower convex hull, on which this greedy choice is the best but for the last step; the hull ends in the
+each layer's lower convex hull, on which this greedy choice is optimal except for the last step; the hull ends in the
 dense layer, which loses nothing.
 """
 
@@ -12,7 +12,7 @@ __all__ = [
     "allocate_uniform",
     "check_feasible",
     "least_bytes",
-    "predicted",
+    "predicted_loss",
     "rank_limit",
 ]
 
@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from panther.compression.planning import LEAST_RANK, Target
+from panther.compression.targets import LEAST_RANK, Target
 from panther.errors import CompressionError
 
 Ranks = dict[Target, int | None]
@@ -30,22 +30,33 @@ Ranks = dict[Target, int | None]
 
 
 def least_bytes(targets: Sequence[Target], *, seeded: bool = False) -> int:
-    """What the targets take at the smallest rank."""
+    """Return the bytes of the targets at the smallest rank."""
     return sum(target.bytes(LEAST_RANK, seeded=seeded) for target in targets)
 
 
 def check_feasible(
-    targets: Sequence[Target], limit: int, what: str, *, other_bytes: int | None = None, seeded: bool = False
+    targets: Sequence[Target], limit: int, setting: str, *, other_bytes: int | None = None, seeded: bool = False
 ) -> None:
-    """Raise unless the smallest ranks fit into ``limit`` bytes, which with ``other_bytes`` make up a max_bytes."""
+    """Raise unless the smallest ranks fit into ``limit`` bytes.
+
+    Args:
+        targets: The layers.
+        limit: Bytes for them.
+        setting: What the user gave, for the message.
+        other_bytes: Bytes of everything else, if the user gave a limit for the whole model.
+        seeded: Whether sketches are drawn from a seed and cost nothing.
+
+    Raises:
+        CompressionError: If they do not; the message names the smallest feasible setting.
+    """
     least, dense = least_bytes(targets, seeded=seeded), sum(target.dense_bytes for target in targets)
     if least > limit:
         feasible = (
             f"budget is {_ceil(least / dense)}" if other_bytes is None else f"max_bytes is {least + other_bytes:,}"
         )
         raise CompressionError(
-            f"{what} leaves {max(limit, 0):,} bytes for layers that take {least:,} at rank {LEAST_RANK}: the smallest "
-            f"feasible {feasible}, or exclude some layers"
+            f"{setting} leaves {max(limit, 0):,} bytes for layers that take {least:,} at rank {LEAST_RANK}: the "
+            f"smallest feasible {feasible}, or exclude some layers"
         )
 
 
@@ -54,14 +65,14 @@ def _ceil(fraction: float) -> float:
 
 
 def rank_limit(target: Target, *, seeded: bool = False) -> int:
-    """The largest even rank at which a target is smaller than dense, and that its weight can have."""
+    """Return the largest even rank that its weight can have and at which a target is smaller than dense."""
     per_rank = target.numbers(2, seeded=seeded) // 2 or 1
     most = min((target.dense_numbers - 1) // per_rank, min(target.inner, target.outer) if not seeded else 2**62)
     return max(most // 2 * 2, LEAST_RANK)
 
 
 def allocate_uniform(targets: Sequence[Target], limit: int, *, seeded: bool = False) -> Ranks:
-    """The same fraction of every target, the largest with which all fit into ``limit`` bytes."""
+    """Give every target the same fraction, the largest with which all fit into ``limit`` bytes."""
 
     def at(fraction: float) -> Ranks:
         ranks: Ranks = {}
@@ -84,7 +95,7 @@ def allocate_uniform(targets: Sequence[Target], limit: int, *, seeded: bool = Fa
 
 
 def allocate_global(tails: Mapping[Target, Tensor], limit: int) -> Ranks:
-    """Ranks of the least total loss within ``limit`` bytes; ``tails[target][r]`` is what is lost at rank r."""
+    """Return the ranks of the least total loss within ``limit`` bytes; ``tails[target][r]`` is the loss at rank r."""
     steps = []
     for target, tail in tails.items():
         most = min(rank_limit(target), (len(tail) - 1) // 2 * 2)
@@ -100,12 +111,12 @@ def allocate_global(tails: Mapping[Target, Tensor], limit: int) -> Ranks:
         if cost <= left:
             ranks[target], left = rank, left - cost
         else:
-            stopped.add(target)
+            stopped.add(target)  # later steps of its hull begin where this one ends
     return _filled(ranks, tails, left)
 
 
 def _hull(points: Sequence[tuple[int, float, int | None]]) -> list[tuple]:
-    """Segments of the lower convex hull of points sorted by cost, their gain per byte falling."""
+    """Return the segments of the lower convex hull of points sorted by cost, with falling gain per byte."""
     hull: list[tuple[int, float, int | None]] = []
     for point in points:
         if hull and point[0] <= hull[-1][0]:
@@ -120,7 +131,7 @@ def _hull(points: Sequence[tuple[int, float, int | None]]) -> list[tuple]:
 
 
 def _filled(ranks: Ranks, tails: Mapping[Target, Tensor], left: int) -> Ranks:
-    """Spend what is left where the hull's steps were too large, two ranks at a time."""
+    """Spend the bytes that remain where the hull's steps were too large, two ranks at a time."""
     while True:
         best: tuple[float, Target | None] = (0.0, None)
         for target, rank in ranks.items():
@@ -137,7 +148,7 @@ def _filled(ranks: Ranks, tails: Mapping[Target, Tensor], left: int) -> Ranks:
         left -= chosen.bytes(2)
 
 
-def predicted(tails: Mapping[Target, Tensor], ranks: Ranks) -> float:
-    """What all targets lose together."""
+def predicted_loss(tails: Mapping[Target, Tensor], ranks: Ranks) -> float:
+    """Return the loss of all targets together."""
     lost = [tails[target][min(rank, len(tails[target]) - 1)] for target, rank in ranks.items() if rank is not None]
     return torch.stack(lost).sum().item() if lost else 0.0

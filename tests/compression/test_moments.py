@@ -6,19 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.calibration import gather, passes, statistics_bytes, survey
-from panther.compression.planning import make_plan
-from panther.compression.running import Runner, calibrating, main_output
+from panther.compression.moments import gather_moments, moments_bytes, split_passes
+from panther.compression.runner import Runner, calibrating, main_output
+from panther.compression.survey import survey_targets
+from panther.compression.targets import select_targets
 from panther.errors import CompressionError
 
 
 def run(model, batches, **kwargs):
     runner = Runner(model, batches, kwargs.pop("forward_fn", None), kwargs.pop("mask_fn", None), None, False)
-    targets = make_plan(model).targets
-    with calibrating(model, 0, runner.device):
-        found = survey(runner, targets, None)
-        moments, energy = gather(runner, found.inputs, None, gradients=True, seed=5, what="")
-    return runner, targets, found, {target.name: moments[target] for target in moments}, energy
+    selection = select_targets(model)
+    with calibrating(model, 0):
+        found = survey_targets(runner, selection, None, gradients=True)
+        moments, energy = gather_moments(runner, found.inputs, None, gradients=True, seed=5, description="")
+    return runner, selection.targets, found, {target.name: moments[target] for target in moments}, energy
 
 
 def close(ours, theirs):
@@ -123,28 +124,29 @@ def test_a_layer_used_twice_and_layers_never_used():
 
     model, x = Model(), torch.randn(8, 16)
     runner = Runner(model, [x, x, x], None, None, None, False)
-    targets = {target.name: target for target in make_plan(model).targets}
-    with calibrating(model, 0, runner.device):
-        found = survey(runner, list(targets.values()), None)
-        moments, _ = gather(runner, found.inputs, None, gradients=True, seed=0, what="")
-    assert found.idle == {targets["idle"]}
-    assert found.blind == {targets["blind"]}
+    with calibrating(model, 0):
+        found = survey_targets(runner, select_targets(model), None, gradients=True)
+        moments, _ = gather_moments(runner, found.inputs, None, gradients=True, seed=0, description="")
+    reasons = {entry.name: entry.reason for entry in found.skipped}
+    assert reasons["idle"] == "is not called on the first calibration batch"
+    assert reasons["blind"].startswith("has no gradient")
+    (twice,) = found.targets
     h = torch.relu(model.twice(x)).detach().double()
     both = torch.cat((x.double(), h))
-    torch.testing.assert_close(moments[targets["twice"]].A[0], both.T @ both / 16, rtol=1e-5, atol=1e-6)
-    assert moments[targets["twice"]].positions == 32
+    torch.testing.assert_close(moments[twice].A[0], both.T @ both / 16, rtol=1e-5, atol=1e-6)
+    assert moments[twice].positions == 32
 
 
 def test_passes_fit_into_the_memory():
     model = nn.Sequential(*(nn.Linear(n, n) for n in (32, 64, 32, 48, 16)))
-    inputs = [[target] for target in make_plan(model).targets]
-    sizes = [statistics_bytes(several, True) for several in inputs]
+    inputs = [[target] for target in select_targets(model).targets]
+    sizes = [moments_bytes(several, True) for several in inputs]
     assert sizes[0] == 8 * 2 * 32**2
-    cut, largest = passes(inputs, True, None)
+    split, largest = split_passes(inputs, True, None)
     assert largest <= sum(sorted(sizes)[-3:])
-    assert [target for one in cut for several in one for target in several] == [several[0] for several in inputs]
-    assert len(passes(inputs, True, 1)[0]) == 5
-    assert len(passes(inputs, True, 10**9)[0]) == 1
+    assert [target for one in split for several in one for target in several] == [several[0] for several in inputs]
+    assert len(split_passes(inputs, True, 1)[0]) == 5
+    assert len(split_passes(inputs, True, 10**9)[0]) == 1
 
 
 def test_flags_and_random_state_are_put_back():
@@ -152,7 +154,7 @@ def test_flags_and_random_state_are_put_back():
     model[0].weight.requires_grad_(False)
     model[1].eval()
     before, state = model[2].running_mean.clone(), torch.get_rng_state()
-    with contextlib.suppress(KeyError), calibrating(model, 3, torch.device("cpu")):
+    with contextlib.suppress(KeyError), calibrating(model, 3):
         assert not model.training
         assert not any(parameter.requires_grad for parameter in model.parameters())
         model(torch.randn(5, 8))

@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from panther.compression.allocation import (
+from panther.compression.ranks import (
     allocate_global,
     allocate_uniform,
     check_feasible,
     least_bytes,
-    predicted,
+    predicted_loss,
     rank_limit,
 )
-from panther.compression.planning import make_plan
+from panther.compression.targets import select_targets
 from panther.errors import CompressionError
 
 
 def targets_of(*shapes):
     with torch.device("cpu"):
-        return list(make_plan(nn.Sequential(*(nn.Linear(n, m) for n, m in shapes))).targets)
+        return list(select_targets(nn.Sequential(*(nn.Linear(n, m) for n, m in shapes))).targets)
 
 
 def tails_of(targets, decay, seed=0):
@@ -49,11 +49,11 @@ def test_global_is_nearly_the_best_of_all(budget, seed):
     limit = int(budget * sum(target.dense_bytes for target in targets))
     options = [[*range(2, rank_limit(target) + 1, 2), None] for target in targets]
     every = (dict(zip(targets, ranks, strict=True)) for ranks in itertools.product(*options))
-    best = min(predicted(tails, ranks) for ranks in every if size(ranks) <= limit)
+    best = min(predicted_loss(tails, ranks) for ranks in every if size(ranks) <= limit)
     ranks = allocate_global(tails, limit)
     assert size(ranks) <= limit
     step = max((tail[r] - tail[r + 2]).item() for tail in tails.values() for r in range(2, len(tail) - 2, 2))
-    assert best <= predicted(tails, ranks) <= best + step
+    assert best <= predicted_loss(tails, ranks) <= best + step
 
 
 @given(

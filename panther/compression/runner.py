@@ -1,6 +1,8 @@
-"""Running a model on calibration batches: how it is called, which output counts, and which positions do."""
+"""A model on calibration batches: how it is called, which output counts, and which positions do."""
 
-__all__ = ["Runner", "main_output"]
+__all__ = [
+    "Runner", "buffers_kept", "calibrating", "counted", "floating_tensor", "main_output", "relative_error", "squares",
+]  # fmt: skip
 
 import itertools
 import sys
@@ -20,37 +22,40 @@ _OUTPUTS = ("logits", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch
 
 
+def floating_tensor(output: Any) -> Tensor | None:
+    """Return the first floating tensor of a tensor, a tuple or a mapping; None if there is none."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    return next((part for part in parts if isinstance(part, Tensor) and part.is_floating_point()), None)
+
+
 def main_output(output: Any) -> Tensor:
-    """The tensor that stands for what a model returns.
+    """Return the tensor that stands for the output of a model.
 
     The output itself; of a mapping ``logits`` or ``last_hidden_state``, else the first floating tensor, as of a tuple.
 
     Raises:
         CompressionError: If there is none.
     """
-    if isinstance(output, Tensor) and output.is_floating_point():
-        return output
-    if isinstance(output, Mapping):
-        for name in _OUTPUTS:
-            if isinstance(output.get(name), Tensor):
-                return output[name]
-        output = tuple(output.values())
-    if isinstance(output, (tuple, list)):
-        for part in output:
-            if isinstance(part, Tensor) and part.is_floating_point():
-                return part
-    raise CompressionError(
-        f"the model returned a {type(output).__name__} without a floating tensor: pass forward_fn=, a function of the "
-        "model and a batch that returns the tensor to keep"
-    )
+    named = [output.get(name) for name in _OUTPUTS] if isinstance(output, Mapping) else []
+    found = next((value for value in named if isinstance(value, Tensor)), None)
+    found = floating_tensor(output) if found is None else found
+    if found is None:
+        raise CompressionError(
+            f"the model returned a {type(output).__name__} without a floating tensor: pass forward_fn=, a function of "
+            "the model and a batch that returns the tensor to keep"
+        )
+    return found
 
 
 class Runner:
-    """Calls one model on batches, in eval mode.
+    """One model and the batches it is called on, which are split into those to fit on and those to measure on.
 
     Attributes:
-        batches: What statistics are taken of, on the model's device.
-        held_out: What errors are measured on.
+        batches: Batches for the moments and for healing, on the model's device.
+        held_out: Batches that errors are measured on.
+        show: Whether progress is shown.
     """
 
     def __init__(
@@ -76,8 +81,8 @@ class Runner:
         every = [_to(batch, self.device) for batch in _listed(calibration)]
         if len(every) < 2:
             raise CompressionError(
-                f"calibration has {len(every)} batch{'' if len(every) == 1 else 'es'} and needs at least 2, one of "
-                "which is held out: give more, or cut it into smaller ones"
+                f"calibration has {len(every)} batch{'' if len(every) == 1 else 'es'} and needs at least 2, because "
+                "one is held out: give more, or split it into smaller ones"
             )
         count = max(1, len(every) // _HELD_OUT)
         held = {(index + 1) * len(every) // count - 1 for index in range(count)}
@@ -85,7 +90,7 @@ class Runner:
         self.held_out = [batch for index, batch in enumerate(every) if index in held]
 
     def output(self, batch: Any) -> Tensor:
-        """What the model makes of a batch."""
+        """Return the output of the model for a batch."""
         model = self.model
         try:
             if self.forward_fn is not None:
@@ -100,11 +105,11 @@ class Runner:
         except Exception as error:
             raise CompressionError(
                 f"the model does not run on a calibration batch ({_shape(batch)}): {type(error).__name__}: {error}: "
-                "pass forward_fn=lambda model, batch: ... if batches need taking apart"
+                "pass forward_fn=lambda model, batch: ... if batches have another form"
             ) from error
 
     def mask(self, batch: Any) -> Tensor | None:
-        """Which positions count: (N, T) of booleans, or None for all."""
+        """Return which positions of a batch count: (N, T) of booleans, or None for all."""
         if self.mask_fn is not None:
             mask = self.mask_fn(batch)
         else:
@@ -120,27 +125,18 @@ class Runner:
             )
         return mask.to(self.device, torch.bool)
 
-    def over(self, batches: Sequence[Any], what: str) -> Iterable[Any]:
-        """The batches, under a progress bar if one is shown."""
-        return self.progress(batches, what, len(batches))
-
-    def progress(self, steps: Iterable[Any], what: str, total: int) -> Iterable[Any]:
-        """Any steps under a progress bar, where tqdm is installed and somebody looks."""
+    def over(self, batches: Sequence[Any], description: str) -> Iterable[Any]:
+        """Return the batches, under a progress bar if progress is shown and tqdm is installed."""
         if not self.show:
-            return steps
+            return batches
         try:
             from tqdm import tqdm
         except ModuleNotFoundError:
-            return steps
-        return tqdm(steps, desc=what, total=total, leave=False)
-
-    def say(self, text: str) -> None:
-        """Tell whoever looks."""
-        if self.show:
-            print(text, file=sys.stderr)
+            return batches
+        return tqdm(batches, desc=description, leave=False)
 
     def agreed(self, seed: int) -> int:
-        """The seed of the first rank of the group."""
+        """Return the seed of the first rank of the group."""
         if self.group is None:
             return seed
         shared = torch.tensor([seed], device=self.device)
@@ -151,7 +147,7 @@ class Runner:
         """Add float64 tensors over the ranks of the group, in place."""
         if self.group is not None:
             for tensor in tensors:
-                moved = tensor.to(self.device)  # where the backend can reach it
+                moved = tensor.to(self.device)  # NCCL reduces GPU tensors only
                 dist.all_reduce(moved, group=self.group)
                 tensor.copy_(moved)
 
@@ -159,16 +155,22 @@ class Runner:
     def errors(
         self,
         variants: Sequence[Callable[[], AbstractContextManager[Any]]],
-        what: str,
+        description: str,
         reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[float]:
-        """Relative error of the output on the held-out batches under each variant, a context that changes the model.
+        """Measure the relative error of the output on the held-out batches under each variant.
+
+        Args:
+            variants: Contexts that change the model.
+            description: Label of the progress bar.
+            reference: Context under which the model gives the exact output.
+
 
         Raises:
             CompressionError: If the output of the reference is not finite.
         """
         sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
-        for batch in self.over(self.held_out, what):
+        for batch in self.over(self.held_out, description):
             mask = self.mask(batch)
             with reference():
                 exact = counted(self.output(batch), mask)
@@ -180,26 +182,26 @@ class Runner:
         *lost, whole = sums.tolist()
         if not isfinite(whole):
             raise CompressionError(
-                f"the model's output is NaN or infinite on the held-out batches, 1 in {_HELD_OUT}: mend the batches or "
-                "the model, or return what is finite in forward_fn"
+                f"the model's output is NaN or infinite on the held-out batches, 1 in {_HELD_OUT}: check the batches "
+                "and the model, or return a finite part of the output in forward_fn"
             )
         return [relative_error(each, whole) for each in lost]
 
 
 def squares(x: Tensor) -> float:
-    """Sum of squares in float64, without a copy in it."""
+    """Return the sum of squares, accumulated in float64 without a float64 copy."""
     return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
 
 
 def relative_error(lost: float, whole: float) -> float:
-    """Root of the ratio of two squared norms; nothing lost is no error, of nothing too."""
+    """Return the root of the ratio of two squared norms; 0 if nothing is lost, also where both are zero."""
     if lost == 0:
         return 0.0
     return (lost / whole) ** 0.5 if whole > 0 and isfinite(lost) else inf
 
 
 def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
-    """Rows of x that count. A mask (N, T) applies where x begins with (N, T) or (T, N), or has N T rows in all."""
+    """Return the rows that count. A mask (N, T) applies where x begins with (N, T) or (T, N), or has N T rows."""
     if x.dim() < 2:
         return x.reshape(1, -1)
     if mask is not None:
@@ -213,17 +215,21 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
 
 
 @contextmanager
-def calibrating(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
-    """Eval mode, uncompiled, no parameter requiring a gradient, no fast path of attention; all put back at the end."""
+def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
+    """Run a model in eval mode, uncompiled, without gradients of parameters, and put everything back at the end.
+
+    Within it the model's generators start from ``seed``, and attention takes no fast path.
+    """
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    devices = [device] if device.type == "cuda" else []
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    # A compiled model would be compiled again for every layer that is replaced for a while.
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every other device as well
-            for one in devices:
-                torch.cuda.default_generators[one.index].manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, also those not forked
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(seed)
             torch.backends.mha.set_fastpath_enabled(False)  # its outputs have other lengths where batches are padded
             model.eval()
             for parameter in trained:
@@ -239,7 +245,7 @@ def calibrating(model: nn.Module, seed: int, device: torch.device) -> Iterator[N
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """The buffers at the end are those at the start, whatever forwards counted in them."""
+    """Restore the buffers at the end, such as counters that forwards increase."""
     kept = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
@@ -251,7 +257,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffers, name, buffer, value in kept:
-                buffers[name] = buffer
+                buffers[name] = buffer  # a forward may have put another tensor there
                 buffer.copy_(value)
 
 
@@ -263,8 +269,8 @@ def _listed(calibration: Any) -> list[Any]:
         )
     if iter(calibration) is calibration:
         raise CompressionError(
-            f"calibration is a {type(calibration).__name__}, which can be read once: pass a list of its batches, "
-            "list(itertools.islice(batches, 32)) say, or a DataLoader"
+            f"calibration is a {type(calibration).__name__}, which can be read only once: pass a list of its batches "
+            "(list(itertools.islice(batches, 32))) or a DataLoader"
         )
     return list(calibration)
 

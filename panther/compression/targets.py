@@ -1,6 +1,9 @@
-"""Which layers of a model can be compressed, and why the others are left."""
+"""Which layers of a model can be compressed, and why the others are kept as they are."""
 
-__all__ = ["LEAST_RANK", "Left", "Plan", "Selector", "Target", "make_plan", "replace_modules"]
+__all__ = [
+    "LEAST_RANK", "Selection", "Selector", "SkippedLayer", "Target", "is_conv1d", "replace_modules", "select_targets",
+    "swap_modules",
+]  # fmt: skip
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +22,13 @@ from panther.nn._sketched import SketchedModule
 Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
 
-LEAST_RANK = 2  # ranks are even: a sketched layer has two halves
+LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
+# torch has no public question for "has this module hooks"; these are where it keeps them.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Left(NamedTuple):
-    """A module that stays as it is."""
+class SkippedLayer(NamedTuple):
+    """A module with a matrix that is kept dense, and the reason."""
 
     name: str
     kind: str
@@ -38,7 +42,7 @@ class Target:
     Attributes:
         names: Every place in the model, the first found first.
         modules: The layers, each once.
-        groups: Of a convolution, else 1.
+        groups: Groups of a convolution, else 1.
         inner: Columns of a group's matrix, in / groups * kernel.
         outer: Its rows, out / groups.
     """
@@ -51,26 +55,26 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The first place."""
+        """Return the first place."""
         return self.names[0]
 
     @property
     def weight(self) -> Tensor:
-        """The shared weight, in the layer's own layout."""
+        """Return the shared weight, in the layer's own layout."""
         return self.modules[0].weight  # type: ignore[return-value]
 
     @property
     def dense_numbers(self) -> int:
-        """Entries of the weight."""
+        """Return the number of entries of the weight."""
         return self.groups * self.inner * self.outer
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the weight on disk."""
+        """Return the bytes of the weight on disk."""
         return self.dense_numbers * self.weight.itemsize
 
     def numbers(self, rank: int, *, seeded: bool = False) -> int:
-        """Entries on disk at an even rank: of both factors, or without the sketches of a seeded layer."""
+        """Return the entries on disk at an even rank: of both factors, or without the sketches of a seeded layer."""
         if not seeded:
             return rank * self.groups * (self.inner + self.outer)
         if isinstance(self.modules[0], nn.Conv2d):
@@ -78,11 +82,11 @@ class Target:
         return rank // 2 * (self.inner + self.outer)
 
     def bytes(self, rank: int | None, *, seeded: bool = False) -> int:
-        """Bytes on disk at a rank; None is the dense weight."""
+        """Return the bytes on disk at a rank; None is the dense weight."""
         return self.dense_bytes if rank is None else self.numbers(rank, seeded=seeded) * self.weight.itemsize
 
     def matrices(self) -> Tensor:  # (groups, outer, inner), float64
-        """The weight by groups, unfolded."""
+        """Return the weight by groups, unfolded."""
         weight = self.weight.detach().to(torch.float64)
         if is_conv1d(self.modules[0]):
             weight = weight.mT
@@ -90,32 +94,35 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is compressed, in the order of the model, and what is left."""
+class Selection:
+    """The layers to compress, in the order of the model, and those that are not."""
 
     targets: tuple[Target, ...]
-    left: tuple[Left, ...]
+    skipped: tuple[SkippedLayer, ...]
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, a linear layer whose weight is (in, out); without importing that."""
+    """Return whether a module is transformers' Conv1D, a linear layer whose weight is (in, out).
+
+    By name, because transformers must not be imported for it.
+    """
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
 
 
-def make_plan(
+def select_targets(
     model: nn.Module,
     include: Selector | Sequence[Selector] | None = None,
     exclude: Selector | Sequence[Selector] | None = None,
     *,
     rank: int = LEAST_RANK,
     seeded: bool = False,
-) -> Plan:
-    """Find the layers to compress and give a reason for every other one that holds a matrix.
+) -> Selection:
+    """Find the layers to compress, and the reason for every other one that holds a matrix.
 
     Args:
         model: Any module.
-        include: Only these; a type named here also admits its subclasses, which are otherwise left.
+        include: Only these; a type named here also admits its subclasses, which are otherwise skipped.
         exclude: Not these.
         rank: The smallest even rank a layer can get.
         seeded: Whether layers will be seeded, so that sketches cost nothing.
@@ -127,18 +134,19 @@ def make_plan(
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    left: list[Left] = []
+    skipped: list[SkippedLayer] = []
     sound: dict[nn.Module, None] = {}
     for module, places in names.items():
         if isinstance(module, SketchedModule):
-            left.append(Left(places[0], type(module).__name__, "is sketched already"))
+            skipped.append(SkippedLayer(places[0], type(module).__name__, "is sketched already"))
         elif (_holds_matrix(module) or _is_quantised(module)) and not isinstance(module, ParametrizationList):
             reason = _refusal(module, places, wanted, unwanted)
             if reason is None:
                 sound[module] = None
             else:
-                left.append(Left(places[0] or "(the model)", type(module).__name__, reason))
+                skipped.append(SkippedLayer(places[0] or "(the model)", type(module).__name__, reason))
 
+    # A weight that several layers share becomes one target, so that it is compressed once and stays shared.
     owners: dict[int, list[nn.Module]] = {}
     for module in names:
         for parameter in module._parameters.values():
@@ -155,20 +163,20 @@ def make_plan(
             others = others or sharing[1:]
             for one in sharing:
                 if one in sound:
-                    of = next(other for other in (*others, *sharing) if other is not one)
-                    reason = f"shares its weight with {names[of][0]!r} ({type(of).__name__})"
-                    left.append(Left(names[one][0], type(one).__name__, reason))
+                    owner = next(other for other in (*others, *sharing) if other is not one)
+                    reason = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
+                    skipped.append(SkippedLayer(names[one][0], type(one).__name__, reason))
             continue
         target = _target(tuple(name for one in sharing for name in names[one]), tuple(sharing))
         least = target.numbers(rank, seeded=seeded)
         if least >= target.dense_numbers:
-            reason = f"would not shrink: rank {rank} takes {least:,} numbers, the layer {target.dense_numbers:,}"
-            left.append(Left(target.name, type(module).__name__, reason))
+            reason = f"would not shrink: matrix rank {rank} takes {least:,} numbers, the layer {target.dense_numbers:,}"
+            skipped.append(SkippedLayer(target.name, type(module).__name__, reason))
         else:
             targets.append(target)
     order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    left.sort(key=lambda entry: order.get(entry.name, -1))
-    return Plan(tuple(targets), tuple(left))
+    skipped.sort(key=lambda entry: order.get(entry.name, -1))
+    return Selection(tuple(targets), tuple(skipped))
 
 
 def _selectors(role: str, given: Any) -> tuple[Selector, ...] | None:
@@ -190,9 +198,10 @@ def _matches(selector: Selector, names: Sequence[str], module: nn.Module) -> boo
 
 
 def _holds_matrix(module: nn.Module) -> bool:
-    own = module._parameters.values()
-    return isinstance(module, (nn.Linear, nn.Conv2d)) or any(  # these also where something computes the weight
-        parameter is not None and (is_lazy(parameter) or parameter.dim() > 1) for parameter in own
+    # The two known kinds also where pruning or weight_norm computes the weight, which is then not in `_parameters`.
+    return isinstance(module, (nn.Linear, nn.Conv2d)) or any(
+        parameter is not None and (is_lazy(parameter) or parameter.dim() > 1)
+        for parameter in module._parameters.values()
     )
 
 
@@ -206,12 +215,12 @@ def _refusal(
     wanted: tuple[Selector, ...] | None,
     unwanted: tuple[Selector, ...] | None,
 ) -> str | None:
-    """Why a module that holds a matrix is left; None if it is to be compressed."""
+    """Return why a module that holds a matrix is kept dense; None if it is to be compressed."""
     kind = type(module)
     if _is_quantised(module):
-        return "is quantised: compress first, then quantise"
+        return "is quantized: compress first, then quantize"
     if not (isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)):
-        return "is no nn.Linear, nn.Conv2d or Conv1D of transformers"
+        return "not a Linear, Conv2d or Conv1D layer: kept as it is"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
     if names == [""]:
@@ -220,12 +229,12 @@ def _refusal(
     if hasattr(module, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
     if "weight" not in module._parameters:
-        return "has a weight that something computes (pruning, weight_norm): make it permanent first"
+        return "has a weight that is computed (by pruning or weight_norm): make it permanent first"
     weight = module._parameters["weight"]
     if weight is None or is_lazy(weight):
         return "has no weight yet: run the model once first"
     if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
-        return "is a subclass, whose forward may be another: name its type in include= if it is not"
+        return "is a subclass, whose forward may be different: name its type in include= if it is not"
     if wanted is not None and not any(_matches(one, names, module) for one in wanted):
         return "is not included"
     if unwanted is not None and any(_matches(one, names, module) for one in unwanted):
@@ -235,7 +244,7 @@ def _refusal(
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     if "forward" in vars(module):
-        return "has a forward that was set on it (by accelerate, say), which would be lost: remove it first"
+        return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
     if any(len(getattr(module, hooks)) for hooks in _HOOKS):
         return "has hooks, which would be lost: remove them first"
     if not weight.detach().isfinite().all():
@@ -254,7 +263,7 @@ def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...]) -> Target:
 
 @contextmanager
 def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
-    """Put others in the place of modules, wherever these stand, and put them back at the end."""
+    """Put new modules in the place of old ones, wherever these stand, and put the old ones back at the end."""
     try:
         swap_modules(model, replacement)
         yield
@@ -263,7 +272,8 @@ def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]
 
 
 def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> None:
-    """Put others in the place of modules, wherever these stand."""
+    """Put new modules in the place of old ones, wherever these stand."""
+    # In `_modules`, because setattr would move a name to the end of the order that state_dict and named_modules have.
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and child in replacement:

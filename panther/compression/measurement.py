@@ -1,0 +1,137 @@
+"""Errors and speed of new layers against the ones they replace, on the held-out batches."""
+
+__all__ = ["LayerFigures", "Measured", "measure"]
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther.compression.conversion import Replacement
+from panther.compression.runner import Runner, counted, relative_error, squares
+from panther.compression.survey import input_of
+from panther.compression.targets import Target, replace_modules
+from panther.errors import CompressionError
+
+_ROUNDS = 7
+
+
+@dataclass
+class LayerFigures:
+    """Sums of squares of one target over the held-out batches, and its speed-up."""
+
+    lost: float = 0.0
+    total: float = 0.0
+    speedup: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Return the relative error of the layer's output without its bias; None where it was never called."""
+        return relative_error(self.lost, self.total) if self.total else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on the held-out batches; empty without calibration."""
+
+    error: float | None = None
+    layers: Mapping[Target, LayerFigures] = field(default_factory=dict)
+    speedup: float | None = None
+
+
+def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool) -> Measured:
+    """Measure errors, and speed if asked for.
+
+    Raises:
+        CompressionError: If a layer is called from where it cannot be replaced.
+    """
+    error = runner.errors([partial(_all_replaced, runner.model, targets, replacement)], "error")[0]
+    layers = _layer_figures(runner, targets, replacement, speed=speed)
+    return Measured(error, layers, _model_speedup(runner, replacement) if speed and replacement else None)
+
+
+@contextmanager
+def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Replacement) -> Iterator[None]:
+    """Put the new layers into the model, and raise if an old one is called all the same."""
+    names = {module: target.name for target in targets for module in target.modules}
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        raise CompressionError(
+            f"layer {names[module]!r} is called also from where it is not registered, such as a plain list, and "
+            "cannot be replaced there: use an nn.ModuleList, or exclude the layer"
+        )
+
+    with replace_modules(model, replacement), ExitStack() as hooks:
+        for old in replacement:
+            hooks.callback(old.register_forward_pre_hook(refuse).remove)
+        yield
+
+
+@torch.no_grad()
+def _layer_figures(
+    runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
+) -> dict[Target, LayerFigures]:
+    """Run the original on the held-out batches, and give each new layer the old one's input."""
+    figures = {target: LayerFigures() for target in targets}
+    hooks = []
+    mask: Tensor | None = None
+    for target in targets:
+        for module in target.modules:
+            if module not in replacement:
+                continue
+
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, target: Target = target) -> None:
+                own, new, x = figures[target], replacement[module], input_of(args, kwargs)
+                rows = mask if not isinstance(module, nn.Conv2d) else None
+                own.lost += squares(counted(new(x) - output, rows))
+                own.total += squares(counted(output, rows))
+                if speed and own.speedup is None:
+                    own.speedup = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
+
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+    try:
+        for batch in runner.over(runner.held_out, "layers' errors"):
+            mask = runner.mask(batch)
+            runner.output(batch)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    sums = torch.tensor([[own.lost, own.total] for own in figures.values()], dtype=torch.float64)
+    runner.sum_([sums])
+    for own, (lost, total) in zip(figures.values(), sums.tolist(), strict=True):
+        own.lost, own.total = lost, total
+    return figures
+
+
+@torch.no_grad()
+def _model_speedup(runner: Runner, replacement: Replacement) -> float:
+    """Return how many times faster the model runs the first held-out batch with its new layers."""
+    batch = runner.held_out[0]
+
+    def new() -> None:
+        with replace_modules(runner.model, replacement):
+            runner.output(batch)
+
+    return _speedup(lambda: runner.output(batch), new, runner.device, rounds=3)
+
+
+def _speedup(old: Callable[[], Any], new: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS) -> float:
+    """Return the median over rounds of the ratio of the two times."""
+
+    def timed(call: Callable[[], Any]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    old(), new()  # the first calls allocate, and compile kernels on a GPU
+    return statistics.median(timed(old) / max(timed(new), 1e-9) for _ in range(rounds))

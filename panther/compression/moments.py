@@ -1,0 +1,282 @@
+r"""Second moments of what layers read and of what the model's output makes of them, from unlabelled batches.
+
+For a layer :math:`y = x W^T + b`, the error that a change :math:`\Delta` of W makes in the model's output is, to first
+order and with inputs and sensitivities taken as independent,
+
+.. math:: n \operatorname{tr}(G \Delta A \Delta^T), \qquad A = \frac1n \sum x x^T, \quad G = \frac1n \sum g g^T
+
+over the n positions where the layer is applied, g being the gradient at y of the output times a normal vector, so that
+:math:`E\, g g^T = J^T J` (the Kronecker factorisation of J. Martens and R. Grosse, "Optimizing neural networks with
+Kronecker-factored approximate curvature", ICML 2015, arXiv:1503.05671). All sums are in float64.
+"""
+
+__all__ = ["Drift", "Moments", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther.compression.runner import Runner, counted, squares
+from panther.compression.survey import Loss, output_gradients, version_of, watched
+from panther.compression.targets import Target
+from panther.errors import CompressionError
+from panther.nn._conv import same_padding
+
+_DOUBLE = torch.float64.itemsize
+_CHUNK = 2**22  # entries of unfolded input at a time
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments of one target, in float64.
+
+    Attributes:
+        A: Second moment of its inputs, (groups, inner, inner).
+        mean: Mean of its inputs, (groups, inner).
+        G: Second moment of the gradients at its outputs, (groups, outer, outer), or None.
+        positions: How often the layer was applied, over all batches.
+    """
+
+    A: Tensor
+    mean: Tensor
+    G: Tensor | None
+    positions: float
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Moments of what a target reads in the compressed model, in float64.
+
+    Attributes:
+        A: Second moment of it, (groups, inner, inner).
+        mean: Mean of it, (groups, inner).
+        cross: Moment of the original's input with it, (groups, inner, inner): original in rows.
+    """
+
+    A: Tensor
+    mean: Tensor
+    cross: Tensor
+
+
+def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
+    """Return the bytes of the moments of targets that read one input."""
+    A = targets[0].groups * targets[0].inner ** 2
+    return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
+
+
+def split_passes(
+    inputs: Sequence[Sequence[Target]], gradients: bool, limit: int | None
+) -> tuple[list[list[list[Target]]], int]:
+    """Split the sets of targets into passes whose moments fit into ``limit`` bytes.
+
+    A set that is larger by itself has a pass of its own. None is the memory that the three largest layers need.
+
+    Returns:
+        The passes, and the bytes of the largest one.
+    """
+    if limit is None:
+        each = sorted(moments_bytes([target], gradients) for several in inputs for target in several)
+        limit = sum(each[-3:])
+    split: list[list[list[Target]]] = []
+    sizes: list[int] = []
+    for several in inputs:
+        size = moments_bytes(several, gradients)
+        if split and sizes[-1] + size <= limit:
+            split[-1].append(list(several))
+            sizes[-1] += size
+        else:
+            split.append([list(several)])
+            sizes.append(size)
+    return split, max(sizes, default=0)
+
+
+@dataclass
+class _Sums:
+    A: Tensor
+    total: Tensor
+    rows: float = 0.0
+    G: dict[Target, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.A, self.total, *self.G.values()]
+
+
+def gather_moments(
+    runner: Runner,
+    inputs: Sequence[Sequence[Target]],
+    loss_fn: Loss | None,
+    *,
+    gradients: bool,
+    seed: int,
+    description: str,
+) -> tuple[dict[Target, Moments], float]:
+    """Pass over the batches once, for the moments of the targets in ``inputs``.
+
+    Returns:
+        The moments, which targets of one input share, and the sum of squares of the output.
+    """
+    device = runner.device
+    sums: dict[Target, _Sums] = {}
+    leaders: dict[Target, Target] = {}
+    for several in inputs:
+        groups, n = several[0].groups, several[0].inner
+        own = _Sums(_zeros(groups, n, n, device=device), _zeros(groups, n, device=device))
+        if gradients:
+            own.G = {target: _zeros(groups, target.outer, target.outer, device=device) for target in several}
+        sums[several[0]] = own
+        leaders |= dict.fromkeys(several, several[0])
+    compared = {target for several in inputs if len(several) > 1 for target in several}
+    seen: dict[Target, list[Tensor]] = {}
+    energy = torch.zeros(1, dtype=torch.float64)
+    number = 0
+    mask: Tensor | None = None
+
+    def note(target: Target, module: nn.Module, x: Tensor) -> None:
+        if target in compared:
+            seen.setdefault(target, []).append(x)
+        if leaders[target] is not target:
+            return
+        own = sums[target]
+        for rows in input_rows(module, x, mask, target.groups):
+            if not rows.isfinite().all():
+                raise CompressionError(
+                    f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
+                    "batch and the model, or exclude the layer"
+                )
+            own.A.baddbmm_(rows.mT, rows)
+            own.total += rows.sum(1)
+            own.rows += rows.shape[1]
+
+    targets = [target for several in inputs for target in several]
+    for number, batch in enumerate(runner.over(runner.batches, description)):
+        mask = runner.mask(batch)
+        seen.clear()
+        with watched(targets, note, gradients=gradients) as watch, torch.set_grad_enabled(gradients):
+            output = runner.output(batch)
+            found = output_gradients(runner, output, batch, watch, seed + number, loss_fn) if watch.taps else []
+        for several in inputs:
+            for other in several[1:]:
+                if not _same(seen.get(several[0], []), seen.get(other, [])):
+                    raise CompressionError(
+                        f"layers {several[0].name!r} and {other.name!r} read one input in the first batch and two in "
+                        f"batch {number}: exclude one of them"
+                    )
+        size = squares(counted(output.detach(), mask))
+        if not isfinite(size):
+            raise CompressionError(
+                f"the model's output is NaN or infinite in calibration batch {number}: check the batch and the model, "
+                "or return a finite part of the output in forward_fn"
+            )
+        energy += size
+        for (target, module, _), gradient in zip(watch.taps, found, strict=True):
+            if gradient is not None:
+                _add_gradient(sums[leaders[target]].G[target], target, module, gradient, mask, number)
+        seen.clear()
+    result = {}
+    for leader, own in sums.items():
+        rows = _zeros(1, device=device) + own.rows
+        runner.sum_([*own.tensors(), rows])
+        positions = max(rows.item(), 1.0)
+        for moment in own.tensors():
+            moment /= positions
+        for target in leaders:
+            if leaders[target] is leader:
+                result[target] = Moments(own.A, own.total, own.G.get(target), positions)
+    runner.sum_([energy])
+    return result, energy.item()
+
+
+class _Stop(BaseException):
+    """End a forward once the layer of interest has run; not an Exception, which the runner would explain."""
+
+
+def gather_drift(
+    runner: Runner, several: Sequence[Target], calls: int, compressed: Callable[[], Any], description: str
+) -> Drift:
+    """Compare what targets of one input read in the original and under ``compressed``, which replaces layers."""
+    leader, device = several[0], runner.device
+    groups, n = leader.groups, leader.inner
+    A, cross = (_zeros(groups, n, n, device=device) for _ in range(2))
+    mean, rows = _zeros(groups, n, device=device), _zeros(1, device=device)
+
+    def read(batch: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+        mask, left = runner.mask(batch), calls
+
+        def note(target: Target, module: nn.Module, x: Tensor) -> None:
+            nonlocal left
+            found.extend(input_rows(module, x, mask, groups))
+            left -= 1
+            if left == 0:
+                raise _Stop
+
+        with watched([leader], note, gradients=False), suppress(_Stop):
+            runner.output(batch)
+        return found
+
+    with torch.no_grad():
+        for batch in runner.over(runner.batches, description):
+            before = read(batch)
+            with compressed():
+                after = read(batch)
+            for x, z in zip(before, after, strict=True):
+                A.baddbmm_(z.mT, z)
+                cross.baddbmm_(x.mT, z)
+                mean += z.sum(1)
+                rows += z.shape[1]
+    runner.sum_([A, cross, mean, rows])
+    return Drift(A / rows, mean / rows, cross / rows)
+
+
+def _add_gradient(
+    G: Tensor, target: Target, module: nn.Module, gradient: Tensor, mask: Tensor | None, number: int
+) -> None:
+    if isinstance(module, nn.Conv2d):
+        rows = gradient.movedim(-3, -1).reshape(-1, target.groups, target.outer).movedim(1, 0)
+    else:
+        rows = counted(gradient, mask)[None]
+    rows = rows.to(torch.float64)
+    if not rows.isfinite().all():
+        raise CompressionError(
+            f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {number}: use "
+            "method='activation', or a model in float32"
+        )
+    G.baddbmm_(rows.mT, rows)
+
+
+def input_rows(module: nn.Module, x: Tensor, mask: Tensor | None, groups: int) -> Iterator[Tensor]:
+    """Yield what a layer multiplies its weight with, (groups, rows, inner) in float64, some rows at a time."""
+    if not isinstance(module, nn.Conv2d):
+        yield counted(x, mask).to(torch.float64)[None]
+        return
+    x = x if x.dim() == 4 else x[None]
+    if isinstance(module.padding, str):
+        pads = same_padding(module.kernel_size, module.dilation) if module.padding == "same" else [(0, 0)] * 2
+    else:
+        pads = [(size, size) for size in module.padding]
+    flat = [size for pair in reversed(pads) for size in pair]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    if any(flat):
+        x = F.pad(x, flat, mode=mode)
+    per_sample = max(1, x[0].numel() * module.weight[0, 0].numel()) if len(x) else 1
+    for part in x.split(max(1, _CHUNK // per_sample)):
+        columns = F.unfold(part, module.kernel_size, module.dilation, 0, module.stride)  # (N, in * kernel, places)
+        rows = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+        yield rows.to(torch.float64)
+
+
+def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(
+        x.data_ptr() == y.data_ptr() and x.shape == y.shape and version_of(x) == version_of(y)
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def _zeros(*shape: int, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64, device=device)
