@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
     from .comm.metrics import DistributedMetricsCollector
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
-    from .comm.traffic import CommunicationCounter, comm_bytes
+    from .comm.traffic import CommunicationCounter
     from .data.advanced_trainer import AdvancedDistributedTrainer
     from .data.sketched_model import DistributedSketchedModel
     from .data.strategies import data_parallel
@@ -63,10 +63,7 @@ _MODULES = {
         "setup_distributed",
         "shutdown",
     ),
-    "comm.traffic": (
-        "CommunicationCounter",
-        "comm_bytes",
-    ),
+    "comm.traffic": ("CommunicationCounter",),
     "data.advanced_trainer": ("AdvancedDistributedTrainer",),
     "data.sketched_model": ("DistributedSketchedModel",),
     "data.strategies": ("data_parallel",),
@@ -137,7 +134,6 @@ __all__ = [
     "checkpoint",
     "choose_parallelism_strategy",
     "cleanup_distributed",
-    "comm_bytes",
     "data_parallel",
     "get_distributed_info",
     "get_rank",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import transport
+from panther.distributed.comm._ranks import require_process_group, transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.data.strategies import check_trainable, data_parallel, shard_whole
@@ -74,8 +74,7 @@ class HybridParallelTrainer:
     """
 
     def __init__(self, model_config: nn.Module | Mapping[str, Any], parallelism_config: Mapping[str, Any]) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise DistributedError("there is no process group: call panther.distributed.init() first")
+        require_process_group()
         config = _checked(parallelism_config)
         self.mesh = make_mesh(
             dp=config["data_parallel_size"], pp=config["pipeline_parallel_size"], tp=config["tensor_parallel_size"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from panther.distributed import get_distributed_info, get_world_size, init, shutdown
 from panther.distributed.comm._agreement import gather_objects, run_on_first_rank
+from panther.distributed.comm._ranks import in_process_group
 from panther.train.batches import Batch
 
 _T = TypeVar("_T")
@@ -93,8 +94,8 @@ def join(timeout_s: float) -> None:
 
     The model, as it was wrapped, needs the group for as long as it is there: to be evaluated, exported, trained on.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        init(timeout=timeout_s)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not in_process_group():
+        init(timeout_s=timeout_s)
         atexit.register(_leave)
 
 

@@ -1,7 +1,4 @@
-import csv
-
 import pytest
-import torch.distributed as dist
 from ranks import on_ranks
 
 from panther.distributed import profile_communication_overhead
@@ -10,12 +7,9 @@ from panther.errors import DistributedError, ShapeError
 pytestmark = pytest.mark.distributed
 
 
-def test_every_operation_at_every_size(tmp_path):
+def test_every_operation_at_every_size():
     def rank():
         profile = profile_communication_overhead([1000, 4096], repetitions=2)
-        if dist.get_rank() == 0:
-            profile.to_csv(tmp_path / "profile.csv")
-            profile.plot(tmp_path / "profile.svg")
         some = profile_communication_overhead([12], operations=["broadcast"], repetitions=1)
         return profile, str(profile), some
 
@@ -35,9 +29,6 @@ def test_every_operation_at_every_size(tmp_path):
     assert text.splitlines()[0] == "3 ranks, gloo"
     assert len(text.splitlines()) == 12
     assert len(some.timings) == 1
-    with open(tmp_path / "profile.csv", newline="", encoding="utf-8") as file:
-        assert [row["operation"] for row in csv.DictReader(file)] == [row.operation for row in first.timings]
-    assert (tmp_path / "profile.svg").stat().st_size > 1000
 
 
 def test_one_rank_and_bad_input():

@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -129,9 +128,9 @@ def test_second_init_says_what_to_do():
         (lambda: setup_distributed(0, 1, "cpu:smoke"), ValueError, "is unknown"),
         (lambda: init(3), TypeError, "backend must be a string or None"),
         (lambda: init("mpi"), DistributedError, "backend='mpi' is not in this build of torch"),
-        (lambda: init(timeout=0), ValueError, "timeout=0 must be a positive number of seconds"),
-        (lambda: init(timeout=timedelta(seconds=-1)), ValueError, "timeout=-1"),
-        (lambda: init(timeout="long"), TypeError, "timeout must be seconds or a timedelta"),
+        (lambda: init(timeout_s=0), ValueError, "timeout_s=0 must be a positive number of seconds"),
+        (lambda: init(timeout_s=-1), ValueError, "timeout_s=-1"),
+        (lambda: init(timeout_s="long"), TypeError, "timeout_s must be a number of seconds"),
         (lambda: launch(max, 1, nproc=0), ValueError, "nproc=0 must be at least 1"),
         (lambda: launch(max, 1, nproc=-2), ValueError, "nproc=-2"),
         (lambda: launch(max, 1, nproc=2.0), TypeError, "nproc must be an integer, not float"),
@@ -231,7 +230,7 @@ def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
     def member(rank, world_size=4):
         def work():
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-            init(timeout=1)
+            init(timeout_s=1)
 
         return work
 
@@ -250,7 +249,7 @@ def test_missing_rank_over_tcp(free_port):
         def work():
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port), **environment)
             os.environ.update(RANK=str(rank), WORLD_SIZE="3")
-            init(timeout=1)
+            init(timeout_s=1)
             x = torch.ones(1)
             dist.all_reduce(x)
             interface = os.environ["GLOO_SOCKET_IFNAME"]
@@ -271,7 +270,7 @@ def test_port_in_use(free_port, monkeypatch):
 
     def work():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port), RANK="0", WORLD_SIZE="1")
-        init(timeout=2)
+        init(timeout_s=2)
 
     (answer,) = started(work)
     assert "rank 0 of 1 cannot listen at MASTER_ADDR=127.0.0.1" in answer

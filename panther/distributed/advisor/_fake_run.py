@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.traffic import CommunicationCounter
 from panther.errors import DistributedError, ShapeError
 
@@ -38,7 +39,7 @@ def pretended_mesh(ranks: int) -> Iterator[DeviceMesh]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-    alone = not dist.is_initialized()
+    alone = not in_process_group()
     if alone:
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     members = list(range(dist.get_rank(), dist.get_rank() + ranks))

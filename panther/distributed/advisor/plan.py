@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther._text import format_bytes, format_seconds, format_table
@@ -16,6 +15,7 @@ from panther.distributed.advisor._text import explain, reason
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
 from panther.distributed.advisor.model_stats import ModelStats
+from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.data.strategies import data_parallel
 from panther.distributed.hybrid import HybridParallelTrainer
@@ -123,8 +123,7 @@ class ParallelismPlan:
             IndexError: If there is no such option.
         """
         layout = self.options[option].layout
-        if not (dist.is_available() and dist.is_initialized()):
-            raise DistributedError("there is no process group: call panther.distributed.init() first")
+        require_process_group()
         if get_world_size() != layout.world:
             raise DistributedError(
                 f"the plan is for {layout.world} ranks ({layout}) and the world size is {get_world_size()}: plan for "

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint import _storage as files
 from panther.distributed.comm._agreement import common_error, gather_objects, run_on_all_ranks, run_on_first_rank
-from panther.distributed.comm._ranks import Group, name_ranks
+from panther.distributed.comm._ranks import Group, in_process_group, name_ranks
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError, FormatError, PantherError
 from panther.nn._specs import module_specs
@@ -216,7 +216,7 @@ def read(folder: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor], 
 
 
 def _where(group: Group) -> dict[str, Any]:
-    return {"process_group": group} if dist.is_available() and dist.is_initialized() else {"no_dist": True}
+    return {"process_group": group} if in_process_group() else {"no_dist": True}
 
 
 @contextmanager
@@ -247,7 +247,7 @@ _sides: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 def side_group(group: Group) -> Group:
     """A group of the same ranks on gloo, for a thread beside the training."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not in_process_group():
         return None
     parent = group or dist.group.WORLD
     assert parent is not None

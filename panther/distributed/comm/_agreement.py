@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from panther import errors
 from panther.distributed.comm._diagnostics import gather_all, watched
-from panther.distributed.comm._ranks import Group, is_fake, name_ranks, ranks_of, transport
+from panther.distributed.comm._ranks import Group, in_process_group, is_fake, name_ranks, ranks_of, transport
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError, DistributedError, PantherError, SketchMismatchError
 
@@ -42,7 +42,7 @@ def agree(
     """
     if is_fake(group):
         return
-    if not (dist.is_available() and dist.is_initialized()):
+    if not in_process_group():
         describe()  # which may have more to say
     ranks = ranks_of(group)
     failure, described = None, {}

@@ -89,7 +89,9 @@ def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault:
     if not parts:
         return f"{head} ({fault}), and all of its ranks are there: see whether they can reach one another"
     fix = (
-        "see why the missing ones ended or are late, or raise init's timeout" if silent else "call the same everywhere"
+        "see why the missing ones ended or are late, or raise timeout_s of init"
+        if silent
+        else "call the same everywhere"
     )
     return f"{head}: {'; '.join(parts)}: {fix}"
 

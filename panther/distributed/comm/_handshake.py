@@ -207,10 +207,10 @@ def _answer_error(store: dist.Store, token: str, message: str, present: list[int
 def _missing(present: list[int], world_size: int, timeout_s: float) -> str:
     missing = [rank for rank in range(world_size) if rank not in present]
     if not missing:
-        return f"the {world_size} ranks did not all check in within {timeout_s:g} s, though later: raise timeout="
+        return f"the {world_size} ranks did not all check in within {timeout_s:g} s, though later: raise timeout_s"
     return (
         f"{name_ranks(missing)} of {world_size} did not check in within {timeout_s:g} s, {name_ranks(present)} did: "
-        "see why the missing ones did not start, or raise timeout="
+        "see why the missing ones did not start, or raise timeout_s"
     )
 
 

@@ -1,6 +1,6 @@
-"""Name ranks, list those of a group, and find the device on which they exchange small tensors."""
+"""Ask for the process group, name ranks, and find the device on which a group exchanges small tensors."""
 
-__all__ = ["Group", "is_fake", "name_ranks", "ranks_of", "transport"]
+__all__ = ["Group", "in_process_group", "is_fake", "name_ranks", "ranks_of", "require_process_group", "transport"]
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,23 @@ from panther.errors import DistributedError
 
 Group = dist.ProcessGroup | None
 """None stands for all ranks."""
+
+
+def in_process_group() -> bool:
+    """Return whether this process has a process group; the only place that asks torch for it."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_process_group(group: Group = None) -> None:
+    """Check that there is a process group, and that this rank is in ``group``.
+
+    Raises:
+        DistributedError: If there is none, or this rank is not in it.
+    """
+    if not in_process_group():
+        raise DistributedError("there is no process group: call panther.distributed.init() first")
+    if dist.get_rank(group) < 0:
+        raise DistributedError(f"rank {dist.get_rank()} is not in the group: only the group's ranks may call this")
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -22,22 +39,19 @@ def name_ranks(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of the group, in its order.
+def ranks_of(group: Group) -> list[int]:
+    """Return the global ranks of the group, in its order.
 
     Raises:
         DistributedError: If there is no process group, or this rank is not in it.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DistributedError("there is no process group: call panther.distributed.init() first")
-    if dist.get_rank(group) < 0:
-        raise DistributedError(f"rank {dist.get_rank()} is not in the group: only the group's ranks may call this")
+    require_process_group(group)
     return dist.get_process_group_ranks(group)
 
 
-def transport(group: dist.ProcessGroup | None) -> torch.device:
-    """The device on which the group exchanges small tensors."""
-    if dist.get_backend(group) == "nccl":
+def transport(group: Group) -> torch.device:
+    """Return the device on which the group exchanges small tensors: the current GPU with NCCL, else the CPU."""
+    if in_process_group() and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -47,5 +61,4 @@ def is_fake(group: Group) -> bool:
 
     The advisor shards models over such a group to measure them; there is nobody to agree with.
     """
-    in_group = dist.is_available() and dist.is_initialized() and dist.get_rank(group) >= 0
-    return in_group and dist.get_backend(group) == "fake"
+    return in_process_group() and dist.get_rank(group) >= 0 and dist.get_backend(group) == "fake"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from panther.distributed.comm._ranks import in_process_group, require_process_group, transport
 from panther.errors import DistributedError, ShapeError, check_size
 
 AXES = ("replicate", "dp", "pp", "tp")
@@ -24,7 +25,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
         >>> get_rank()
         0
     """
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group) if in_process_group() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -34,7 +35,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
         >>> get_world_size()
         1
     """
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group) if in_process_group() else 1
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,12 @@ def get_distributed_info() -> DistributedInfo:
         >>> get_distributed_info().world_size
         1
     """
-    joined = dist.is_available() and dist.is_initialized()
     return DistributedInfo(
         rank=get_rank(),
         world_size=get_world_size(),
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        backend=dist.get_backend() if joined else None,
-        device=_device(),
+        backend=dist.get_backend() if in_process_group() else None,
+        device=transport(None),
         host=socket.gethostname(),
     )
 
@@ -99,8 +99,7 @@ def make_mesh(
         ('dp', 'tp')
         >>> pr.distributed.shutdown()
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DistributedError("there is no process group: call panther.distributed.init() first")
+    require_process_group()
     world = dist.get_world_size()
     given = {"replicate": replicate, "dp": dp, "pp": pp, "tp": tp}
     sizes = {name: check_size(name, given[name], least=1) for name in AXES if given[name] is not None}  # type: ignore[arg-type]
@@ -111,7 +110,7 @@ def make_mesh(
             f"{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} = {product} must equal the world size "
             f"({world}): {_advice(sizes, world, product)}"
         )
-    return init_device_mesh(_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(transport(None).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -120,10 +119,7 @@ def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     Raises:
         DistributedError: If there is no process group, or that of the mesh is gone.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DistributedError(
-            "there is no process group: call panther.distributed.init() first, and make_mesh after it"
-        )
+    require_process_group()
     try:
         return [mesh.get_group(axis) for axis in range(mesh.ndim)]
     except RuntimeError as error:
@@ -140,9 +136,3 @@ def _advice(sizes: dict[str, int], world: int, product: int) -> str:
         if world % others == 0:
             return f"use {name}={world // others}, or start {product} processes"
     return f"start {product} processes"
-
-
-def _device() -> torch.device:
-    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

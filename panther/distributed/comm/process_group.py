@@ -55,12 +55,12 @@ def start_group(
     rank: int,
     world_size: int,
     backend: str | None,
-    timeout: float | timedelta,
+    timeout_s: float,
     opener: Opener,
 ) -> None:
     """Join the process group, with everything that can go wrong said in one sentence."""
     global _session
-    timeout_s = _check_request(rank, world_size, backend, timeout)
+    _check_request(rank, world_size, backend, timeout_s)
     deadline = time.monotonic() + timeout_s
     store, close = opener(rank, world_size, timeout_s, deadline)
     _session = _Session(store, close)
@@ -139,8 +139,7 @@ def _meet(session: _Session, occasion: str, deadline: float) -> bool:
     return came >= session.world_size
 
 
-def _check_request(rank: int, world_size: int, backend: str | None, timeout: float | timedelta) -> float:
-    """The timeout in seconds, if the request makes sense."""
+def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: float) -> None:
     if not dist.is_available():
         raise DistributedError("this torch is built without torch.distributed: install a build that has it")
     if dist.is_initialized():
@@ -156,12 +155,10 @@ def _check_request(rank: int, world_size: int, backend: str | None, timeout: flo
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must be in [0, world_size) = [0, {world_size}): number the processes from 0")
     _check_backend(backend)
-    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"timeout must be seconds or a timedelta, not {type(timeout).__name__}")
+        raise TypeError(f"timeout_s must be a number of seconds, not {type(timeout_s).__name__}")
     if not 0 < timeout_s < 1e8:
-        raise ValueError(f"timeout={timeout_s:g} must be a positive number of seconds below 1e8: use timeout=300, say")
-    return float(timeout_s)
+        raise ValueError(f"timeout_s={timeout_s:g} must be a positive number of seconds below 1e8, such as 300")
 
 
 def _check_backend(backend: str | None) -> None:
@@ -181,7 +178,7 @@ def _check_backend(backend: str | None) -> None:
 _TIMEOUT_S = 300.0
 
 
-def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) -> None:
+def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
     """Join the process group of this run, or make one of a single process.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read from the environment, as torchrun sets them. Without any of
@@ -192,11 +189,11 @@ def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) ->
         backend: ``"gloo"``, ``"nccl"`` or another of torch's; None is that of ``panther launch --backend``, else nccl
             if every rank has a GPU of its own, else gloo, decided jointly. With nccl the current CUDA device becomes
             the rank's own.
-        timeout: Seconds to wait for the other ranks, and afterwards for each collective operation.
+        timeout_s: Seconds to wait for the other ranks, and afterwards for each collective operation.
 
     Raises:
         DistributedError: If ranks are missing (they are named), disagree, or the process is in a group already.
-        ValueError: If ``backend``, ``timeout`` or the environment make no sense.
+        ValueError: If ``backend``, ``timeout_s`` or the environment make no sense.
 
     A process of a launcher gets SIGTERM if that is killed (on Linux).
 
@@ -211,7 +208,7 @@ def init(backend: str | None = None, timeout: float | timedelta = _TIMEOUT_S) ->
     rank, world_size = _ranks_from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed would leave its processes to themselves
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
-    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout, open_store)
+    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s, open_store)
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:

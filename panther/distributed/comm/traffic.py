@@ -1,6 +1,6 @@
-"""Measure what is sent, instead of computing what should be."""
+"""Count the collective operations of a process, and the bytes of their tensors."""
 
-__all__ = ["CommunicationCounter", "comm_bytes"]
+__all__ = ["CommunicationCounter"]
 
 from collections import Counter
 from typing import Any, Self
@@ -73,18 +73,3 @@ class CommunicationCounter(TorchDispatchMode):
                 leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)
             )
         return func(*args, **kwargs)
-
-
-def comm_bytes() -> CommunicationCounter:
-    """Count what this process hands to collectives in a ``with`` block: a new :class:`CommunicationCounter`.
-
-    Example:
-        >>> import torch, torch.distributed as dist, panther as pr
-        >>> pr.distributed.init()
-        >>> with comm_bytes() as sent:
-        ...     dist.all_reduce(torch.ones(10))
-        >>> dict(sent.bytes_by_operation)
-        {'allreduce_': 40}
-        >>> pr.distributed.shutdown()
-    """
-    return CommunicationCounter()

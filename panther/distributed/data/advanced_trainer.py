@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.data import DataLoader, IterableDataset
 
 from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.data.strategies import data_parallel
 from panther.distributed.sync.sketches import verify_sketches
@@ -45,7 +46,7 @@ class AdvancedDistributedTrainer:
     """
 
     def __init__(self, model: nn.Module, rank: int, world_size: int, *, max_norm: float = 1.0) -> None:
-        if not dist.is_initialized() or (rank, world_size) != (get_rank(), get_world_size()):
+        if not in_process_group() or (rank, world_size) != (get_rank(), get_world_size()):
             raise DistributedError(
                 f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
                 f"{get_world_size()}: call panther.distributed.init() first, and pass what it says"

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
 from panther.distributed.sync.replicas import broadcast_model, check_same_model, send_model
@@ -189,8 +190,7 @@ def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
 def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> DeviceMesh:
     """The mesh for fully_shard: of one axis, or copies by shards; a copy is a shard of all."""
     if not isinstance(mesh, DeviceMesh):
-        if not (dist.is_available() and dist.is_initialized()):
-            raise DistributedError("there is no process group: call panther.distributed.init() first")
+        require_process_group()
         kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
         mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
     _check_axes(mesh, strategy)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map_only
 
+from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.pipeline._balance import Segments, balanced_cuts, check_shared, sizes_in_parameters, timed_cuts
 from panther.distributed.pipeline._export import trace_stages
@@ -178,7 +179,7 @@ def plan_stages(
 ) -> StagePlan:
     """The first half of :func:`split_stages`, after which the model may be cut along other axes."""
     group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
-    if group is None and dist.is_available() and dist.is_initialized():
+    if group is None and in_process_group():
         group = dist.group.WORLD
     inputs = (sample,) if isinstance(sample, Tensor) else sample
     found: list[Segments] = []

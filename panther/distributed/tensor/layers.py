@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from panther.distributed._layer_configs import _KEYS, check_configs
+from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.collectives import all_gather
 from panther.distributed.tensor._sk_linear import ColwiseSKLinear, RowwiseSKLinear, shard_
-from panther.errors import DistributedError
 from panther.nn import SKLinear
 
 
@@ -120,8 +120,7 @@ class TensorParallelModel(nn.Module):
 def _as_mesh(group: dist.ProcessGroup | DeviceMesh) -> DeviceMesh:
     if isinstance(group, DeviceMesh):
         return group
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DistributedError("there is no process group: call panther.distributed.init() first")
+    require_process_group()
     return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
