@@ -42,7 +42,7 @@ class HybridParallelTrainer:
         parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (what
             is left of the world), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``), ``gradient_clipping``
             (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``). For the stages of a model that is no
-            nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``pipeline_sample``, the inputs of one
+            nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of one
             microbatch, both as :func:`split_stages` takes them.
 
     Attributes:
@@ -85,7 +85,7 @@ class HybridParallelTrainer:
         self._criterion: _Shared | None = None
         self._schedule: PipelineSchedule | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
-        given = {name: value for name, value in config.items() if name != "pipeline_sample"}
+        given = {name: value for name, value in config.items() if name != "sample_input"}
 
         def settings() -> dict[str, Any]:
             return given | check_trainable(model, config["data_parallel"])
@@ -106,7 +106,7 @@ class HybridParallelTrainer:
         self.model = StageModules(stage.submod for stage in self.stages)
 
     def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
-        layers, sample = config["pipeline_layers"], config["pipeline_sample"]
+        layers, sample_input = config["pipeline_layers"], config["sample_input"]
         if layers is None and not isinstance(model, nn.Sequential):
             raise ShapeError(
                 f"a pipeline cuts an nn.Sequential, not a {type(model).__name__}: put its parts into one, or name its "
@@ -120,7 +120,7 @@ class HybridParallelTrainer:
             order="v" if self.schedule_name in _IN_V else "loop",
             layers=layers,
             balance="parameters",
-            sample=sample,
+            sample_input=sample_input,
         )
 
     def train_step(
@@ -250,7 +250,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_clipping": None,
         "data_parallel": "fsdp",
         "pipeline_layers": None,
-        "pipeline_sample": None,
+        "sample_input": None,
     }
     unknown = sorted(set(given) - set(known))
     if unknown:

@@ -220,7 +220,7 @@ def _cut(
             data = sample()
             inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)
             settings["pipeline_layers"] = config.pipeline_layers
-            settings["pipeline_sample"] = tuple(x[: len(x) // microbatches].to(device) for x in inputs)
+            settings["sample_input"] = tuple(x[: len(x) // microbatches].to(device) for x in inputs)
     built = HybridParallelTrainer(model, settings)
     if pp > 1:
         return PipelineEngine(

@@ -33,7 +33,7 @@ def test_an_epoch_is_that_of_one_process():
 
     def rank():
         r = dist.get_rank()
-        trainer = AdvancedDistributedTrainer(network(100 + r), r, 2, max_norm=0.5)
+        trainer = AdvancedDistributedTrainer(network(100 + r), r, 2, gradient_clipping=0.5)
         optimizer = torch.optim.SGD(trainer.ddp_model.parameters(), 0.5)
         own = [(x[2 * r : 2 * r + 2], y[2 * r : 2 * r + 2]) for x, y in every]
         return trainer.train_epoch(own, optimizer, criterion), [p.detach() for p in trainer.model.parameters()]

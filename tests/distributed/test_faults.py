@@ -167,7 +167,7 @@ def test_other_seeds_and_weights_are_made_the_same():
     ("settings", "expected"),
     [
         ({"strategy": "fsdp"}, "strategy='ddp' on rank 0 and 'fsdp' on rank 1"),
-        ({"strategy": "fsdp", "mixed_precision": torch.bfloat16}, "mixed_precision=None on rank 0 and torch.bfloat16"),
+        ({"strategy": "fsdp", "mixed_precision": "bf16"}, "mixed_precision=None on rank 0 and 'bf16'"),
         ({"comm_hook": "powersgd"}, "comm_hook=None on rank 0 and 'powersgd' on rank 1"),
         ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view=missing on rank 0 and True on rank 1"),
         ({"strategy": "zero"}, "rank 1: strategy='zero' is unknown: use one of 'ddp', 'fsdp', 'replicate'"),
@@ -244,10 +244,10 @@ def test_other_schedules_and_batches():
     first, second = on_ranks(rank)
     assert first == second
     assert "schedules differ between ranks: name='gpipe' on rank 0 and '1f1b' on rank 1" in first[0]
-    assert "n_microbatches=2 on rank 0 and 4 on rank 1" in first[1]
+    assert "num_microbatches=2 on rank 0 and 4 on rank 1" in first[1]
     assert "the loss's reduction is mean on rank 0 and sum on rank 1" in first[2]
     assert "batches differ between ranks: the input is torch.float32 (4, 16) on rank 0 and torch.fl" in first[3]
-    assert "rank 1: 3 samples cannot be cut into n_microbatches=2 of one size" in first[4]
+    assert "rank 1: 3 samples cannot be cut into num_microbatches=2 of one size" in first[4]
 
 
 def test_other_batches_where_layers_are_shared():

@@ -134,7 +134,7 @@ def test_mixed_precision_and_offload():
 
     def rank():
         model = data_parallel(
-            network(100, dtype=torch.float32), strategy="fsdp", mixed_precision=torch.bfloat16, cpu_offload=True
+            network(100, dtype=torch.float32), strategy="fsdp", mixed_precision="bf16", cpu_offload=True
         )
         own = slice_of(dist.get_rank(), 2)
         losses, _ = train(model, x[own], y[own])
@@ -242,7 +242,7 @@ def test_what_is_refused():
             lambda: data_parallel(network(0), mesh, "replicate"),
             lambda: data_parallel(network(0), comm_hook="int8"),
             lambda: data_parallel(network(0), strategy="fsdp", comm_hook="fp16"),
-            lambda: data_parallel(network(0), mixed_precision=torch.bfloat16),
+            lambda: data_parallel(network(0), mixed_precision="bf16"),
             lambda: data_parallel(network(0), strategy="replicate", cpu_offload=True),
         ):
             with pytest.raises((ValueError, ShapeError, DistributedError)) as caught:

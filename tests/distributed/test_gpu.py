@@ -119,7 +119,7 @@ def test_gradients_that_travel_in_other_forms(device, hook):
 
 def test_half_precision(device):
     model, (x, y) = network(device).float(), data(device)
-    parallel = data_parallel(model, strategy="fsdp", mixed_precision=torch.bfloat16)
+    parallel = data_parallel(model, strategy="fsdp", mixed_precision="bf16")
     loss = nn.functional.cross_entropy(parallel(x.float()), y)
     loss.backward()
     expected = nn.functional.cross_entropy(network(device).float()(x.float()), y)

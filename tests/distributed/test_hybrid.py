@@ -207,4 +207,4 @@ def test_batches_that_are_refused():
     for messages in on_ranks(lambda: rank(stages, ((8, 6), mean), ((7, 7), mean)), 4):
         assert "(8, 40) on ranks 0, 1 and torch.float64 (6, 40) on ranks 2, 3" in messages[0]
         assert messages[0].endswith("pass every rank as many samples of one shape")
-        assert messages[1].startswith("7 samples cannot be cut into n_microbatches=2 of one size")
+        assert messages[1].startswith("7 samples cannot be cut into num_microbatches=2 of one size")

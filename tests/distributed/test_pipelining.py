@@ -127,7 +127,7 @@ def test_what_is_refused():
     assert messages[7] == "schedule 'zbv' takes two stages a rank in a v: use split_stages(..., 4, order='v')"
     assert messages[8].startswith("schedule 'interleaved' takes stages in the order 'loop'")
     assert messages[9] == "the loss has reduction='none', and must have 'mean' or 'sum'"
-    rule = "12 samples cannot be cut into n_microbatches=5 of one size"
+    rule = "12 samples cannot be cut into num_microbatches=5 of one size"
     assert messages[10] == f"{rule}: use one of 1, 2, 3, 4, 6, 12, or another batch"
     assert messages[11].startswith("stages must be those of this rank, one at least, and are empty")
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
@@ -143,7 +143,7 @@ def test_too_few_microbatches():
         return str(caught.value)
 
     for message in on_ranks(rank):
-        assert message.startswith("schedule '1f1b' cannot take n_microbatches=1 over 2 stages: ")
+        assert message.startswith("schedule '1f1b' cannot take num_microbatches=1 over 2 stages: ")
 
 
 def test_gradients_are_added_to_those_of_earlier_steps():

@@ -119,7 +119,7 @@ def test_ten_steps_are_those_of_one_process(name, world, cut):
 
     def rank():
         model = build(100 + dist.get_rank())
-        stages = split_stages(model, world * per_rank, order=order, sample=x[:2], **cut)
+        stages = split_stages(model, world * per_rank, order=order, sample_input=x[:2], **cut)
         schedule = make_schedule(name, stages, 4, nn.MSELoss())
         losses, _ = take_pipeline_steps(torch.optim.SGD(schedule.parameters(), 0.1), schedule, x, y)
         return losses, [{key: value.detach() for key, value in stage.submod.state_dict().items()} for stage in stages]
@@ -172,7 +172,7 @@ def test_two_inputs_and_the_size_of_the_sample():
 
     def rank():
         torch.manual_seed(0)
-        stages = split_stages(Pair(), 2, layers="layers", sample=(a[:3], b[:3]))
+        stages = split_stages(Pair(), 2, layers="layers", sample_input=(a[:3], b[:3]))
         schedule = make_schedule("1f1b", stages, 2, nn.MSELoss())
         output, _ = schedule.step((a, b), y)
         with pytest.raises(ShapeError) as caught:
@@ -239,7 +239,7 @@ def test_times_are_measured_and_leave_the_model_as_it_was():
         torch.manual_seed(0)
         model = nn.Sequential(Slow(64, 64), *(nn.Linear(64, 64) for _ in range(5)), nn.BatchNorm1d(64), nn.Dropout())
         before = torch.get_rng_state()
-        (stage,) = split_stages(model, 2, balance="time", sample=torch.randn(32, 64, generator=torch.Generator()))
+        (stage,) = split_stages(model, 2, balance="time", sample_input=torch.randn(32, 64, generator=torch.Generator()))
         assert torch.equal(torch.get_rng_state(), before)
         assert model[6].num_batches_tracked == 0
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -274,7 +274,7 @@ def test_several_axes_at_once(config):
         sample = x[: own_samples // (4 if config.get("schedule") == "zbv" else 2)]
         trainer = HybridParallelTrainer(
             model,
-            {"pipeline_parallel_size": 2, "pipeline_layers": "decoder.layers", "pipeline_sample": sample, **config},
+            {"pipeline_parallel_size": 2, "pipeline_layers": "decoder.layers", "sample_input": sample, **config},
         )
         optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
         place, places = trainer.mesh["dp"].get_local_rank(), trainer.mesh["dp"].size()
@@ -321,20 +321,22 @@ def test_what_is_refused():
         for call in (
             lambda: split_stages(build(0), 2),
             lambda: split_stages(build(0), 2, layers="decoder.layers"),
-            lambda: split_stages(build(0), 2, layers="decoder.norm", sample=x),
-            lambda: split_stages(build(0), 2, ["decoder.layers.9"], sample=x),
-            lambda: split_stages(build(0), 4, ["decoder.norm", "decoder.head", "decoder.embed"], sample=x),
-            lambda: split_stages(build(0), 2, ["decoder"], layers="decoder.layers", sample=x),
-            lambda: split_stages(build(0), 6, layers="decoder.layers", sample=x),
-            lambda: split_stages(build(0), 2, layers="decoder.layers", sample=torch.ones(2, 20, dtype=torch.int64)),
-            lambda: split_stages(Deciding(), 2, layers="layers", sample=torch.ones(2, 4)),
-            lambda: split_stages(Tied(alias=True), 2, layers="layers", sample=x),
-            lambda: split_stages(Tied(alias=False), 2, layers="layers", sample=x),
+            lambda: split_stages(build(0), 2, layers="decoder.norm", sample_input=x),
+            lambda: split_stages(build(0), 2, ["decoder.layers.9"], sample_input=x),
+            lambda: split_stages(build(0), 4, ["decoder.norm", "decoder.head", "decoder.embed"], sample_input=x),
+            lambda: split_stages(build(0), 2, ["decoder"], layers="decoder.layers", sample_input=x),
+            lambda: split_stages(build(0), 6, layers="decoder.layers", sample_input=x),
+            lambda: split_stages(
+                build(0), 2, layers="decoder.layers", sample_input=torch.ones(2, 20, dtype=torch.int64)
+            ),
+            lambda: split_stages(Deciding(), 2, layers="layers", sample_input=torch.ones(2, 4)),
+            lambda: split_stages(Tied(alias=True), 2, layers="layers", sample_input=x),
+            lambda: split_stages(Tied(alias=False), 2, layers="layers", sample_input=x),
             lambda: split_stages(nn.Sequential(shared, nn.ReLU(), shared), 2, ["2"]),
             lambda: split_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, balance="time"),
             lambda: split_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, balance="flops"),
-            lambda: split_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, balance="time", sample=x),
-            lambda: split_stages(nn.LSTM(4, 4), 2, ["x"], sample=x, mesh=make_mesh(pp=2)["pp"]),
+            lambda: split_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, balance="time", sample_input=x),
+            lambda: split_stages(nn.LSTM(4, 4), 2, ["x"], sample_input=x, mesh=make_mesh(pp=2)["pp"]),
         ):
             with pytest.raises((ValueError, TypeError, DistributedError)) as caught:
                 call()
@@ -346,7 +348,7 @@ def test_what_is_refused():
     starts = [
         "split_stages cuts an nn.Sequential, not a Model, unless it is told where: pass layers=, the name of its "
         "ModuleList ('decoder.layers' here), or points=",
-        "a Model is cut by tracing it: pass sample=, the inputs of one microbatch",
+        "a Model is cut by tracing it: pass sample_input=, the inputs of one microbatch",
         "layers='decoder.norm' must be the name of a ModuleList or nn.Sequential of the model: it has 'decoder.layers'",
         "points=['decoder.layers.9'] must be 1 different names of modules that begin stages: the model has no",
         "the forward comes to 'decoder.embed' before 'decoder.norm': begin stages in the order",
@@ -357,7 +359,7 @@ def test_what_is_refused():
         "parameter 'embed.weight', which is also 'head.weight', is used by the stages 0 and 1, and torch's pipelines",
         "parameter 'embed.weight' is used by the stages 0 and 1, and torch's pipelines do not add up gradients",
         "parameter '0.weight', which is also '2.weight', is used by the stages 0 and 1",
-        "balance='time' needs sample=",
+        "balance='time' needs sample_input=",
         "balance='flops' is unknown: use one of 'parameters', 'time'",
         "rank 0 could not run the model on the sample to measure it (RuntimeError: ",
         "points=['x'] must be 1 different names of modules that begin stages: the model has no 'x'",

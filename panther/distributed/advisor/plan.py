@@ -145,7 +145,8 @@ class ParallelismPlan:
             tensor_parallel(model, mesh["tp"])
         if layout.strategy is None:
             return model
-        half: dict[str, Any] = {"mixed_precision": self.mixed_precision} if self.mixed_precision else {}
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        half: dict[str, Any] = {"mixed_precision": names[self.mixed_precision]} if self.mixed_precision else {}
         axes = mesh["replicate", "dp"] if copies else mesh["dp"]
         return data_parallel(model, axes, layout.strategy, **half)
 

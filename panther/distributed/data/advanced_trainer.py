@@ -26,7 +26,7 @@ class AdvancedDistributedTrainer:
         model: Built alike on every rank, on its device; the first rank's weights and sketches are taken.
         rank: This process.
         world_size: Number of processes.
-        max_norm: Largest norm of the averaged gradient.
+        gradient_clipping: Largest norm of the averaged gradient.
 
     Attributes:
         model: The model.
@@ -45,13 +45,13 @@ class AdvancedDistributedTrainer:
         >>> pr.distributed.shutdown()
     """
 
-    def __init__(self, model: nn.Module, rank: int, world_size: int, *, max_norm: float = 1.0) -> None:
+    def __init__(self, model: nn.Module, rank: int, world_size: int, *, gradient_clipping: float = 1.0) -> None:
         if not in_process_group() or (rank, world_size) != (get_rank(), get_world_size()):
             raise DistributedError(
                 f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
                 f"{get_world_size()}: call panther.distributed.init() first, and pass what it says"
             )
-        self.model, self.rank, self.world_size, self.max_norm = model, rank, world_size, max_norm
+        self.model, self.rank, self.world_size, self.gradient_clipping = model, rank, world_size, gradient_clipping
         self.ddp_model = data_parallel(model, gradient_as_bucket_view=True)
 
     def synchronize_sketching_matrices(self) -> None:
@@ -97,7 +97,7 @@ class AdvancedDistributedTrainer:
                 optimizer.zero_grad()
                 loss = criterion(self.ddp_model(data), target)
                 loss.backward()
-                nn.utils.clip_grad_norm_(self.ddp_model.parameters(), self.max_norm)
+                nn.utils.clip_grad_norm_(self.ddp_model.parameters(), self.gradient_clipping)
                 optimizer.step()
                 sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
         with watched("train_epoch"):

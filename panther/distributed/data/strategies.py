@@ -29,6 +29,7 @@ from panther.nn._sketched import SketchedModule
 
 _STRATEGIES = ("ddp", "fsdp", "replicate")
 _HOOKS = ("fp16", "bf16", "powersgd")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _POWERSGD_RANK, _POWERSGD_START = 4, 10
 
 
@@ -38,7 +39,7 @@ def data_parallel(
     strategy: str = "ddp",
     *,
     comm_hook: str | None = None,
-    mixed_precision: torch.dtype | None = None,
+    mixed_precision: str | None = None,
     cpu_offload: bool = False,
     **options: Any,
 ) -> Any:
@@ -56,8 +57,8 @@ def data_parallel(
             elements of ModuleLists and Sequentials, are sharded one by one.
         comm_hook: For ``"ddp"``, how gradients travel: ``"fp16"``, ``"bf16"``, or ``"powersgd"`` (low-rank, after ten
             steps as they are). None sends them as they are.
-        mixed_precision: For ``"fsdp"`` and ``"replicate"``, the dtype to compute in; parameters and sums of gradients
-            stay float32, and so does the output.
+        mixed_precision: For ``"fsdp"`` and ``"replicate"``, ``"bf16"`` or ``"fp16"`` to compute in; parameters and sums
+            of gradients stay float32, and so does the output.
         cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are held in the CPU's memory.
         **options: For :class:`torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters=True``, or
             for :func:`torch.distributed.fsdp.fully_shard`, such as ``reshard_after_forward``.
@@ -66,8 +67,9 @@ def data_parallel(
         With ``"ddp"`` the wrapped model, the original its attribute ``module``; else the model itself.
 
     Raises:
-        ValueError: If ``strategy`` or ``comm_hook`` is unknown, an option is another strategy's, or nothing in the
-            model can be trained or has values, or it is a list of modules, without a forward, that is to be sharded.
+        ValueError: If ``strategy``, ``comm_hook`` or ``mixed_precision`` is unknown, an option belongs to another
+            strategy, nothing in the model can be trained or has values, or a list of modules without a forward is to be
+            sharded.
         ShapeError: If ``mesh`` has too many axes, or a parameter that is to be sharded has no dimension.
         SketchMismatchError: On every rank, if sketched layers differ between ranks.
         DistributedError: On every rank, if anything else of the models, the arguments or the libraries' versions does,
@@ -101,13 +103,14 @@ def data_parallel(
     mesh = _mesh_of(mesh, strategy)
     for axis in range(mesh.ndim):  # along one axis, then the other
         send_model(model, mesh.get_group(axis), "data_parallel")
-    half = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32) if mixed_precision else None
+    dtype = _DTYPES[mixed_precision] if mixed_precision else None
+    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
     for block in fsdp_blocks(model):
         fully_shard(block, mp_policy=half or MixedPrecisionPolicy(), **common)
-    root = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    return fully_shard(model, mp_policy=root if mixed_precision else MixedPrecisionPolicy(), **common)
+    root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    return fully_shard(model, mp_policy=root if dtype else MixedPrecisionPolicy(), **common)
 
 
 def shard_whole(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
@@ -119,7 +122,7 @@ def shard_whole(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
 
 
 def _check(
-    model: nn.Module, strategy: str, comm_hook: str | None, mixed_precision: torch.dtype | None, cpu_offload: bool
+    model: nn.Module, strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool
 ) -> None:
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, _STRATEGIES))}")
@@ -127,6 +130,8 @@ def _check(
         raise ValueError(f"comm_hook={comm_hook!r} is unknown: use one of {', '.join(map(repr, _HOOKS))}, or None")
     if comm_hook is not None and strategy != "ddp":
         raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
+    if mixed_precision is not None and mixed_precision not in _DTYPES:
+        raise ValueError(f"mixed_precision={mixed_precision!r} is unknown: use 'bf16', 'fp16' or None")
     if (mixed_precision is not None or cpu_offload) and strategy == "ddp":
         option = "cpu_offload" if cpu_offload else "mixed_precision"
         raise ValueError(f"{option} is for strategy='fsdp': with 'ddp' use torch.autocast, or ZeroRedundancyOptimizer")

@@ -103,7 +103,7 @@ def timed_cuts(
     if isinstance(answer[0], str):
         raise DistributedError(
             f"rank {src} could not run the model on the sample to measure it ({answer[0].splitlines()[0]}): pass the "
-            "inputs of one microbatch as sample=, or balance='parameters'"
+            "inputs of one microbatch as sample_input=, or balance='parameters'"
         )
     return answer[0]
 

@@ -219,7 +219,7 @@ def _on_fake(model: nn.Module, units: dict[str, nn.Module], sample: tuple[Tensor
     except Exception as error:
         raise ShapeError(
             f"{type(model).__name__} cannot be run on the sample without values ({_first_line(error)}): pass the "
-            f"inputs of one microbatch as sample=; where its forward decides by values, {_ALTERNATIVE}"
+            f"inputs of one microbatch as sample_input=; where its forward decides by values, {_ALTERNATIVE}"
         ) from error
     finally:
         for handle in handles:

@@ -45,8 +45,8 @@ class PipelineSchedule:
         is_last: Whether the last stage is here, which makes the output and the loss.
     """
 
-    def __init__(self, make: Callable[[], Any], stages: list[PipelineStage], n_microbatches: int) -> None:
-        self._make, self.schedule, self.stages, self.n_microbatches = make, make(), stages, n_microbatches
+    def __init__(self, make: Callable[[], Any], stages: list[PipelineStage], num_microbatches: int) -> None:
+        self._make, self.schedule, self.stages, self.num_microbatches = make, make(), stages, num_microbatches
         self.is_first = any(stage.is_first for stage in stages)
         self.is_last = any(stage.is_last for stage in stages)
         self._agreed: dict[str, str] | None = None
@@ -101,13 +101,13 @@ class PipelineSchedule:
 
     def _check(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
         counts = sorted({len(tensor) for tensor in (*inputs, target)})
-        samples, n = counts[0], self.n_microbatches
+        samples, n = counts[0], self.num_microbatches
         if len(counts) > 1:
             raise ShapeError(f"inputs and target must have as many samples, and have {', '.join(map(str, counts))}")
         if samples == 0 or samples % n:
             divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
             raise ShapeError(
-                f"{samples} samples cannot be cut into n_microbatches={n} of one size: use one of "
+                f"{samples} samples cannot be cut into num_microbatches={n} of one size: use one of "
                 f"{', '.join(divisors) or 'no samples'}, or another batch"
             )
         traced = getattr(self.stages[0], "traced_shapes", None)
@@ -128,7 +128,7 @@ def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def make_schedule(
-    name: str, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
+    name: str, stages: Sequence[PipelineStage], num_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineSchedule:
     """How the microbatches of a batch go through the stages. Every rank of the axis must call it.
 
@@ -136,7 +136,7 @@ def make_schedule(
         name: ``"gpipe"`` or ``"1f1b"``, of one stage a rank; ``"interleaved"``, ``"looped_bfs"`` or ``"zero_bubble"``,
             of several; ``"zbv"`` or ``"dualpipev"``, of two in the order ``"v"``.
         stages: This rank's, from :func:`~panther.distributed.split_stages`.
-        n_microbatches: Pieces of a batch, which must divide its samples.
+        num_microbatches: Pieces of a batch, which must divide its samples.
         loss_fn: ``loss_fn(output, target)``. Where its attribute ``reduction`` is ``"sum"``, microbatches' losses are
             added, else (a function has none) they are averaged, so that loss and gradients are those of the batch in
             one piece. Exceptions: means that are not over samples (``ignore_index``, class weights), and BatchNorm,
@@ -144,7 +144,7 @@ def make_schedule(
 
     Raises:
         ValueError: If the schedule is unknown or does not fit the stages, or ``loss_fn`` reduces nothing.
-        ShapeError: If ``n_microbatches`` is not what the schedule needs, or there are no stages.
+        ShapeError: If ``num_microbatches`` is not what the schedule needs, or there are no stages.
         DistributedError: If ranks ask for different schedules.
 
     Example:
@@ -164,8 +164,8 @@ def make_schedule(
     made: list[PipelineSchedule] = []
 
     def check() -> dict[str, str]:
-        made[:] = [_make(name, list(stages), n_microbatches, loss_fn)]
-        return in_words({"name": name, "n_microbatches": n_microbatches, "stages": stages[0].num_stages}) | {
+        made[:] = [_make(name, list(stages), num_microbatches, loss_fn)]
+        return in_words({"name": name, "num_microbatches": num_microbatches, "stages": stages[0].num_stages}) | {
             "the loss's reduction": str(getattr(loss_fn, "reduction", "mean"))
         }
 
@@ -180,11 +180,11 @@ def check_schedule(name: str) -> None:
 
 
 def _make(
-    name: str, stages: list[PipelineStage], n_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
+    name: str, stages: list[PipelineStage], num_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineSchedule:
     check_schedule(name)
     kind = _SCHEDULES[name]
-    check_size("n_microbatches", n_microbatches, least=1)
+    check_size("num_microbatches", num_microbatches, least=1)
     indices = [stage.stage_index for stage in stages]
     ranks = stages[0].group_size
     in_v = len(indices) == 2 and sum(indices) == stages[0].num_stages - 1 and stages[0].num_stages == 2 * ranks
@@ -203,14 +203,15 @@ def _make(
     if reduction == "mean":  # scale_grads would divide what earlier steps have left in the gradients, too
 
         def share(output: Tensor, target: Tensor) -> Tensor:
-            return loss_fn(output, target) / n_microbatches
+            return loss_fn(output, target) / num_microbatches
 
     def make() -> Any:
-        return kind.make(stages if kind.several else stages[0], n_microbatches, share, scale_grads=False)
+        return kind.make(stages if kind.several else stages[0], num_microbatches, share, scale_grads=False)
 
     try:
-        return PipelineSchedule(make, stages, n_microbatches)
+        return PipelineSchedule(make, stages, num_microbatches)
     except ValueError as error:
         raise ShapeError(
-            f"schedule {name!r} cannot take n_microbatches={n_microbatches} over {stages[0].num_stages} stages: {error}"
+            f"schedule {name!r} cannot take num_microbatches={num_microbatches} over {stages[0].num_stages} stages: "
+            f"{error}"
         ) from error

@@ -35,16 +35,16 @@ def split_stages(
     order: str = "loop",
     layers: str | None = None,
     balance: str = "parameters",
-    sample: Tensor | tuple[Tensor, ...] | None = None,
+    sample_input: Tensor | tuple[Tensor, ...] | None = None,
 ) -> list[PipelineStage]:
     """Cut a model into n stages, and keep those of this rank. Every rank of the axis must call it.
 
     An nn.Sequential is cut between its elements. Any other model is cut before modules that its forward calls, those of
     ``points``, or elements of the ModuleList ``layers``: what comes before the list is in the first stage, and what
-    comes after it in the last. torch.export traces what the forward itself does between its modules, with ``sample``,
-    and what a later stage needs is handed on; the modules are called as they are, so that their modes, hooks, sketches
-    and checkpoints are their own. What is traced holds for the sizes of the sample, and for the mode, training or not,
-    that the model is in.
+    comes after it in the last. torch.export traces what the forward itself does between its modules, with
+    ``sample_input``, and tensors that a later stage needs are sent to it. The modules are called as they are, so that
+    their modes, hooks, sketches and checkpoints are their own. The trace holds for the sizes of the sample input, and
+    for the mode, training or not, that the model is in.
 
     Names stay those of the whole model, so that checkpoints fit together. Weights and sketches are those of the axis's
     first rank.
@@ -57,9 +57,11 @@ def split_stages(
         order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: r, and 2 ranks - 1 - r, as ``"zbv"`` and
             ``"dualpipev"`` want it.
         layers: Name of the ModuleList, or nn.Sequential, between whose elements to cut; instead of ``points``.
-        balance: Where there are no points, what the dearest stage shall have as little of as it can: ``"parameters"``,
-            or ``"time"``, of forward and backward on the sample, which the axis's first rank measures for all.
-        sample: Inputs of one microbatch, without the target; for models that are no nn.Sequential, and for ``"time"``.
+        balance: What to balance when ``points`` is not given; the largest stage is made as small as possible.
+            ``"parameters"``, or ``"time"`` of forward and backward on ``sample_input``, which the first rank of the
+            axis measures for all.
+        sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential, and for
+            ``"time"``.
 
     Returns:
         This rank's stages, by rising index.
@@ -81,12 +83,14 @@ def split_stages(
         >>> sorted(name for name, _ in stage.submod.named_parameters())
         ['0.bias', '0.weight', '2.bias', '2.weight']
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4)
-        >>> first, second = split_stages(encoder, 2, layers="layers", sample=torch.randn(1, 5, 8))
+        >>> first, second = split_stages(encoder, 2, layers="layers", sample_input=torch.randn(1, 5, 8))
         >>> sorted(name for name, _ in second.submod.layers.named_children())
         ['2', '3']
         >>> pr.distributed.shutdown()
     """
-    plan = plan_stages(model, n, points, mesh=mesh, order=order, layers=layers, balance=balance, sample=sample)
+    plan = plan_stages(
+        model, n, points, mesh=mesh, order=order, layers=layers, balance=balance, sample_input=sample_input
+    )
     return plan.stages(model)
 
 
@@ -175,13 +179,13 @@ def plan_stages(
     order: str,
     layers: str | None,
     balance: str,
-    sample: Tensor | tuple[Tensor, ...] | None,
+    sample_input: Tensor | tuple[Tensor, ...] | None,
 ) -> StagePlan:
     """The first half of :func:`split_stages`, after which the model may be cut along other axes."""
     group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
     if group is None and in_process_group():
         group = dist.group.WORLD
-    inputs = (sample,) if isinstance(sample, Tensor) else sample
+    inputs = (sample_input,) if isinstance(sample_input, Tensor) else sample_input
     found: list[Segments] = []
 
     def check() -> dict[str, Any]:
@@ -191,7 +195,7 @@ def plan_stages(
             balanced_cuts([0] * len(found[0]), n)  # which says so
         shapes = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
         settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
-        return settings | {"balance": balance, "sample": shapes}
+        return settings | {"balance": balance, "sample_input": shapes}
 
     broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
     assert group is not None
@@ -218,7 +222,7 @@ def _check(
     order: str,
     layers: str | None,
     balance: str,
-    sample: tuple[Tensor, ...] | None,
+    sample_input: tuple[Tensor, ...] | None,
     ranks: int,
 ) -> None:
     for name, value, known in (("order", order, _ORDERS), ("balance", balance, _BALANCES)):
@@ -230,10 +234,12 @@ def _check(
         raise ShapeError(f"n={n} stages must be {rule}: use n={2 * ranks if order == 'v' else -(-n // ranks) * ranks}")
     if points is not None and layers is not None:
         raise TypeError("split_stages takes points or layers, not both: points name where stages begin")
-    if sample is not None and not (isinstance(sample, tuple) and all(isinstance(x, Tensor) for x in sample)):
-        raise TypeError(f"sample must be a tensor or a tuple of tensors, not {type(sample).__name__}")
-    if balance == "time" and points is None and sample is None:
-        raise TypeError("balance='time' needs sample=, the inputs of one microbatch, to be measured with")
+    if sample_input is not None and not (
+        isinstance(sample_input, tuple) and all(isinstance(x, Tensor) for x in sample_input)
+    ):
+        raise TypeError(f"sample_input must be a tensor or a tuple of tensors, not {type(sample_input).__name__}")
+    if balance == "time" and points is None and sample_input is None:
+        raise TypeError("balance='time' needs sample_input=, the inputs of one microbatch, to be measured with")
     if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
         return
     if points is None and layers is None:
@@ -243,12 +249,14 @@ def _check(
             f"split_stages cuts an nn.Sequential, not a {type(model).__name__}, unless it is told where: pass layers=, "
             f"the name of its ModuleList{hint}, or points="
         )
-    if sample is None:
-        raise TypeError(f"a {type(model).__name__} is cut by tracing it: pass sample=, the inputs of one microbatch")
+    if sample_input is None:
+        raise TypeError(
+            f"a {type(model).__name__} is cut by tracing it: pass sample_input=, the inputs of one microbatch"
+        )
 
 
 def _segments(
-    model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None, sample: tuple[Tensor, ...] | None
+    model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None, sample_input: tuple[Tensor, ...] | None
 ) -> Segments:
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
@@ -279,5 +287,5 @@ def _segments(
         if unknown or len(set(cuts)) != n - 1:
             fault = f"the model has no {unknown[0]!r}" if unknown else f"there are {len(set(cuts))}"
             raise ShapeError(f"points={cuts} must be {n - 1} different names of modules that begin stages: {fault}")
-    assert sample is not None
-    return trace_stages(model, cuts, sample)
+    assert sample_input is not None
+    return trace_stages(model, cuts, sample_input)
