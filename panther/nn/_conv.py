@@ -1,4 +1,4 @@
-"""What sketched convolutions are made of: sizes as users give them, the default rank, and the computation."""
+"""The computation of sketched convolutions: in two steps, or by forming the dense kernel."""
 
 __all__ = [
     "convolve",
@@ -18,18 +18,18 @@ from torch import Tensor
 from panther.errors import DTypeError, ShapeError
 
 _VECTOR = 16  # channels that oneDNN keeps together
-_TRAFFIC = 24
+_TRAFFIC = 24  # flops that take as long as writing and reading one number of the intermediate; measured
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    """What ``padding="same"`` adds before and after each dimension; where that is odd, more after, as torch does."""
+    """Return the padding before and after each dimension for ``padding="same"``; if odd, more after, as in torch."""
     totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
     return [(total // 2, total - total // 2) for total in totals]
 
 
 def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # (out, in / groups, *kernel)
-    """The kernel of the dense convolution that a sketched one equals."""
+    """Return the kernel of the dense convolution that a sketched one equals."""
     if scale != 1.0:
         S = S * scale
     last = is_channels_last(S)
@@ -44,18 +44,17 @@ def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # 
 
 
 def is_channels_last(kernel: Tensor) -> bool:
-    """Whether torch takes a kernel to be in channels_last, read from its strides, which torch.vmap knows too."""
+    """Whether torch takes a kernel to be in channels_last; read from its strides, which exist under torch.vmap too."""
     if kernel.dim() < 4 or kernel.stride(1) != 1:
         return False
     return kernel.stride(-1) != 1 or (kernel.shape[1] == 1 and math.prod(kernel.shape[2:]) > 1)
 
 
 def runs_dense(S: Tensor, U: Tensor, groups: int) -> bool:
-    """Whether forming the dense kernel and convolving with it is the faster way; a rule of the factors' shapes.
+    """Whether forming the dense kernel and convolving with it is faster: a rule of the factors' shapes.
 
-    As measured on a CPU. Rows cost as much as the next multiple of a vector; a place of the intermediate, written and
-    read again, as much as some flops. Forming the kernel costs what the dense convolution does for ``rows / groups``
-    places, and a batch has thousands.
+    As measured on a CPU. Rows cost as much as the next multiple of a vector. Forming the kernel costs as much as the
+    dense convolution does for ``rows / groups`` positions, which is little, because a batch has thousands.
     """
     (rows, out), inner = U.shape, math.prod(S.shape[1:])
     vectors = -(-rows // (groups * _VECTOR))
@@ -74,7 +73,7 @@ def convolve(
     scale: float,
     padding_mode: str = "zeros",
 ) -> Tensor:  # (N, out, *size) or (out, *size)
-    """:func:`~panther.nn.functional.sketched_conv` after its checks of everything but the input."""
+    """Compute :func:`~panther.nn.functional.sketched_conv`, with everything except the input checked before."""
     dim = S.dim() - 2
     _check_input(x, S, groups)
     if x.dim() == dim + 1:
@@ -84,7 +83,7 @@ def convolve(
     conv = _CONVOLUTIONS[dim - 1]
     if runs_dense(S, U, groups):
         return conv(x, dense_kernel(S, U, groups, scale), bias, stride, padding, dilation, groups)
-    if groups > 1 and S.shape[0] // groups % _VECTOR:  # in NCHW, two to three times slower without
+    if groups > 1 and S.shape[0] // groups % _VECTOR:  # without it NCHW is two to three times slower
         S, U = _pad_rows(S, groups), _pad_rows(U, groups)
     rows, out = U.shape
     if scale != 1.0:
@@ -92,10 +91,10 @@ def convolve(
         power = 2.0 ** -round(math.log2(rows // groups) / 2)
         S, U = S * (scale / power), U * power
     z = conv(x, S, None, stride, padding, dilation, groups)  # (N, rows, *size)
-    if groups > 1 or z.stride(1) == 1:  # channels_last, which a 1 x 1 convolution keeps
+    if groups > 1 or z.stride(1) == 1:  # channels_last, which a 1 x 1 convolution keeps,
         mix = U.unflatten(0, (groups, -1)).mT.reshape(groups * out, rows // groups, *[1] * dim)
         y = conv(z, mix, bias, groups=groups)
-        # but in three dimensions torch's does not
+        # but in three dimensions torch's convolution does not keep it
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if dim == 3 and z.stride(1) == 1 else y
     mix, flat = U.mT.expand(z.shape[0], -1, -1), z.flatten(2)
     y = torch.bmm(mix, flat) if bias is None else torch.baddbmm(bias[:, None], mix, flat)
@@ -103,7 +102,7 @@ def convolve(
 
 
 def _pad_rows(factor: Tensor, groups: int) -> Tensor:
-    """Rows of zeros at the end of each group, so that it has whole vectors of them."""
+    """Append rows of zeros to each group, so that it has whole vectors of them."""
     last = is_channels_last(factor)
     rows = (factor.movedim(1, -1) if last else factor).unflatten(0, (groups, -1))
     padded = F.pad(rows, [0, 0] * (rows.dim() - 2) + [0, -rows.shape[1] % _VECTOR]).flatten(0, 1)
@@ -113,12 +112,12 @@ def _pad_rows(factor: Tensor, groups: int) -> Tensor:
 def _pad(
     x: Tensor, kernel_size: Sequence[int], padding: str | tuple[int, ...], dilation: tuple[int, ...], padding_mode: str
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """The input, padded as far as a convolution cannot, and the zeros that it can add on both sides alike."""
+    """Return the input, padded as far as a convolution cannot do it, and the padding that it can do itself."""
     if isinstance(padding, str):
         sides = same_padding(kernel_size, dilation) if padding == "same" else [(0, 0)] * len(kernel_size)
     else:
         sides = [(size, size) for size in padding]
-    # For zeros before and after that differ, torch would pad a copy too, and warn of it.
+    # For zeros before and after that differ, torch would pad a copy too, and warn about it.
     if padding_mode == "zeros" and all(before == after for before, after in sides):
         return x, tuple(before for before, _ in sides)
     mode = "constant" if padding_mode == "zeros" else padding_mode

@@ -24,27 +24,27 @@ from torch import Tensor
 
 from panther.sketch import GaussianSketch
 
-# Added to every ReLU feature, as in the Performer: no query is left without any weight.
+# Added to every ReLU feature, as in the Performer: every query has some weight.
 _RELU_FLOOR = 1e-3
 
 
 def optimal_shift(phi: float, d: int) -> float:
-    """A of the least variance where the mean square norm of x + y is ``phi``, in ``d`` dimensions.
+    """Return the A of least variance if the mean square norm of x + y is ``phi``, in ``d`` dimensions.
 
     Example:
         >>> round(optimal_shift(4.0, 32), 4)
         -0.0532
     """
-    # The formula with the difference of nearly equal numbers taken out, and its limit for phi = 0.
+    # The formula without the difference of nearly equal numbers; it holds for phi = 0 too.
     rho = 2 * d / (math.sqrt((2 * phi + d) ** 2 + 8 * d * phi) + 2 * phi + d)
     return (1 - 1 / rho) / 8
 
 
 def orthogonal_gaussian(rows: int, d: int, *, heads: int, seed: int, stream: int, only: range | None = None) -> Tensor:
-    """Directions (heads, rows, d) in float64 on the CPU, each normal, those of a block of d orthogonal to one another.
+    """Return directions (heads, rows, d) in float64 on the CPU: each normal, orthogonal within a block of d.
 
     Drawn from ``stream`` and the one after. Q of a QR factorisation with a positive diagonal is distributed as a random
-    rotation; lengths are those of independent normal vectors. Of some heads ``only``, none of the others is drawn.
+    rotation; lengths are those of independent normal vectors. With ``only``, just these heads are drawn.
     """
     blocks = -(-rows // d)
     only = range(heads) if only is None else only
@@ -67,7 +67,7 @@ def positive_features(
     directions: Tensor,  # (heads, m, d)
     shift: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # (*batch, heads, n, m), (*batch, heads, n)
-    r"""Features :math:`\phi` of the exponential kernel, the largest of a vector 1, and its exponent c, in float32.
+    r"""Return features :math:`\phi` of the exponential kernel, at most 1, and each vector's exponent c, in float32.
 
     Inner products of :math:`e^{c} \phi` are, in expectation, proportional to :math:`\exp(x \cdot y)`, by a factor that
     is the same for all pairs.
@@ -77,19 +77,20 @@ def positive_features(
     logits = x @ (W * math.sqrt(1 - 4 * shift)).mT
     if shift:
         logits = logits + shift * W.square().sum(-1)[:, None, :]
-    largest = logits.detach().amax(-1, keepdim=True)  # any number would do, so no gradient goes through it
+    largest = logits.detach().amax(-1, keepdim=True)  # any number would do, so it needs no gradient
     return (logits - largest).exp(), largest[..., 0] - x.square().sum(-1) / 2
 
 
 def relu_features(x: Tensor, directions: Tensor) -> Tensor:  # (*batch, heads, n, m)
-    """``relu(x . w) + 1e-3``: weights that approximate no softmax, and do well in layers trained with them."""
+    """Return ``relu(x . w) + 1e-3``: weights that do not approximate softmax, for layers trained with them."""
     return torch.relu(x @ directions.to(x.dtype).mT) + _RELU_FLOOR
 
 
 def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (d + 1) / 2)
-    r"""Features with :math:`\phi(x) \cdot \phi(y) = 1 + x \cdot y + (x \cdot y)^2 / 2`, a Taylor polynomial.
+    r"""Return features with :math:`\phi(x) \cdot \phi(y) = 1 + x \cdot y + (x \cdot y)^2 / 2`, a Taylor polynomial.
 
-    It has no zeros, so every weight is positive. Products of two entries are taken once, times the square root of 2.
+    The polynomial has no zeros, so every weight is positive. Products of two entries are taken once, times the square
+    root of 2.
 
     Example:
         >>> x, y = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0])

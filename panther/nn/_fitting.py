@@ -1,11 +1,24 @@
-r"""Factors of a sketched layer fitted to a dense weight; A is the weight as (in, out).
+r"""Factors of sketched layers fitted to a dense weight.
 
 Three ways: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367), which fits the sketches too; least
 squares for given sketches; and the unbiased estimator, which costs one product and is far from the weight when R is
 small. All compute in float32 at least.
+
+For SKLinear, A is the weight as (in, out), to be :math:`S_1 U_1 + U_2 S_2`. For a convolution (``.._by_groups``), A is
+the unfolded kernel of each group, (groups, out / groups, in / groups * kernel), to be :math:`U^T S`.
 """
 
-__all__ = ["check_init", "fittable", "lstsq_factors", "split_factors", "svd_factors", "unbiased_factors"]
+__all__ = [
+    "check_init",
+    "fittable",
+    "lstsq_by_groups",
+    "lstsq_factors",
+    "split_factors",
+    "svd_by_groups",
+    "svd_factors",
+    "unbiased_by_groups",
+    "unbiased_factors",
+]
 
 import math
 
@@ -46,7 +59,7 @@ def fittable(weight: Tensor) -> Tensor:
 
 
 def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """S1, U1, S2, U2 with ``S1 U1 + U2 S2`` the truncated SVD of A of rank min(2 R, in, out).
+    """Return S1, U1, S2, U2 with ``S1 U1 + U2 S2`` the truncated SVD of A of rank min(2 R, in, out).
 
     Singular values are split evenly; directions whose singular value is zero to rounding are left out.
     """
@@ -61,10 +74,10 @@ def split_factors(
     R: int,
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """S1, U1, S2, U2 with ``S1 U1 + U2 S2 = left right``, for r at most 2 R.
+    """Return S1, U1, S2, U2 with ``S1 U1 + U2 S2 = left right``, for r at most 2 R.
 
-    Columns go alternately to (S1, U1) and (U2, S2). Columns that are left over get zero S, so they add nothing, and
-    random signs for U, so they can still learn.
+    Columns go alternately to (S1, U1) and (U2, S2). Unused columns get zero S, so they add nothing, and random signs
+    for U, so they can still learn.
     """
     r = left.shape[1]
     level = right.square().mean().sqrt().item() if r else 1.0
@@ -81,7 +94,7 @@ def split_factors(
 
 
 def lstsq_factors(A: Tensor, U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
-    r"""S1 and S2 that minimise ||A - S1 U1 - U2 S2||_F, those of least norm.
+    r"""Return the S1 and S2 of least norm that minimise ||A - S1 U1 - U2 S2||_F.
 
     With P1 the projector on the rows of U1 and P2 on the columns of U2, the residual is (I - P2) A (I - P1). The part
     both halves can reach, P2 A P1, is split entry by entry in the singular bases of U1 and U2, where the problem
@@ -99,13 +112,56 @@ def lstsq_factors(A: Tensor, U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unbiased_factors(A: Tensor, U1: Tensor, U2: Tensor, low_rank: int) -> tuple[Tensor, Tensor]:
-    """S1 = A U1^T and S2 = U2^T A for sign sketches of entries +-1, scaled so that the layer's mean weight is A."""
+    """Return S1 = A U1^T and S2 = U2^T A for sign sketches of entries +-1, scaled so that the mean weight is A."""
     root = math.sqrt(low_rank)
     return A @ U1.mT / root, U2.mT @ A / root
 
 
+def svd_by_groups(
+    A: Tensor,  # (groups, out / groups, in / groups * kernel)
+    rows: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:  # (groups, rows, in / groups * kernel), (groups, rows, out / groups)
+    """Return S and U whose product is the truncated SVD of each group.
+
+    Singular values are split evenly. Unused rows, and those whose singular value is zero to rounding, get zero S, so
+    they add nothing, and random signs for U, so they can still learn.
+    """
+    groups, out, inner = A.shape
+    S = A.new_zeros(groups, rows, inner)
+    U = signs(seed, 0, range(groups * rows), range(out), dtype=A.dtype, device=A.device).unflatten(0, (groups, rows))
+    for group in range(groups):
+        left, sigma, right = _leading_svd(A[group], rows, seed)
+        root = sigma.sqrt()
+        S[group, : len(root)] = root[:, None] * right
+        if len(root):  # signs as large as the rest
+            U[group] *= (left * root).square().mean().sqrt()
+        U[group, : len(root)] = (left * root).mT
+    return S, U
+
+
+def lstsq_by_groups(
+    A: Tensor,  # (groups, out / groups, in / groups * kernel)
+    U: Tensor,  # (groups, rows, out / groups)
+) -> Tensor:  # (groups, rows, in / groups * kernel)
+    """Return the S of least norm that minimises ||A - U^T S||_F in each group."""
+    factors = []
+    for kernel, sketch in zip(A, U, strict=True):
+        left, sigma, right = _compact_svd(sketch)
+        factors.append((left / sigma) @ (right @ kernel))
+    return torch.stack(factors)
+
+
+def unbiased_by_groups(
+    A: Tensor,  # (groups, out / groups, in / groups * kernel)
+    U: Tensor,  # (groups, rows, out / groups)
+) -> Tensor:  # (groups, rows, in / groups * kernel)
+    """Return S = U A / rows for sketches of entries +-1: the mean of U^T S over sketches is A."""
+    return U @ A / U.shape[1]
+
+
 def _leading_svd(A: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``rank`` leading singular triplets, or as many as there are."""
+    """Return the ``rank`` leading singular triplets, or as many as there are."""
     least = min(A.shape)
     if least < _RANDOMIZED_FROM or rank * _RANK_FRACTION > least:
         left, sigma, right = _compact_svd(A)
@@ -116,7 +172,7 @@ def _leading_svd(A: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _compact_svd(U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SVD without the directions that are zero to rounding; sketches larger than the layer have some."""
+    """Return the SVD without directions that are zero to rounding; sketches larger than the layer have some."""
     left, sigma, right = torch.linalg.svd(U, full_matrices=False)
     kept = _nonzero(sigma, U)
     return left[:, kept], sigma[kept], right[kept]

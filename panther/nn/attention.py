@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating, check_size
+from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
+from panther.nn._attention_inputs import check_inputs, is_causal_mask, key_exponent
 from panther.nn._features import (
     optimal_shift,
     orthogonal_gaussian,
@@ -22,17 +23,17 @@ from panther.nn._features import (
     relu_features,
     taylor_features,
 )
-from panther.nn._linear_attention import linear_attention
 from panther.nn._sketched import keep_own_forward, read_integers
+from panther.nn.functional import linear_attention
 from panther.sketch import check_seed
 
 _KERNELS = ("softmax", "oprf", "relu", "taylor")
 
 
 class _NotATensor:
-    """In the place of the projections that nn.TransformerEncoder reads if it was built with another layer.
+    """A stand-in for the projections of nn.MultiheadAttention, which nn.TransformerEncoder reads.
 
-    What has a __torch_function__ keeps it off its fast path.
+    An object with a __torch_function__ keeps the encoder off its fast path, which would use them.
     """
 
     weight = bias = None
@@ -43,36 +44,39 @@ class _NotATensor:
 
 
 class RandMultiHeadAttention(nn.Module):
-    r"""In the place of :class:`torch.nn.MultiheadAttention`, with feature maps instead of the softmax.
+    r"""A replacement for :class:`torch.nn.MultiheadAttention`, with feature maps instead of the softmax.
 
-    ``batch_first=True`` is the default, the one difference from nn.MultiheadAttention besides what a linear attention
-    cannot do: it has no weights to return, and honours no mask but a causal one and one of keys. Queries and keys are
-    projected, split into heads, divided by :math:`d^{1/4}` (d the head's width), and mapped:
+    It differs in two ways: ``batch_first=True`` is the default, and a linear attention has no weights to return and no
+    masks except for a causal one and one of keys. Queries and keys are projected, split into heads, divided by
+    :math:`d^{1/4}` (d the head's width), and mapped:
 
     ``"softmax"``
         FAVOR+: positive orthogonal random features of the exponential kernel.
     ``"oprf"``
-        The same with the variance-reducing exponent for vectors whose squared norms are ``feature_norm`` in all;
-        better where that is about so, and worse where they are much smaller or many times larger.
+        The same with the exponent of least variance if :math:`\|q + k\|^2` is ``feature_norm`` on average: better if
+        that is about right, worse if the norms are much smaller or many times larger.
     ``"relu"``
-        ReLU features: no approximation of the softmax, for layers trained with them.
+        ReLU features: not an approximation of the softmax; for layers trained with them.
     ``"taylor"``
         The second-order Taylor polynomial of the exponential, :math:`1 + d + d(d+1)/2` features without any randomness
         (``num_random_features`` is not used): by far the most accurate while logits stay below about 1.
 
-    Nothing looks ahead: in causal attention an output depends in no bit on later positions, whatever they hold. A
-    masked or padded key has no influence at all.
+    In causal attention an output does not depend on later positions in any bit, whatever they hold. A masked or padded
+    key has no influence at all.
+
+    Checkpoints of other libraries with a ``projection_matrix`` (features, head width) for all heads are loaded as
+    ``directions``.
 
     Args:
         embed_dim: Width of queries and of the output.
-        num_heads: Heads; must divide ``embed_dim``.
-        num_random_features: Features of each head.
-        dropout: Probability with which entries of the output projection's input are zeroed in training. There are no
-            attention weights it could be applied to.
+        num_heads: Number of heads; must divide ``embed_dim``.
+        num_random_features: Number of features of each head.
+        dropout: Probability with which inputs of the output projection are zeroed in training; the attention weights,
+            which nn.MultiheadAttention drops, are never formed here.
         bias: Whether projections have biases.
         kernel_fn: ``"softmax"``, ``"oprf"``, ``"relu"`` or ``"taylor"``.
-        iscausal: Whether a position attends to itself and earlier ones only, unless the call says otherwise, as
-            nn.TransformerEncoderLayer and nn.TransformerDecoderLayer always do: give the mask to those.
+        iscausal: Whether a position attends to itself and earlier ones only, unless the call gives ``is_causal``.
+            nn.TransformerEncoderLayer and nn.TransformerDecoderLayer always give it: pass the mask to those.
         SRPE: A module that maps per-head queries and keys to ones that carry their relative positions, such as
             :class:`sinSRPE`.
         kdim: Width of keys; None is ``embed_dim``.
@@ -89,13 +93,14 @@ class RandMultiHeadAttention(nn.Module):
     Attributes:
         Wq, Wk, Wv, W0: Projections in nn.Linear's layout, (out, in).
         bq, bk, bv, b0: Their biases, or None.
-        directions: Random directions (num_heads, features, head width, or that of what ``SRPE`` gives), in the
+        directions: Random directions (num_heads, features, head width or that of the results of ``SRPE``), in the
             state_dict; None for ``"taylor"``.
         feature_norm: For ``"oprf"``, the expected :math:`\|q + k\|^2` of scaled queries and keys; saved with the rest.
 
     Raises:
         ShapeError: If ``num_heads`` does not divide ``embed_dim``, or a size is not positive.
-        ValueError: If ``kernel_fn`` is unknown, or ``dropout`` is no probability.
+        ValueError: If ``kernel_fn`` is unknown, or ``dropout`` is not a probability.
+        TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
     Cost: for lengths L and S, ``4 m E (L + S)`` flops with m features, besides the projections.
@@ -109,7 +114,7 @@ class RandMultiHeadAttention(nn.Module):
         (torch.Size([2, 100, 64]), None)
     """
 
-    in_proj_bias = None  # nn.TransformerEncoder(Layer) asks, and leaves its own fast path off
+    in_proj_bias = None  # read by nn.TransformerEncoder(Layer), which then does not take its fast path
     in_proj_weight = out_proj = _NotATensor()
     directions: Tensor | None
     bq: nn.Parameter | None
@@ -178,13 +183,12 @@ class RandMultiHeadAttention(nn.Module):
         self.register_buffer(
             "directions", None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
         )
-        # nn.TransformerEncoderLayer's fast path does without the forward of what it holds, unless that has a hook.
         self.register_forward_pre_hook(keep_own_forward)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the projections as nn.MultiheadAttention does, and the directions of the present seed again."""
-        if self._qkv_same_embed_dim:  # one matrix of three there, so wider
+        if self._qkv_same_embed_dim:  # nn.MultiheadAttention has one matrix for the three, and its bound is smaller
             bound = (6 / (4 * self.embed_dim)) ** 0.5
             for weight in (self.Wq, self.Wk, self.Wv):
                 nn.init.uniform_(weight, -bound, bound)
@@ -213,12 +217,12 @@ class RandMultiHeadAttention(nn.Module):
             self.directions.copy_(drawn)
 
     def get_extra_state(self) -> Tensor:
-        """The seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``."""
+        """Return the seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``."""
         (bits,) = struct.unpack("<q", struct.pack("<d", self.feature_norm))
         return torch.tensor([self.seed, self._draws, self._forwards, bits], dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take up what :meth:`get_extra_state` returned."""
+        """Restore the result of :meth:`get_extra_state`."""
         if (integers := read_integers(state)) is not None:
             self.seed, self._draws, self._forwards, bits = integers
             (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
@@ -249,7 +253,7 @@ class RandMultiHeadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend; arguments mean what they do for nn.MultiheadAttention.
+        """Attend; arguments mean the same as for nn.MultiheadAttention.
 
         Args:
             query: Queries.
@@ -257,7 +261,7 @@ class RandMultiHeadAttention(nn.Module):
             value: Values.
             key_padding_mask: True where a key is to be ignored, or numbers to be added to its logits.
             need_weights: Must be False.
-            attn_mask: None, a mask of nothing, or the causal one; with ``is_causal=True`` it is taken to be that.
+            attn_mask: None, a mask of nothing, or the causal one, as which it is taken with ``is_causal=True``.
             is_causal: None means the constructor's ``iscausal``.
 
         Returns:
@@ -266,14 +270,14 @@ class RandMultiHeadAttention(nn.Module):
         Raises:
             ValueError: If weights are asked for, or ``attn_mask`` is neither empty nor causal.
             ShapeError: If shapes do not fit, or lengths differ in causal attention.
-            DTypeError: If an input has another dtype than the layer, outside autocast.
+            DTypeError: If an input's dtype differs from the layer's, outside autocast.
         """
         if need_weights:
             raise ValueError(
-                "need_weights=True cannot be had: attention by features never forms its weights, L x S of them: pass "
+                "need_weights=True is not supported: attention by features never forms its L x S weights: pass "
                 "need_weights=False"
             )
-        self._check(query, key, value, key_padding_mask)
+        check_inputs(self, query, key, value, key_padding_mask)
         batched = query.dim() == 3
         if not batched:
             query, key, value = query[None], key[None], value[None]
@@ -282,14 +286,14 @@ class RandMultiHeadAttention(nn.Module):
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         causal = self.iscausal if is_causal is None else is_causal
         if attn_mask is not None and not is_causal:
-            causal = _is_causal(attn_mask, query.shape[1], key.shape[1]) or causal
+            causal = is_causal_mask(attn_mask, query.shape[1], key.shape[1]) or causal
         if self.training and self.redraw_interval is not None and not _is_recomputing():
             self._forwards += 1
             if self._forwards % self.redraw_interval == 0:
                 self.redraw_features_()
 
-        exponent = _key_exponent(key_padding_mask, key)
-        if exponent is not None:  # what is left out may hold anything, NaN too, and gradients of weights would see it
+        exponent = key_exponent(key_padding_mask, key)
+        if exponent is not None:  # masked keys may hold anything, also NaN, which gradients of weights would see
             left_out = (exponent == -torch.inf).mT  # (N, S, 1)
             key, value = key.masked_fill(left_out, 0), value.masked_fill(left_out, 0)
         q = self._heads(query, self.Wq, self.bq)  # (N, H, L, d)
@@ -310,9 +314,9 @@ class RandMultiHeadAttention(nn.Module):
         return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Features of queries and keys, and the keys' exponents in float32.
+        """Return features of queries and keys, and the keys' exponents in float32.
 
-        Features of float16 stay in float32: most are far below its smallest number where logits are large.
+        Features of float16 inputs stay in float32: with large logits most are far below the smallest float16 number.
         """
         root = self.head_dim**-0.25
         dtype, q, k = q.dtype, q * root, k * root
@@ -328,36 +332,8 @@ class RandMultiHeadAttention(nn.Module):
             phi_q, phi_k = phi_q.to(dtype), phi_k.to(dtype)
         return phi_q, phi_k, exponent
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-        widths = (self.embed_dim, self.kdim, self.vdim)
-        shapes = tuple(tuple(x.shape) for x in (query, key, value))
-        if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
-            raise ShapeError(f"query, key and value must all have 2 dimensions or all 3, and have shapes {shapes}")
-        if tuple(shape[-1] for shape in shapes) != widths:
-            raise ShapeError(
-                f"query, key and value must end in embed_dim={widths[0]}, kdim={widths[1]} and vdim={widths[2]}, and "
-                f"have shapes {shapes}"
-            )
-        batch = 0 if self.batch_first else 1
-        if shapes[1][:-1] != shapes[2][:-1] or (query.dim() == 3 and shapes[0][batch] != shapes[1][batch]):
-            raise ShapeError(
-                f"key and value must have one length, and all three one batch size, and have shapes {shapes} "
-                f"(batch_first={self.batch_first})"
-            )
-        if mask is not None and mask.dim() != query.dim() - 1:
-            shape = "(keys,), as there is no batch" if query.dim() == 2 else "(batch, keys)"
-            raise ShapeError(f"key_padding_mask must have shape {shape}, not {tuple(mask.shape)}")
-        device, dtypes = query.device.type, tuple(x.dtype for x in (query, key, value))
-        if any(dtype != self.Wq.dtype for dtype in dtypes):
-            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-                return
-            raise DTypeError(
-                f"query, key and value must be {self.Wq.dtype}, as the layer, and are {dtypes}: cast them, or the "
-                "layer, or run under torch.autocast"
-            )
-
     def extra_repr(self) -> str:
-        """Sizes and kernel, as shown by print."""
+        """Return sizes and kernel, as shown by print."""
         return (
             f"{self.embed_dim}, num_heads={self.num_heads}, num_random_features={self.num_random_features}, "
             f"kernel_fn={self.kernel_fn!r}, iscausal={self.iscausal}, batch_first={self.batch_first}"
@@ -365,7 +341,7 @@ class RandMultiHeadAttention(nn.Module):
 
     @classmethod
     def from_mha(cls, mha: nn.MultiheadAttention, num_random_features: int, **kwargs: Any) -> Self:
-        """A layer with the projections of a softmax attention, copied, in its dtype and on its device.
+        """Return a layer with the projections of a softmax attention, copied, in its dtype and on its device.
 
         Args:
             mha: The layer to copy from; it is left as it is.
@@ -373,7 +349,7 @@ class RandMultiHeadAttention(nn.Module):
             **kwargs: ``kernel_fn``, ``iscausal``, ``SRPE``, ``seed``, ``redraw_interval`` of the constructor.
 
         Raises:
-            TypeError: If ``mha`` is no nn.MultiheadAttention.
+            TypeError: If ``mha`` is not an nn.MultiheadAttention.
             ValueError: If it has ``add_bias_kv`` or ``add_zero_attn``.
 
         Example:
@@ -386,8 +362,7 @@ class RandMultiHeadAttention(nn.Module):
             raise TypeError(f"from_mha takes an nn.MultiheadAttention, not {type(mha).__name__}")
         if mha.bias_k is not None or mha.add_zero_attn:
             raise ValueError(
-                "add_bias_kv and add_zero_attn append keys of their own, which this layer does not have: use a layer "
-                "without them"
+                "add_bias_kv and add_zero_attn append keys, which this layer cannot do: use a layer without them"
             )
         weight = mha.out_proj.weight
         layer = cls(
@@ -410,7 +385,7 @@ class RandMultiHeadAttention(nn.Module):
 
 
 def make_performer(mha: nn.MultiheadAttention, num_random_features: int, **kwargs: Any) -> RandMultiHeadAttention:
-    """The same as :meth:`RandMultiHeadAttention.from_mha`.
+    """Replace a softmax attention: the same as :meth:`RandMultiHeadAttention.from_mha`.
 
     Example:
         >>> import torch
@@ -421,37 +396,8 @@ def make_performer(mha: nn.MultiheadAttention, num_random_features: int, **kwarg
 
 
 def _is_recomputing() -> bool:
-    """Whether a backward pass is under way, as when activation checkpointing repeats a forward."""
+    """Whether a backward pass is running, as when activation checkpointing repeats a forward.
+
+    Autograd's id of the running graph, -1 outside of a backward pass, is private; torch has no public question for it.
+    """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _key_exponent(mask: Tensor | None, key: Tensor) -> Tensor | None:  # (N, 1, S)
-    """What a mask of keys adds to their logits."""
-    if mask is None:
-        return None
-    if mask.shape != key.shape[:2]:
-        raise ShapeError(
-            f"key_padding_mask must have shape (batch, keys) = {tuple(key.shape[:2])}, not {tuple(mask.shape)}"
-        )
-    if mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)
-    elif not mask.is_floating_point():
-        raise ValueError(f"key_padding_mask must be boolean or floating, not {mask.dtype}")
-    return mask.to(torch.promote_types(mask.dtype, torch.float32))[:, None]
-
-
-def _is_causal(mask: Tensor, L: int, S: int) -> bool:
-    """Whether a mask is the causal one; raises unless it is that or masks nothing."""
-    if mask.shape[-2:] != (L, S):
-        raise ShapeError(f"attn_mask must end in (queries, keys) = ({L}, {S}), and has shape {tuple(mask.shape)}")
-    left_out = mask if mask.dtype is torch.bool else mask == -torch.inf
-    if mask.dtype is torch.bool or not (mask.masked_fill(left_out, 0) != 0).any():
-        if not left_out.any():
-            return False
-        later = torch.ones(L, S, dtype=torch.bool, device=mask.device).triu(1)
-        if L == S and bool((left_out == later).all()):
-            return True
-    raise ValueError(
-        "attn_mask must be causal or mask nothing: linear attention sums keys once for all queries, so it cannot treat "
-        "pairs one by one: use key_padding_mask for keys, is_causal=True for order, or nn.MultiheadAttention"
-    )

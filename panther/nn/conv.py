@@ -20,8 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from panther.errors import PerformanceWarning, ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn._conv import convolve, dense_kernel, is_channels_last
-from panther.nn._conv_fitting import lstsq_factor, svd_factors, unbiased_factor
-from panther.nn._fitting import check_init, fittable
+from panther.nn._fitting import check_init, fittable, lstsq_by_groups, svd_by_groups, unbiased_by_groups
 from panther.nn._sizes import check_padding, default_low_rank, divisible, per_dim, terms_and_rank
 from panther.nn._sketched import SketchedModule
 from panther.sketch import check_seed
@@ -85,8 +84,8 @@ class _SKConv(SketchedModule):
         if rows * (inner + out) >= inner * self.out_channels:
             warnings.warn(
                 f"{type(self).__name__}({in_channels}, {out_channels}, {kernel_size}, groups={groups}) with 2 * "
-                f"num_terms * low_rank = {rows} multiplies by {rows * (inner + out):,} numbers at every place, a dense "
-                f"layer by {inner * self.out_channels:,}: use a smaller low_rank, or nn.{self.dense_class.__name__}",
+                f"num_terms * low_rank = {rows} multiplies by {rows * (inner + out):,} numbers at every position, and a "
+                f"dense layer by {inner * self.out_channels:,}: use a smaller sketch, or nn.{self.dense_class.__name__}",
                 PerformanceWarning,
                 stacklevel=2,
             )
@@ -129,7 +128,7 @@ class _SKConv(SketchedModule):
 
     @property
     def S1s(self) -> Tensor:  # (2 L K, in / groups, *kernel)
-        """S by terms: rows ``i K`` to ``(i + 1) K`` are term i. A view, except with groups, which S keeps together."""
+        """S by terms: rows ``i K`` to ``(i + 1) K`` are term i. A view, except with groups."""
         S = self.S.detach()
         return S if self.groups == 1 else self._by_terms(S)
 
@@ -177,7 +176,7 @@ class _SKConv(SketchedModule):
                 ``"lstsq"``, seeded: the best S for the seed's sketch, of least norm.
                 ``"random"``, seeded: the unbiased estimator. Its error exceeds the kernel itself while the rows are
                 fewer than the outputs, so it is for studies, not for keeping a model.
-            seed: As in the constructor; with ``"svd"`` for the search, and for rows that the kernel leaves unused.
+            seed: As in the constructor; with ``"svd"`` for the randomized SVD and for unused rows.
 
         Raises:
             ValueError: If ``init`` is unknown, or the kernel has no values, or NaN or infinite ones.
@@ -221,12 +220,12 @@ class _SKConv(SketchedModule):
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
         if init == "svd":
-            S, U = svd_factors(A, rows, layer.seed)  # type: ignore[arg-type]
+            S, U = svd_by_groups(A, rows, layer.seed)  # type: ignore[arg-type]
             layer.set_fitted_({"U": U.flatten(0, 1).to(weight.dtype)})
         elif init == "lstsq":
-            S = lstsq_factor(A / layer.scale, U)
+            S = lstsq_by_groups(A / layer.scale, U)
         else:
-            S = unbiased_factor(A / layer.scale, U)
+            S = unbiased_by_groups(A / layer.scale, U)
         with torch.no_grad():
             layer.S.copy_(S.reshape(layer.S.shape))
             if conv.bias is not None:
@@ -305,12 +304,12 @@ class SKConv2d(_SKConv):
 
     A new layer is *seeded*: U is fixed and saved as one number. A *fitted* one, from :meth:`from_conv` with
     ``init="svd"``, has a trained U, saved with the rest; it is a low-rank factorisation of the unfolded kernel. Loading
-    a checkpoint of the other mode changes the layer's; make the optimizer after that.
+    a checkpoint of the other mode changes the layer's mode; make the optimizer after that.
 
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the output.
-        kernel_size: One integer, or one a dimension; as all up to ``padding_mode``, of nn.Conv2d.
+        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv2d.
         stride: As ``kernel_size``.
         padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
         dilation: As ``kernel_size``.
@@ -331,7 +330,7 @@ class SKConv2d(_SKConv):
 
     Attributes:
         S: Trained kernel ``(2 L K, in / groups, *kernel)``, drawn so that the whole kernel has nn.Conv2d's variance.
-            With groups, the rows of a group are together, as torch wants them.
+            With groups, the rows of a group are adjacent, as torch's convolutions need them.
         U: Sketch ``(2 L K, out / groups)``: a buffer of exactly +-1 when seeded, a Parameter when fitted.
         bias: (out,) or None.
         scale: The number that multiplies U^T S: 1/(2 L sqrt(K)) when seeded, 1 when fitted.
@@ -339,13 +338,15 @@ class SKConv2d(_SKConv):
 
     Raises:
         ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
-        ValueError: If ``padding`` or ``padding_mode`` is an unknown word.
+        ValueError: If ``padding`` or ``padding_mode`` is unknown.
+        TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
     Warns:
-        PerformanceWarning: If the dense layer would cost no more; with few channels a group, at the default rank too.
+        PerformanceWarning: If the dense layer would cost no more; with few channels in each group even at the default
+            size.
 
-    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops a place of the output, against ``2 in / groups *
+    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
     kernel * out`` dense. Where that saves no time, the layer forms the dense kernel and convolves with it; see
     :func:`~panther.nn.functional.sketched_conv`.
 

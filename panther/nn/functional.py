@@ -1,18 +1,18 @@
-"""Functional forms of the sketched layers."""
+"""Functional forms of the sketched layers, and linear attention, whose time grows linearly with the sequence."""
 
 __all__ = ["linear_attention", "sketched_conv", "sketched_linear"]
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.kernels import sketched_matmul, unpack_signs
+from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
 from panther.nn._conv import convolve
-from panther.nn._linear_attention import linear_attention
 from panther.nn._sizes import check_padding, per_dim
 
 
@@ -33,7 +33,8 @@ def sketched_linear(
         S1: Trained factor of shape ``(in, R)``.
         U1: Sketch of shape ``(R, out)``, or its signs packed to int32 words ``(R, ceil(out / 32))``.
         S2: Trained factor of shape ``(R, out)``.
-        U2: Sketch of shape ``(in, R)``, or its signs packed along the features, ``(R, ceil(in / 32))``: both or none.
+        U2: Sketch of shape ``(in, R)``, or its signs packed along the features, ``(R, ceil(in / 32))``, if those of U1
+            are.
         bias: Of shape ``(out,)``, or None.
         scale: The number s.
 
@@ -44,8 +45,8 @@ def sketched_linear(
         ShapeError: If the last dimension of ``x`` is not ``in``, or the factors do not fit together.
         DTypeError: If the dtypes differ, outside autocast.
 
-    Cost: ``4 R (in + out)`` flops a row, against ``2 in out`` dense; backward 1.5 times that if U1 and U2 require no
-    gradient, twice that if they do.
+    Cost: ``4 R (in + out)`` flops for each row, against ``2 in out`` dense; backward 1.5 times that if U1 and U2
+    require no gradient, twice that if they do.
 
     Example:
         >>> import torch
@@ -84,15 +85,16 @@ def sketched_conv(
 ) -> Tensor:  # (N, out, *size) or (out, *size)
     r"""Apply a sketched convolution in one, two or three dimensions: :math:`y = s\,U^T (x * S) + b`.
 
-    A convolution to a few channels, the rows of S, which U mixes into ``out`` at every place. With groups, group j of
-    the rows serves group j of the outputs.
+    A convolution to a few channels, the rows of S, which U mixes into ``out`` at every position. With groups, group j
+    of the rows serves group j of the outputs.
 
     Args:
         x: Input of shape ``(N, in, *size)``, or ``(in, *size)`` without a batch, any floating dtype.
         S: Trained kernel of shape ``(rows, in / groups, *kernel)``; says the number of dimensions.
         U: Sketch of shape ``(rows, out / groups)``.
         bias: Of shape ``(out,)``, or None.
-        stride: One integer, or one a dimension; as the three that follow, of :func:`torch.nn.functional.conv2d`.
+        stride: One integer, or one for each dimension; this and the next three are as in
+            :func:`torch.nn.functional.conv2d`.
         padding: As ``stride``, or ``"same"`` or ``"valid"``.
         dilation: As ``stride``.
         groups: Number of groups.
@@ -105,11 +107,11 @@ def sketched_conv(
     Raises:
         ShapeError: If the input, the factors and the groups do not fit together, or a size is out of range.
         DTypeError: If the dtypes differ; that of the input may under autocast.
-        ValueError: If ``padding`` is an unknown word.
+        ValueError: If ``padding`` is a word other than ``"same"`` and ``"valid"``.
 
-    Cost: ``2 rows (in / groups * kernel + out / groups)`` flops an output place, against ``2 in / groups * kernel *
-    out`` dense. Where the factors are too small or too large to save time, as with one channel a group, the dense
-    kernel is formed and used.
+    Cost: ``2 rows (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
+    kernel * out`` dense. Where the factors are too small or too large to save time, as with one channel in each group,
+    the dense kernel is formed and used.
 
     Example:
         >>> import torch
@@ -135,8 +137,73 @@ def sketched_conv(
     return convolve(x, S, U, bias, stride, padding, per_dim("dilation", dilation, dim, least=1), groups, scale)
 
 
+def linear_attention(
+    q: Tensor,  # (*batch, L, m)
+    k: Tensor,  # (*batch, S, m)
+    v: Tensor,  # (*batch, S, E)
+    log_scale: Tensor | None = None,  # (*batch, S)
+    *,
+    is_causal: bool = False,
+) -> Tensor:  # (*batch, L, E)
+    r"""Return the mean of the values with weights :math:`e^{c_j} (q_i \cdot k_j)`: linear attention.
+
+    .. math:: y_i = \frac{\sum_j e^{c_j} (q_i \cdot k_j) v_j}{\sum_j e^{c_j} (q_i \cdot k_j)}
+
+    over all keys, or with ``is_causal`` over :math:`j \le i`; 0 where all weights are 0. Two products with a state of
+    m (E + 1) numbers, or :func:`~panther.kernels.causal_linear_attention`. A key whose exponent is -inf is left out: it
+    has no influence whatever it holds, NaN included (A. Katharopoulos et al., "Transformers are RNNs", ICML 2020,
+    arXiv:2006.16236).
+
+    Args:
+        q: Features of the queries, usually not negative.
+        k: Features of the keys.
+        v: Values.
+        log_scale: The exponents c, 0 if not given.
+        is_causal: Whether a query sees only the keys up to its own position.
+
+    Returns:
+        The output, in the dtype of ``v``; half precision is summed in float32.
+
+    Raises:
+        ShapeError: If shapes do not fit together, or ``is_causal`` and there are not as many keys as queries.
+        DTypeError: If q, k or v is not floating.
+
+    Cost: ``2 m E (L + S)`` flops for each batch entry, and no memory that grows with L S.
+
+    Example:
+        >>> import torch
+        >>> q = k = torch.ones(3, 2)
+        >>> linear_attention(q, k, torch.tensor([[0.0], [1.0], [2.0]])).squeeze(-1)
+        tensor([1., 1., 1.])
+    """
+    _check_attention(q, k, v, log_scale)
+    if is_causal:
+        if q.shape[-2] != k.shape[-2]:
+            raise ShapeError(
+                f"causal attention needs as many keys as queries, and got {k.shape[-2]} and {q.shape[-2]}: leave "
+                "is_causal out for attention to a different sequence"
+            )
+        dtype = torch.promote_types(q.dtype, v.dtype)
+        return causal_linear_attention(q.to(dtype), k.to(dtype), v.to(dtype), log_scale).to(v.dtype)
+    wide = torch.promote_types(v.dtype, torch.float32)
+    device = q.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        q, k, values = q.to(wide), k.to(wide), v.to(wide)
+        if log_scale is not None:
+            left_out = (log_scale == -torch.inf)[..., None]
+            k, values = k.masked_fill(left_out, 0), values.masked_fill(left_out, 0)
+            # Any number may be subtracted, so no gradient goes through it; 0 where no key is left.
+            largest = log_scale.detach().amax(-1, keepdim=True) if k.shape[-2] else log_scale.new_zeros(())
+            weight = (log_scale - largest.masked_fill(largest == -torch.inf, 0)).to(wide).exp()
+            k = k * weight[..., None]
+        numerator = q @ (k.mT @ values)
+        denominator = q @ k.sum(-2)[..., None]
+        empty = denominator == 0
+        return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0).to(v.dtype)
+
+
 def _autocast(tensor: Tensor | None) -> Tensor | None:
-    """What autocast would do to an operand of a matrix product; done here once for the input, not once a product."""
+    """Cast an operand as autocast would for a matrix product; once here, instead of once in each of four products."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
@@ -152,7 +219,7 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
         words = ", U2 and U1 packed to (R, ceil(in / 32)) and (R, ceil(out / 32))" if packed else ""
         raise ShapeError(
             f"S1 and U2 must be (in, R) and U1 and S2 (R, out){words}: got S1 {tuple(S1.shape)}, U1 "
-            f"{tuple(U1.shape)}, S2 {tuple(S2.shape)}, U2 {tuple(U2.shape)}: transpose what is turned"
+            f"{tuple(U1.shape)}, S2 {tuple(S2.shape)}, U2 {tuple(U2.shape)}: transpose those that differ"
         )
     if bias is not None and bias.shape != (out_features,):
         raise ShapeError(f"bias must have shape ({out_features},), not {tuple(bias.shape)}")
@@ -166,3 +233,15 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
     if x.dtype != S1.dtype:
         other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
         raise DTypeError(f"the input is {x.dtype} and the layer {S1.dtype}: cast the input, x.to({S1.dtype}){other}")
+
+
+def _check_attention(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
+    scales = None if log_scale is None else tuple(log_scale.shape)
+    fit = min(q.dim(), k.dim(), v.dim()) >= 2 and q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2]
+    if not fit or (scales is not None and scales[-1:] != k.shape[-2:-1]):
+        raise ShapeError(
+            "attention takes q (*batch, L, m), k (*batch, S, m), v (*batch, S, E) and log_scale (*batch, S), not "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} and {scales}: transpose or slice them"
+        )
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise DTypeError(f"q, k and v must be floating, and are {q.dtype}, {k.dtype} and {v.dtype}: cast them")

@@ -1,8 +1,8 @@
 """The one inference format: a folder with ``model.safetensors`` and ``panther.json``.
 
-The tensors are the model's state_dict, each stored once. The JSON holds the format's version, what is needed to build
-every sketched module (name, class, constructor arguments, mode, dtype) and the aliases of shared tensors. Nothing is
-pickled, so a file from a stranger can at worst be refused.
+The tensors are the model's state_dict, each stored once. The JSON holds the format's version, the record of every
+sketched module from which it is built (name, class, constructor arguments, mode, dtype) and the aliases of shared
+tensors. Nothing is pickled, so a file from an untrusted source can at worst be refused.
 """
 
 __all__ = ["load_compressed", "save_compressed"]
@@ -30,21 +30,21 @@ _WEIGHTS, _MANIFEST = "model.safetensors", "panther.json"
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched layers to a folder, for inference.
 
-    Seeded sketches cost their seed, and tensors that are shared are stored once. A wrapper of the whole model, by
-    torch.compile or DistributedDataParallel, is left out. Both files are written beside their final names and renamed
-    when whole, so a crash while writing leaves an older save as it was.
+    A seeded sketch is stored as its seed, and a shared tensor once. A wrapper of the model, by torch.compile or
+    DistributedDataParallel, is removed. Both files are written under temporary names and renamed when complete, so a
+    crash while writing leaves an older save intact.
 
     Args:
         model: Any module, with sketched layers or without.
-        dir: Folder to write to, made if missing; its ``model.safetensors`` and ``panther.json`` are replaced.
+        dir: Folder to write to, created if missing; its ``model.safetensors`` and ``panther.json`` are replaced.
 
     Returns:
         The folder.
 
     Raises:
-        FormatError: If the state_dict holds something other than tensors, or a tensor on the meta device or cut over
-            ranks, or a sketched layer is parametrized or pruned.
-        SketchMismatchError: If a seed is damaged, so that nobody could load the file.
+        FormatError: If the state_dict holds something other than tensors, or a tensor that is sharded or on the meta
+            device, or a sketched layer is parametrized or pruned.
+        SketchMismatchError: If a seed is damaged, so that the file could not be loaded.
         OSError: If the folder cannot be written.
 
     Example:
@@ -70,7 +70,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
 def write_folder(
     dir: str | os.PathLike[str], tensors: dict[str, Tensor], modules: dict[str, Any], aliases: dict[str, str]
 ) -> Path:
-    """Write both files of the format, and rename them when they are whole."""
+    """Write both files of the format, and rename them when they are complete."""
     manifest = {
         "format": _FORMAT,
         "format_version": _VERSION,
@@ -88,7 +88,7 @@ def write_folder(
         for part in (weights, text):
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
-        shutil.copymode(text, weights)  # safetensors keeps others from reading it, whatever the umask
+        shutil.copymode(text, weights)  # safetensors lets only the owner read its file, whatever the umask
         os.replace(weights, folder / _WEIGHTS)
         os.replace(text, folder / _MANIFEST)
     finally:
@@ -108,10 +108,10 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         model: The architecture, with dense or with sketched layers.
 
     Returns:
-        ``model``, without wrappers, with the saved layers and weights; the new layer, if the model is one itself.
+        ``model``, without wrappers, with the saved layers and weights; the new layer, if the model is itself one.
 
     Raises:
-        FormatError: If a file is missing, foreign, damaged or truncated, or does not fit the model.
+        FormatError: If a file is missing, damaged or of a different format, or does not fit the model.
         SketchMismatchError: If a seed is damaged.
 
     Example:
@@ -128,7 +128,10 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     state = _read_tensors(folder, manifest["weights"])
     for alias, name in manifest["aliases"].items():
         if name not in state or alias in state:
-            raise FormatError(f"{folder / _MANIFEST} makes {alias!r} an alias of {name!r}: the weights disagree")
+            raise FormatError(
+                f"{folder / _MANIFEST} makes {alias!r} an alias of {name!r}, but the weights do not: the save is "
+                "damaged, write it again"
+            )
         state[alias] = state[name]
 
     built = load_modules(manifest["modules"], model, state)
@@ -142,7 +145,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     for name, module in built.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, module)
-    # strict=False: the sketched layers are loaded already, and the rest was found to fit.
+    # strict=False: the sketched layers are already loaded, and the rest was checked above.
     placed = {key: place(value, "cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
     model.load_state_dict(placed, strict=False, assign=True)
     _tie(model, manifest["aliases"])
@@ -150,7 +153,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's and DistributedDataParallel's wrappers, which would prefix its names."""
+    """Return the model inside torch.compile's and DistributedDataParallel's wrappers, which prefix its names."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -161,16 +164,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state_dict with each tensor once, and the other names it goes by."""
+    """Return the state_dict with each tensor once, and the first name of each tensor that has several."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise FormatError(f"state_dict entry {name!r} is a {type(value).__name__}: only tensors can be saved")
-        if hasattr(value, "full_tensor"):  # a DTensor, by what it has: torch may be built without them
+        if hasattr(value, "full_tensor"):  # a DTensor, known by its method: torch may be built without them
             raise FormatError(
-                f"{name!r} is a DTensor, on a mesh of ranks: call panther.distributed.checkpoint.export(model, dir) on "
+                f"{name!r} is a DTensor, on a device mesh: call panther.distributed.checkpoint.export(model, dir) on "
                 "every rank, or save unshard_module(model)"
             )
         if value.is_meta:
@@ -185,7 +188,7 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             seen[place] = name
             tensors[name] = value.contiguous()
     storages: set[int] = set()
-    for name, value in tensors.items():  # views of one storage that differ: safetensors wants them apart
+    for name, value in tensors.items():  # different views of one storage: safetensors refuses to save them
         if value.numel():
             pointer = value.untyped_storage().data_ptr()
             if pointer in storages:
@@ -195,17 +198,17 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
 
 
 def read_record(path: Path, format: str, version: int, writer: str, damaged: str) -> dict[str, Any]:
-    """A JSON object that says which format it is of, and in which version.
+    """Return the JSON object of a file that says its format and version.
 
     Args:
         path: The file.
-        format: What its ``"format"`` must be.
-        version: What its ``"format_version"`` must be.
-        writer: What writes such files, for errors.
-        damaged: What a file that is no JSON means.
+        format: The ``"format"`` that it must have.
+        version: The ``"format_version"`` that it must have.
+        writer: The function that writes such files, for messages.
+        damaged: The message's advice if the file is not JSON.
 
     Raises:
-        FormatError: If it is missing, foreign, damaged, or of another version.
+        FormatError: If it is missing, damaged, or of a different format or version.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -214,7 +217,7 @@ def read_record(path: Path, format: str, version: int, writer: str, damaged: str
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} cannot be read as JSON ({error}): {damaged}") from None
     if not isinstance(record, dict) or record.get("format") != format:
-        raise FormatError(f"{path} is not Panther's: its 'format' must be {format!r}")
+        raise FormatError(f"{path} was not written by {writer}: its 'format' must be {format!r}")
     if record.get("format_version") != version:
         raise FormatError(
             f"{path} has format_version {record.get('format_version')!r} and this Panther reads {version}: "
@@ -243,7 +246,7 @@ def _read_tensors(folder: Path, weights: str) -> dict[str, Tensor]:
         raise FormatError(f"{path} is missing: give a folder that pr.save_compressed wrote") from None
     except (SafetensorError, OSError) as error:
         raise FormatError(
-            f"{path} is no sound safetensors file ({error}): the save is damaged, write it again"
+            f"{path} is not a valid safetensors file ({error}): the save is damaged, write it again"
         ) from None
 
 
@@ -256,13 +259,13 @@ def _check_fit(state: dict[str, Tensor], ours: dict[str, Tensor], folder: Path) 
     ]
     if missing or extra or wrong:
         raise FormatError(
-            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; other shapes or "
-            f"kinds {_some(wrong)}. Give the architecture that was saved"
+            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; of a different "
+            f"shape or dtype {_some(wrong)}. Give the architecture that was saved"
         )
 
 
 def _tie(model: nn.Module, aliases: dict[str, str]) -> None:
-    """Share again, as one object, the parameters that were shared when saved."""
+    """Make the parameters that were shared when saved one object again."""
     for alias, name in aliases.items():
         (to, to_key), (source, key) = (
             (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in (alias, name)

@@ -37,7 +37,7 @@ class SKLinear(SketchedModule):
 
     A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. A *fitted* one, from :meth:`from_linear`
     with ``init="svd"`` or from ``weight_init``, has trained U1 and U2, saved with the rest; it is a rank-2R
-    factorisation. Loading a checkpoint of the other mode changes the layer's; make the optimizer after that.
+    factorisation. Loading a checkpoint of the other mode changes the layer's mode; make the optimizer after that.
 
     Args:
         in_features: Size of each input sample.
@@ -49,7 +49,7 @@ class SKLinear(SketchedModule):
         weight_init: Dense weight of shape (out, in) to start from: the layer is fitted to it by truncated SVD. To keep
             the sketches fixed instead, at a larger error, use :meth:`from_linear` with ``init="lstsq"``.
         bias: Whether to learn an additive bias.
-        packed: Whether to hold the signs of U1 and U2 as one bit an entry; see :meth:`pack_`.
+        packed: Whether to hold the signs of U1 and U2 as one bit each; see :meth:`pack_`.
         seed: Seed of the sketches, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
@@ -70,13 +70,14 @@ class SKLinear(SketchedModule):
 
     Raises:
         ShapeError: If a size is not positive, both size forms are mixed, or weight_init has a different shape.
-        ValueError: If ``packed`` is asked for together with ``weight_init``, whose sketches are no signs.
+        ValueError: If ``packed`` is combined with ``weight_init``, whose sketches are not signs.
+        TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
     Warns:
         PerformanceWarning: If the dense layer would be no larger.
 
-    Cost: ``4 R (in + out)`` flops a row forward and 1.5 times that backward, against ``2 in out`` and twice that dense.
+    Cost: ``4 R (in + out)`` flops for each row forward and 1.5 times that backward; dense, ``2 in out`` and twice that.
 
     Example:
         >>> import torch
@@ -87,6 +88,7 @@ class SKLinear(SketchedModule):
         33792
     """
 
+    dense_class = nn.Linear
     factor_names = ("S1", "S2")
     sketch_names = ("U1", "U2")
     U1: Tensor
@@ -151,9 +153,11 @@ class SKLinear(SketchedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
         S1, U1, U2 = self.S1, self.U1, self.U2
-        if self.packed and U1.device != S1.device:  # moved by what knows parameters and buffers alone, as FSDP does
+        if (
+            self.packed and U1.device != S1.device
+        ):  # moved by code that knows parameters and buffers alone, as FSDP does
             self.U1, self.U2 = U1, U2 = U1.to(S1.device), U2.to(S1.device)
-        elif not self.packed and U1.dtype is not S1.dtype:  # cast likewise
+        elif not self.packed and U1.dtype is not S1.dtype:  # cast by such code
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
@@ -224,10 +228,10 @@ class SKLinear(SketchedModule):
                 ``"lstsq"``, seeded: the best S1 and S2 for the seed's sketches, of least norm.
                 ``"random"``, seeded: the unbiased estimator. Its error exceeds the weight itself while R is below
                 (in + out) / 4, so it is for studies, not for keeping a model.
-            seed: As in the constructor; with ``"svd"`` for the search, and for columns that the weight leaves unused.
+            seed: As in the constructor; with ``"svd"`` for the randomized SVD and for unused columns.
 
         Raises:
-            ValueError: If ``init`` is unknown.
+            ValueError: If ``init`` is unknown, or the weight has no values, or NaN or infinite ones.
             TypeError: If ``linear`` is not an nn.Linear.
 
         Cost: ``"svd"`` O(R in out) where 2R is at most an eighth of both sizes and these are 256 or more, by
@@ -309,14 +313,13 @@ class SKLinear(SketchedModule):
         return {"U1": tuple(self.S2.shape), "U2": tuple(self.S1.shape)}  # type: ignore[dict-item]
 
     def pack_(self) -> Self:
-        r"""Hold U1 and U2 as one bit an entry, for inference; the layer computes the same function.
+        r"""Hold U1 and U2 as one bit for each entry, for inference; the layer computes the same function.
 
-        Of the numbers that a product reads, ``2 R (in + out)`` entries become ``R (in + out)`` entries and as many
-        bits: 0.53 of the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers (where
-        library products are taken, R above 64 and many rows, they are unpacked first); on the CPU, blocks of them are
-        unpacked for each product, which costs time where the batch is small. A packed layer
-        can be trained and saved like any other (a checkpoint holds the seed, so packed and unpacked layers load each
-        other's). :meth:`unpack_` undoes it.
+        The ``2 R (in + out)`` numbers that a product reads become ``R (in + out)`` numbers and as many bits: 0.53 of
+        the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers (for library products,
+        used for R above 64 and many rows, they are unpacked first); on the CPU, blocks of them are unpacked for each
+        product, which costs time if the batch is small. A packed layer can be trained and saved like any other (a
+        checkpoint holds the seed, so packed and unpacked layers load each other's). :meth:`unpack_` undoes it.
 
         Raises:
             ValueError: If the layer is fitted: its sketches are trained numbers, not signs.
@@ -336,7 +339,7 @@ class SKLinear(SketchedModule):
         return self._hold(packed=True)
 
     def unpack_(self) -> Self:
-        """Hold U1 and U2 as numbers again, +1 and -1 in the layer's dtype, which suits training; see :meth:`pack_`."""
+        """Hold U1 and U2 as numbers again, +1 and -1 in the layer's dtype, which is faster to train with."""
         return self._hold(packed=False)
 
     def _hold(self, *, packed: bool) -> Self:

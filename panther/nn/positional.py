@@ -4,8 +4,8 @@ Each feature d of a head is given a stationary kernel of positions,
 
 .. math:: P_d(m - n) = \sum_s \lambda_{ds}^2 \cos(2 \pi f_{ds} (m - n) + \theta_{ds}),
 
-and queries and keys are multiplied by random codes whose covariance it is, so that inner products of what comes out
-are, in expectation, :math:`\sum_d q_d k_d P_d(m - n)` (A. Liutkus et al., "Relative positional encoding for
+and queries and keys are multiplied by random codes whose covariance it is, so that inner products of the results are,
+in expectation, :math:`\sum_d q_d k_d P_d(m - n)` (A. Liutkus et al., "Relative positional encoding for
 Transformers with linear complexity", ICML 2021, arXiv:2105.08399).
 """
 
@@ -33,13 +33,13 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         num_heads: Heads.
         perHead_in: Width of a head's queries and keys.
         sines: Sines of each feature.
-        num_realizations: R, the width of what comes out; the variance of inner products falls as 1/R.
+        num_realizations: R, the width of the results; the variance of inner products falls as 1/R.
         seed: Of Z; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
 
     Attributes:
-        frequencies: f, trained, (num_heads, perHead_in, sines), in cycles a position.
+        frequencies: f, trained, (num_heads, perHead_in, sines), in cycles per position.
         phases: theta, trained, of the same shape.
         gains: lambda, trained, of the same shape; their squares sum to 1 at first, so that P(0) is about 1.
         noise: Z, (num_heads, 2 perHead_in sines, num_realizations), a buffer in the state_dict.
@@ -48,7 +48,7 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         ``(batch, num_heads, n, perHead_in)`` to ``(batch, num_heads, n, num_realizations)``, for queries and for keys;
         their n may differ.
 
-    Cost: ``4 perHead_in sines num_realizations`` flops a position and head.
+    Cost: ``4 perHead_in sines num_realizations`` flops for each position and head.
 
     Example:
         >>> import torch
@@ -90,7 +90,7 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw slow frequencies, small phases and equal gains, and the noise of the seed again."""
+        """Draw slow frequencies, small phases and equal gains, and the first noise of the seed again."""
         nn.init.uniform_(self.frequencies, 0, 0.05)
         nn.init.uniform_(self.phases, -0.1, 0.1)
         nn.init.constant_(self.gains, self.sines**-0.5)
@@ -112,11 +112,11 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
             self.noise.copy_(sketch.dense().view(heads, rows, columns))
 
     def get_extra_state(self) -> Tensor:
-        """The seed, and how often noise was drawn."""
+        """Return the seed, and how often noise was drawn."""
         return torch.tensor([self.seed, self._draws], dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take up what :meth:`get_extra_state` returned."""
+        """Restore the result of :meth:`get_extra_state`."""
         if (integers := read_integers(state)) is not None:
             self.seed, self._draws = integers
 
@@ -142,7 +142,7 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         return coded @ (self.noise.to(x.dtype) * self.num_realizations**-0.5)
 
     def extra_repr(self) -> str:
-        """Sizes, as shown by print."""
+        """Return sizes, as shown by print."""
         return (
             f"{self.num_heads}, perHead_in={self.perHead_in}, sines={self.sines}, "
             f"num_realizations={self.num_realizations}"

@@ -280,7 +280,7 @@ DAMAGE = {
         "cannot be read as JSON",
     ),
     "pickle": (lambda f: torch.save({"a": 1}, f / "rank-00000.safetensors"), "no sound safetensors file"),
-    "foreign": (lambda f: (f / "checkpoint.json").write_text('{"format": "x"}'), "is not Panther's"),
+    "foreign": (lambda f: (f / "checkpoint.json").write_text('{"format": "x"}'), "was not written by"),
     "missing tensor": (lambda f: (f / "rank-00000.safetensors").unlink(), "is missing"),
 }
 

@@ -199,7 +199,7 @@ def test_causal_masks_and_the_constructors_value():
 
 def test_what_is_refused():
     layer, x = attention_of(), draw(2, 12, E)
-    with pytest.raises(ValueError, match=r"need_weights=True cannot be had.*pass need_weights=False"):
+    with pytest.raises(ValueError, match=r"need_weights=True is not supported.*pass need_weights=False"):
         layer(x, x, x, need_weights=True)
     band = torch.ones(12, 12, dtype=torch.bool).triu(2)
     for mask in (band, draw(12, 12), nn.Transformer.generate_square_subsequent_mask(12) * 1.0 + torch.eye(12)):
@@ -282,7 +282,7 @@ def test_from_mha_refuses_what_it_cannot_keep():
     with pytest.raises(TypeError, match=r"takes an nn.MultiheadAttention, not Linear"):
         make_performer(nn.Linear(3, 3), 8)
     for option in ("add_bias_kv", "add_zero_attn"):
-        with pytest.raises(ValueError, match="append keys of their own"):
+        with pytest.raises(ValueError, match="append keys, which this layer cannot do"):
             make_performer(nn.MultiheadAttention(E, H, **{option: True}), 8)
 
 

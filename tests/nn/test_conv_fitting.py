@@ -9,7 +9,7 @@ from tolerances import assert_close, factorisation
 from torch import nn
 
 from panther.nn import SKConv1d, SKConv2d, SKConv3d, _fitting
-from panther.nn._conv_fitting import lstsq_factor
+from panther.nn._fitting import lstsq_by_groups
 from panther.sketch import signs
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
@@ -67,7 +67,7 @@ def test_unused_rows_add_nothing_and_still_learn():
 def test_lstsq_is_numpys_least_squares_solution_of_least_norm(rows):
     A = torch.randn(2, 12, 18, dtype=torch.float64)
     U = signs(4, 0, range(2 * rows), range(12), dtype=torch.float64).unflatten(0, (2, rows))
-    S = lstsq_factor(A, U)
+    S = lstsq_by_groups(A, U)
     for group in range(2):
         expected = np.linalg.lstsq(U[group].mT.numpy(), A[group].numpy(), rcond=None)[0]
         assert torch.allclose(S[group], torch.from_numpy(expected), atol=1e-9)

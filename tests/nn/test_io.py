@@ -207,7 +207,7 @@ def test_only_tensors_and_known_layers_are_saved(tmp_path):
 
 
 REFUSALS = {
-    "another format": (lambda m: m.update(format="other"), "is not Panther's"),
+    "another format": (lambda m: m.update(format="other"), "was not written by pr.save_compressed"),
     "a later version": (lambda m: m.update(format_version=2), "format_version 2 and this Panther reads 1"),
     "a path outside": (lambda m: m.update(weights="../model.safetensors"), "must be a plain file name"),
     "an absolute path": (lambda m: m.update(weights="/etc/passwd"), "must be a plain file name"),
@@ -215,7 +215,7 @@ REFUSALS = {
     "the folder": (lambda m: m.update(weights=".."), "must be a plain file name"),
     "no name": (lambda m: m.update(weights=None), "must be a plain file name"),
     "weights elsewhere": (lambda m: m.update(weights="missing.safetensors"), "missing.safetensors is missing"),
-    "weights that are not": (lambda m: m.update(weights="panther.json"), "no sound safetensors file"),
+    "weights that are not": (lambda m: m.update(weights="panther.json"), "not a valid safetensors file"),
     "a foreign class": (lambda m: m["modules"]["0"].update({"class": "os.system"}), "class 'os.system', which is not"),
     "foreign arguments": (
         lambda m: m["modules"]["0"]["args"].update(weight_init=1),
@@ -223,12 +223,18 @@ REFUSALS = {
     ),
     "text for a number": (lambda m: m["modules"]["0"]["args"].update(low_rank="2"), "SKLinear is built from"),
     "huge sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**13), "SKLinear is built from"),
-    "large sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**9), "was saved for 1000000000 to 48"),
+    "large sizes": (
+        lambda m: m["modules"]["0"]["args"].update(in_features=10**9),
+        "saved for a Linear with .*1000000000",
+    ),
     "another rank": (lambda m: m["modules"]["0"]["args"].update(low_rank=3), "cannot be built.*size mismatch"),
-    "no bias": (lambda m: m["modules"]["0"]["args"].update(bias=False), "bias=False, and the model has Linear there"),
+    "no bias": (
+        lambda m: m["modules"]["0"]["args"].update(bias=False),
+        "with .'bias': False., and the model has a Linear there, with .'bias': True.",
+    ),
     "a list for a class": (lambda m: m["modules"]["0"].update({"class": ["a"]}), "class .'a'., which is not allowed"),
     "a list for an alias": (lambda m: m["modules"].update({"1": {"alias_of": ["0"]}}), "alias of .'0'., which is not"),
-    "an alias with its own weights": (lambda m: m["modules"].update({"2": {"alias_of": "0"}}), "hold another for it"),
+    "an alias with its own weights": (lambda m: m["modules"].update({"2": {"alias_of": "0"}}), "hold different ones"),
     "a negative size": (lambda m: m["modules"]["0"]["args"].update(low_rank=-2), "low_rank=-2 must be at least 1"),
     "another dtype": (lambda m: m["modules"]["0"].update(dtype="float64"), "should be seeded, torch.float64"),
     "no dtype": (lambda m: m["modules"]["0"].update(dtype="nn"), "dtype 'nn': it must name a torch dtype"),
@@ -241,7 +247,7 @@ REFUSALS = {
     "a module left out": (lambda m: m["modules"].pop("0"), "does not fit the model: missing 0.weight; unexpected 0.S1"),
     "a module too many": (
         lambda m: m["modules"].update({"2": m["modules"]["0"]}),
-        "was saved for 64 to 48 features, bias=True, and the model has Linear there, of .48, 64.",
+        "saved for a Linear with .'in_features': 64, 'out_features': 48., and the model has a Linear there, with .*48",
     ),
 }
 
@@ -268,7 +274,7 @@ def test_missing_foreign_and_truncated_files(folder, file, content):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content == "half" else content)
     model = unsketched()
     before = state(model)
-    with pytest.raises(FormatError, match=f"{file} (is missing|cannot be read|is no sound)"):
+    with pytest.raises(FormatError, match=f"{file} (is missing|cannot be read|is not a valid)"):
         pr.load_compressed(folder, model)
     assert same(state(model), before)
 
@@ -293,7 +299,7 @@ def test_another_architecture_is_refused_and_left_alone(folder):
     model[2] = nn.Linear(48, 63)
     before = state(model)
     with pytest.raises(
-        FormatError, match=r"other shapes or kinds 2.bias \(64,\), torch.float32 for \(63,\), .*, 2.weight"
+        FormatError, match=r"different shape or dtype 2.bias \(64,\), torch.float32 for \(63,\), .*, 2.weight"
     ):
         pr.load_compressed(folder, model)
     assert same(state(model), before)
@@ -303,7 +309,7 @@ def test_another_architecture_is_refused_and_left_alone(folder):
 def test_only_what_was_saved_is_replaced(folder, old):
     model = unsketched()
     model[0] = old
-    with pytest.raises(FormatError, match=f"module '0' was saved for 64 to 48 .* {type(old).__name__} there"):
+    with pytest.raises(FormatError, match=f"module '0' was saved for a Linear with .* a {type(old).__name__} there"):
         pr.load_compressed(folder, model)
     assert model[0] is old
 
@@ -374,7 +380,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     sparse.register_buffer("s", torch.eye(3).to_sparse())
     with pytest.raises(FormatError, match=r"'s' has layout torch.sparse_coo: only dense tensors"):
         pr.save_compressed(sparse, tmp_path)
-    with pytest.raises(FormatError, match="has S1_mask besides or instead: remove the parametrization or pruning"):
+    with pytest.raises(FormatError, match=r"differs by .*S1_mask: remove the parametrization or pruning"):
         pr.save_compressed(nn.Sequential(prune.l1_unstructured(pr.nn.SKLinear(64, 48, 2), "S1", 0.5)), tmp_path)
     broken = pr.nn.SKLinear(64, 48, 2)
     broken.U1.zero_()
