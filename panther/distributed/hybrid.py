@@ -18,15 +18,14 @@ from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.data.strategies import check_trainable, data_parallel, shard_whole
 from panther.distributed.pipeline._modules import StageModules
-from panther.distributed.pipeline.schedules import PipelineSchedule, check_schedule, make_schedule
+from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
+from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor.parallelize import TensorParallelReport, tensor_parallel
 from panther.errors import DistributedError, ShapeError, check_size
 from panther.nn import SKLinear
 
-_STAGES_A_RANK = {"gpipe": 1, "1f1b": 1}  # the others take two
-_IN_V = ("zbv", "dualpipev")
 _DATA_PARALLEL = ("fsdp", "replicate", "ddp")
 
 
@@ -82,7 +81,7 @@ class HybridParallelTrainer:
         self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
         self.num_microbatches = config["num_microbatches"]
         self.dp_group, self.tp_group = self.mesh["dp"].get_group(), self.mesh["tp"].get_group()
-        self._criterion: _Shared | None = None
+        self._loss_fn: DividedLoss | None = None
         self._schedule: PipelineSchedule | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
         given = {name: value for name, value in config.items() if name != "sample_input"}
@@ -112,12 +111,13 @@ class HybridParallelTrainer:
                 f"a pipeline cuts an nn.Sequential, not a {type(model).__name__}: put its parts into one, or name its "
                 "ModuleList in pipeline_layers"
             )
+        kind = SCHEDULES[self.schedule_name]
         return plan_stages(
             model,
-            config["pipeline_parallel_size"] * _STAGES_A_RANK.get(self.schedule_name, 2),
+            config["pipeline_parallel_size"] * kind.stages_per_rank,
             None,
             mesh=self.mesh["pp"],
-            order="v" if self.schedule_name in _IN_V else "loop",
+            order=kind.order,
             layers=layers,
             balance="parameters",
             sample_input=sample_input,
@@ -149,13 +149,13 @@ class HybridParallelTrainer:
         """
         data, targets = batch
         with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
-            share = self._share_of(data, targets, criterion)
-            return self._step(data, targets, optimizer, criterion, share)
+            divisor = self._divisor_of(data, targets, criterion)
+            return self._step(data, targets, optimizer, criterion, divisor)
 
-    def _share_of(self, data: Tensor, targets: Tensor, criterion: Any) -> float:
-        """By what the loss is multiplied, so that the average of the gradients along dp is that of all samples' loss.
+    def _divisor_of(self, data: Tensor, targets: Tensor, criterion: Any) -> float:
+        """Return the loss's divisor for which the gradients, averaged along dp, are those of all samples' loss.
 
-        Asked in every step, for a rank does not see that the batch of another has changed.
+        Ranks exchange the sizes of their batches in every step: none sees by itself that another's has changed.
         """
 
         def form() -> dict[str, str]:
@@ -163,7 +163,7 @@ class HybridParallelTrainer:
 
         try:
             digest = hashlib.blake2b(repr(form()).encode(), digest_size=8).digest()
-            mine = [len(data), int.from_bytes(digest, signed=True), int(_reduction(criterion) == "sum")]
+            mine = [len(data), int.from_bytes(digest, signed=True), int(reduction_of(criterion) == "sum")]
         except Exception:  # every rank has to hear of it, which agree sees to
             mine = [0, 0, 0]
         dp, pp = self.mesh["dp"].size(), self.mesh["pp"].size()
@@ -176,9 +176,9 @@ class HybridParallelTrainer:
             some = "every rank" if pp > 1 else "ranks of one place along dp"
             fix = f"pass {some} {'as many samples of one shape' if pp > 1 else 'the same batch'}"
             agree("train_step", form, dist.group.WORLD, fix, "batches")
-        if _reduction(criterion) == "sum":
-            return float(dp)
-        return len(data) * len(places) / int(samples[:, 0].sum())
+        if reduction_of(criterion) == "sum":
+            return 1 / dp
+        return int(samples[:, 0].sum()) / (len(data) * len(places))
 
     def _step(
         self,
@@ -186,20 +186,20 @@ class HybridParallelTrainer:
         targets: Tensor,
         optimizer: torch.optim.Optimizer,
         criterion: Callable[[Tensor, Tensor], Tensor],
-        share: float,
+        divisor: float,
     ) -> float:
         device = next(self.model.parameters()).device
         data, targets = data.to(device), targets.to(device)
         optimizer.zero_grad()
-        if self._criterion is None or self._criterion.criterion is not criterion:
-            self._criterion, self._schedule = _Shared(criterion), None
-        self._criterion.share = share
+        if self._loss_fn is None or self._loss_fn.loss_fn is not criterion:
+            self._loss_fn, self._schedule = DividedLoss(criterion), None
+        self._loss_fn.divisor = divisor
         if self.stages:
             if self._schedule is None:
-                self._schedule = make_schedule(self.schedule_name, self.stages, self.num_microbatches, self._criterion)
+                self._schedule = make_schedule(self.schedule_name, self.stages, self.num_microbatches, self._loss_fn)
             _, loss = self._schedule.step(data, targets)
         else:
-            loss = self._criterion(self.model(data), targets)
+            loss = self._loss_fn(self.model(data), targets)
             loss.backward()
         if self.gradient_clipping is not None:
             norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
@@ -212,20 +212,6 @@ class HybridParallelTrainer:
         return total.item() / (self.mesh["dp"].size() * self.mesh["tp"].size())
 
 
-class _Shared:
-    """A criterion times the share of this rank's place."""
-
-    def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.criterion, self.reduction, self.share = criterion, _reduction(criterion), 1.0
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.criterion(output, target) * self.share
-
-
-def _reduction(criterion: Any) -> str:
-    return getattr(criterion, "reduction", "mean")
-
-
 def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:
     """What a batch looks like, if a step can be made of it."""
     if len(data) == 0 or len(targets) != len(data):
@@ -233,10 +219,9 @@ def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:
             f"a batch must have samples, and as many targets, and has {len(data)} and {len(targets)}: give every rank "
             "a part of the batch, or leave it out on all"
         )
-    if _reduction(criterion) not in ("mean", "sum"):
-        raise ValueError(f"the criterion has reduction={_reduction(criterion)!r}, and must have 'mean' or 'sum'")
+    reduction = check_reduction(criterion, "criterion")
     forms = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in (("the samples", data), ("the targets", targets))}
-    return {**forms, "the criterion's reduction": _reduction(criterion)}
+    return {**forms, "the criterion's reduction": reduction}
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +247,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
     config["data_parallel_size"] = config["data_parallel_size"] or max(get_world_size() // (tp * pp), 1)
     check_schedule(config["schedule"])
-    per_rank = _STAGES_A_RANK.get(config["schedule"], 2)
+    per_rank = SCHEDULES[config["schedule"]].stages_per_rank
     config["num_microbatches"] = check_size("num_microbatches", config["num_microbatches"] or pp * per_rank, least=1)
     clipping = config["gradient_clipping"]
     if clipping is not None and not isinstance(clipping, int | float):

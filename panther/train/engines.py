@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from panther.distributed import HybridParallelTrainer, make_schedule
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
+from panther.distributed.pipeline.losses import DividedLoss, reduction_of
 from panther.errors import ConfigError
 from panther.train.arguments import check_loss
 from panther.train.batches import Batch
@@ -205,7 +206,7 @@ class PipelineEngine(Engine):
         self.rank, self.size, self.stages = dp.get_local_rank(), dp.size(), built.mesh["pp"].size()
         self.precision, self.loss_fn = precision, loss_fn
         self._sum = reduction_of(loss_fn) == "sum"
-        shared = _Shared(loss_fn, 1 / self.size)
+        shared = DividedLoss(loss_fn, 1 / self.size)
         self._shared = shared
         self.schedule = make_schedule(built.schedule_name, built.stages, microbatches, shared)
         self.speaks = self.schedule.is_last and tp.get_local_rank() == 0
@@ -266,22 +267,6 @@ class PipelineEngine(Engine):
         given = inputs if self.schedule.is_first else ()
         wanted = {"target": target, "losses": []} if self.schedule.is_last else {}
         return self.schedule.schedule.eval(*given, **wanted)
-
-
-class _Shared:
-    """A loss divided: by the batches of a window for a mean over all of them, by a share of ranks for a sum."""
-
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], divisor: float) -> None:
-        self.loss_fn, self.reduction, self.divisor = loss_fn, reduction_of(loss_fn), divisor
-
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        return self.loss_fn(output, target) / self.divisor
-
-
-def reduction_of(loss_fn: Any) -> str:
-    """``"sum"`` or ``"mean"``: the loss's attribute, or the keyword of a partial; a function without is a mean."""
-    keywords = getattr(loss_fn, "keywords", None) or {}
-    return getattr(loss_fn, "reduction", None) or keywords.get("reduction", "mean")
 
 
 def own_loss(output: Any) -> Tensor:

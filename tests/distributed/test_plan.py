@@ -13,11 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from panther.distributed.advisor._schedule_order import STAGES_A_RANK, order_of
+from panther.distributed.advisor._schedule_order import order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Layout, estimate
 from panther.distributed.advisor.model_stats import ModelStats, _transformer
 from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_parallelism
+from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
@@ -151,7 +152,7 @@ def test_eight_real_processes(layout):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped_bfs", "interleaved"])
 @pytest.mark.parametrize(("ranks", "m"), [(2, 2), (2, 8), (4, 8), (8, 16)])
 def test_bubbles_are_those_of_the_formula(name, ranks, m):
-    work = STAGES_A_RANK[name] * m
+    work = SCHEDULES[name].stages_per_rank * m
     assert order_of(name, ranks, m).bubble == pytest.approx((ranks - 1) / (work + ranks - 1))
 
 

@@ -1,6 +1,6 @@
 """In what order the ranks of a pipeline work, as torch's schedules say, and what follows from it."""
 
-__all__ = ["IN_V", "STAGES_A_RANK", "Order", "order_of"]
+__all__ = ["Order", "order_of"]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,8 @@ import torch
 from torch.distributed.pipelining.schedules import _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from panther.distributed.pipeline.schedules import _SCHEDULES
+from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError
-
-STAGES_A_RANK = {name: 2 if kind.several else 1 for name, kind in _SCHEDULES.items()}
-IN_V = tuple(name for name, kind in _SCHEDULES.items() if kind.order == "v")
 
 Step = tuple[int, str, int]
 """Stage, what is done (F, B, I or W: forward, backward, the part of it for inputs, for weights), and microbatch."""
@@ -109,9 +106,9 @@ _KINDS = {
 
 def _torch_order(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
     stages = 2 * ranks
-    mine = [0, stages - 1] if name in IN_V else [0, ranks]
+    mine = [0, stages - 1] if SCHEDULES[name].order == "v" else [0, ranks]
     try:
-        schedule = _SCHEDULES[name].make([_Stage(i, stages, ranks) for i in mine], microbatches, None)
+        schedule = SCHEDULES[name].make([_Stage(i, stages, ranks) for i in mine], microbatches, None)
     except ValueError as error:
         raise ShapeError(f"schedule {name!r} takes no {microbatches} microbatches on {ranks} ranks: {error}") from error
     made: list[list[Step]] = []

@@ -18,10 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from panther.distributed.advisor._schedule_order import IN_V, STAGES_A_RANK, Order, order_of
+from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.model_stats import ModelStats, TensorStats
 from panther.distributed.pipeline._balance import balanced_cuts
+from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError
 
 _BUCKET = 25 * 2**20  # DDP's
@@ -170,7 +171,7 @@ def estimate(
 
 def _stages(stats: ModelStats, layout: Layout) -> list[range]:
     """The elements of every stage, as :func:`split_stages` cuts."""
-    n = layout.pp * STAGES_A_RANK[layout.schedule] if layout.schedule else 1
+    n = layout.pp * SCHEDULES[layout.schedule].stages_per_rank if layout.schedule else 1
     return list(_cut(stats.tensors, len(stats.elements), n))
 
 
@@ -217,7 +218,7 @@ class _Rank:
         self.stats, self.layout, self.stages, self.rank = stats, layout, stages, rank
         self.samples, self.order, self.optimizer_states = samples, order, optimizer_states
         n = len(stages)
-        in_v = layout.schedule in IN_V
+        in_v = layout.schedule is not None and SCHEDULES[layout.schedule].order == "v"
         self.mine = ([rank, n - 1 - rank] if in_v else list(range(rank, n, layout.pp))) if layout.pp > 1 else [0]
         own = {element for stage in self.mine for element in stages[stage]}
         self.tensors = [tensor for tensor in stats.tensors if tensor.element in own]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import format_bytes, format_seconds, format_table
-from panther.distributed.advisor._schedule_order import STAGES_A_RANK
 from panther.distributed.advisor._text import explain, reason
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
@@ -19,6 +18,7 @@ from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.data.strategies import data_parallel
 from panther.distributed.hybrid import HybridParallelTrainer
+from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import DistributedError, ShapeError, check_size
 
@@ -205,8 +205,8 @@ def plan_parallelism(
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(map(repr, _OBJECTIVES))}")
     for schedule in schedules:
-        if schedule not in STAGES_A_RANK:
-            raise ValueError(f"schedule {schedule!r} is unknown: use some of {', '.join(map(repr, STAGES_A_RANK))}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule {schedule!r} is unknown: use some of {', '.join(map(repr, SCHEDULES))}")
     notes: list[str] = []
     estimates = []
     for layout in _layouts(stats, cluster, batch, schedules, notes):
@@ -276,7 +276,7 @@ def _layouts(
                 continue
             for strategy in ("fsdp", "replicate") if dp > 1 else ("fsdp",):
                 for schedule in schedules:
-                    if pp * STAGES_A_RANK[schedule] > len(stats.elements):
+                    if pp * SCHEDULES[schedule].stages_per_rank > len(stats.elements):
                         continue
                     for m in _microbatches(batch // dp, pp):
                         yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, microbatches=m)

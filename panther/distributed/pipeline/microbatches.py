@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from panther.distributed._layer_configs import check_configs
 from panther.distributed.pipeline._balance import balanced_cuts
+from panther.distributed.pipeline.losses import check_reduction
 from panther.errors import ShapeError, check_size
 from panther.nn import SKLinear
 
@@ -114,9 +115,7 @@ class MicrobatchPipelineTrainer:
             raise ShapeError(
                 f"the batch must have samples, and a target each, and has {samples} and {len(batch_targets)}"
             )
-        reduction = getattr(criterion, "reduction", "mean")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"the criterion has reduction={reduction!r}, and must have 'mean' or 'sum'")
+        reduction = check_reduction(criterion, "criterion")
         pieces = min(self.num_microbatches, samples)
         optimizer.zero_grad()
         total = 0.0

@@ -1,6 +1,6 @@
 """Schedules of a pipeline: how microbatches go through the stages, on torch.distributed.pipelining."""
 
-__all__ = ["PipelineSchedule", "make_schedule"]
+__all__ = ["SCHEDULES", "PipelineSchedule", "ScheduleKind", "check_schedule", "make_schedule"]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,26 +12,31 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
+from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.errors import ShapeError, check_size
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """A schedule of torch's, and what it asks of a rank's stages."""
+class ScheduleKind:
+    """A schedule of torch's, and which stages it needs on a rank."""
 
     make: Callable[..., Any]
-    several: bool = True  # takes a list of stages
+    """Torch's class. It takes one stage if ``stages_per_rank`` is 1, else a list."""
+    stages_per_rank: int = 2
+    """Stages of a rank where the library chooses; torch's looped schedules take any number above 1."""
     order: str = "loop"
+    """The ``order`` of :func:`split_stages` that the schedule needs."""
 
 
-_SCHEDULES = {
-    "gpipe": _Kind(schedules.ScheduleGPipe, several=False),
-    "1f1b": _Kind(schedules.Schedule1F1B, several=False),
-    "interleaved": _Kind(schedules.ScheduleInterleaved1F1B),
-    "looped_bfs": _Kind(schedules.ScheduleLoopedBFS),
-    "zero_bubble": _Kind(schedules.ScheduleInterleavedZeroBubble),
-    "zbv": _Kind(schedules.ScheduleZBVZeroBubble, order="v"),
-    "dualpipev": _Kind(schedules.ScheduleDualPipeV, order="v"),
+# The one table of schedules: make_schedule, HybridParallelTrainer and the advisor read it.
+SCHEDULES = {
+    "gpipe": ScheduleKind(schedules.ScheduleGPipe, stages_per_rank=1),
+    "1f1b": ScheduleKind(schedules.Schedule1F1B, stages_per_rank=1),
+    "interleaved": ScheduleKind(schedules.ScheduleInterleaved1F1B),
+    "looped_bfs": ScheduleKind(schedules.ScheduleLoopedBFS),
+    "zero_bubble": ScheduleKind(schedules.ScheduleInterleavedZeroBubble),
+    "zbv": ScheduleKind(schedules.ScheduleZBVZeroBubble, order="v"),
+    "dualpipev": ScheduleKind(schedules.ScheduleDualPipeV, order="v"),
 }
 
 
@@ -166,7 +171,7 @@ def make_schedule(
     def check() -> dict[str, str]:
         made[:] = [_make(name, list(stages), num_microbatches, loss_fn)]
         return in_words({"name": name, "num_microbatches": num_microbatches, "stages": stages[0].num_stages}) | {
-            "the loss's reduction": str(getattr(loss_fn, "reduction", "mean"))
+            "the loss's reduction": reduction_of(loss_fn)
         }
 
     agree("make_schedule", check, stages[0].group, "pass the same on every rank of the axis", "schedules")
@@ -175,38 +180,34 @@ def make_schedule(
 
 def check_schedule(name: str) -> None:
     """Raise ValueError unless there is a schedule of this name."""
-    if name not in _SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, _SCHEDULES))}")
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, SCHEDULES))}")
 
 
 def _make(
     name: str, stages: list[PipelineStage], num_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineSchedule:
     check_schedule(name)
-    kind = _SCHEDULES[name]
+    kind = SCHEDULES[name]
+    several = kind.stages_per_rank > 1
     check_size("num_microbatches", num_microbatches, least=1)
     indices = [stage.stage_index for stage in stages]
     ranks = stages[0].group_size
     in_v = len(indices) == 2 and sum(indices) == stages[0].num_stages - 1 and stages[0].num_stages == 2 * ranks
-    if not kind.several and len(stages) != 1:
+    if not several and len(stages) != 1:
         raise ValueError(f"schedule {name!r} takes one stage a rank, not {len(stages)}: use n={ranks} stages")
     if kind.order == "v" and not in_v:
         raise ValueError(
             f"schedule {name!r} takes two stages a rank in a v: use split_stages(..., {2 * ranks}, order='v')"
         )
-    if kind.several and kind.order == "loop" and in_v and ranks > 1:
+    if several and kind.order == "loop" and in_v and ranks > 1:
         raise ValueError(f"schedule {name!r} takes stages in the order 'loop': leave order='v' out of split_stages")
-    reduction = getattr(loss_fn, "reduction", "mean")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"the loss has reduction={reduction!r}, and must have 'mean' or 'sum'")
-    share = loss_fn
-    if reduction == "mean":  # scale_grads would divide what earlier steps have left in the gradients, too
-
-        def share(output: Tensor, target: Tensor) -> Tensor:
-            return loss_fn(output, target) / num_microbatches
+    reduction = check_reduction(loss_fn, "loss")
+    # Not torch's scale_grads: it would also divide the gradients that earlier steps have left.
+    share = DividedLoss(loss_fn, num_microbatches) if reduction == "mean" else loss_fn
 
     def make() -> Any:
-        return kind.make(stages if kind.several else stages[0], num_microbatches, share, scale_grads=False)
+        return kind.make(stages if several else stages[0], num_microbatches, share, scale_grads=False)
 
     try:
         return PipelineSchedule(make, stages, num_microbatches)

@@ -1,0 +1,42 @@
+"""Loss functions as microbatches and ranks see them: what they reduce by, and their values divided."""
+
+__all__ = ["DividedLoss", "check_reduction", "reduction_of"]
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class DividedLoss:
+    """A loss function whose value is divided: by the shares of a mean, or by the ranks that add up one sum.
+
+    Args:
+        loss_fn: The loss function.
+        divisor: The number; it may be changed between steps.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], divisor: float = 1.0) -> None:
+        # A schedule asks for `reduction` too: it weights microbatches by it.
+        self.loss_fn, self.reduction, self.divisor = loss_fn, reduction_of(loss_fn), divisor
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Return the divided loss."""
+        return self.loss_fn(output, target) / self.divisor
+
+
+def reduction_of(loss_fn: Any) -> str:
+    """Return the loss's attribute ``reduction``, or the keyword of a partial; a function without one takes the mean."""
+    keywords = getattr(loss_fn, "keywords", None) or {}
+    return getattr(loss_fn, "reduction", None) or keywords.get("reduction", "mean")
+
+
+def check_reduction(loss_fn: Any, name: str) -> str:
+    """Return ``"mean"`` or ``"sum"``.
+
+    Raises:
+        ValueError: If the loss has another reduction, such as ``"none"``; it is called ``name``.
+    """
+    if (reduction := reduction_of(loss_fn)) not in ("mean", "sum"):
+        raise ValueError(f"the {name} has reduction={reduction!r}, and must have 'mean' or 'sum'")
+    return reduction
