@@ -84,8 +84,9 @@ class _SKConv(SketchedModule):
         if rows * (inner + out) >= inner * self.out_channels:
             warnings.warn(
                 f"{type(self).__name__}({in_channels}, {out_channels}, {kernel_size}, groups={groups}) with 2 * "
-                f"num_terms * low_rank = {rows} multiplies by {rows * (inner + out):,} numbers at every position, and a "
-                f"dense layer by {inner * self.out_channels:,}: use a smaller sketch, or nn.{self.dense_class.__name__}",
+                f"num_terms * low_rank = {rows} multiplies by {rows * (inner + out):,} numbers at every position, and "
+                f"a dense layer by {inner * self.out_channels:,}: use a smaller sketch, or "
+                f"nn.{self.dense_class.__name__}",
                 PerformanceWarning,
                 stacklevel=2,
             )
