@@ -5,8 +5,6 @@ __all__ = ["compress", "sketch_layers_"]
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,30 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
+from panther.compression.allocation import Allocation, allocate_ranks, byte_limit, model_bytes
 from panther.compression.config import HealConfig, SketchConfig
-from panther.compression.conversion import (
-    Replacement,
-    convert_all,
-    convert_in_sequence,
-    convert_seeded,
-    inherit_flags,
-)  # fmt: skip
+from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded, inherit_flags
 from panther.compression.fits import Fits, fit_targets, target_seed
 from panther.compression.measurement import Measured, measure
-from panther.compression.ranks import (
-    Ranks,
-    allocate_global,
-    allocate_uniform,
-    check_feasible,
-    least_bytes,
-    predicted_loss,
-)  # fmt: skip
+from panther.compression.ranks import predicted_loss
 from panther.compression.report import CompressionReport, layer_reports
 from panther.compression.runner import Runner, buffers_kept, calibrating
-from panther.compression.survey import Loss, Survey, survey_targets
-from panther.compression.targets import Selector, replace_modules, select_targets, swap_modules
+from panther.compression.survey import Loss, survey_targets
+from panther.compression.targets import Selector, Survey, replace_modules, select_targets, swap_modules
 from panther.errors import CompressionError, PerformanceWarning, check_size
 from panther.sketch import check_seed
 
@@ -45,8 +30,6 @@ _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
 _ALLOCATIONS = ("global", "uniform")
 _SLOWER = 0.8  # of the dense layer's speed: a layer below it is warned about
-_ERROR_STEPS = 8  # halvings of the budget in the search for max_error
-_SEED_BYTES = 32  # of a new layer's sketch_seed
 
 
 def compress(
@@ -145,53 +128,36 @@ def compress(
         check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
     _check_model(model)
     if heal is not None:
-        from panther.compression.healing import check_ranks  # here, so that `import panther` loads no Trainer
+        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
-        check_ranks(group)
-    seeded = method == "random"
+        healing.check_ranks(group)
     with torch.inference_mode(False), torch.enable_grad(), buffers_kept(model):
-        selection = select_targets(model, include, exclude, seeded=seeded)
-        survey = Survey(selection.targets, selection.skipped)
-        seed = check_seed(seed)
-        runner = None if calibration is None else Runner(model, calibration, forward_fn, mask_fn, group, progress)
-        if runner is not None:
-            seed = runner.agreed(seed)
-        with nullcontext() if runner is None else calibrating(model, seed):
-            _check_any(survey)
-            if runner is not None and method in _CALIBRATED:
-                survey = survey_targets(runner, selection, loss_fn, gradients=method == "two_sided")
-                _check_any(survey)
-            limit = None if max_error is not None else _limit(model, survey, budget, max_bytes, seeded)
+        runner = Runner(model, calibration, forward_fn, mask_fn, group, progress)
+        seed, seeded = runner.agreed(check_seed(seed)), method == "random"
+        with calibrating(model, seed):
+            survey = select_targets(model, include, exclude, seeded=seeded).check()
+            if method in _CALIBRATED:
+                survey = survey_targets(runner, survey, loss_fn, gradients=method == "two_sided").check()
+            allocate = (allocate or "global") if survey.gradients else "uniform"
+            limit = byte_limit(model, survey, budget=budget, max_bytes=max_bytes, seeded=seeded)
             fits = Fits() if seeded else fit_targets(
                 runner, survey, limit, loss_fn=loss_fn, memory=statistics_memory_bytes, keep=sequential,
                 healing=heal is not None, seed=seed,
             )  # fmt: skip
-            allocate = (allocate or "global") if survey.gradients else "uniform"
-            if limit is None:
-                limit = _least_limit(runner, survey, fits, allocate, max_error, seed)
-            chosen = _choose_ranks(runner, survey, fits, allocate, limit, seed)
-            replacement, notes = convert_all(survey, fits, chosen.ranks, seed), [*survey.notes, *chosen.notes]
+            allocation = allocate_ranks(runner, survey, fits, allocate, limit, max_error, seed)
+            replacement, notes = convert_all(survey, fits, allocation.ranks, seed), [*survey.notes, *allocation.notes]
             if sequential:
-                assert runner is not None  # the method is a calibrated one
-                refitted = convert_in_sequence(runner, survey, fits, chosen.ranks, seed)
-                error = math.inf if max_error is None else _error(runner, refitted)
-                if max_error is not None and error > max_error:
-                    notes.append(f"layers are not fitted in sequence, with which the error is {error:.3g}")
-                else:
+                refitted = convert_in_sequence(runner, survey, fits, allocation.ranks, seed)
+                if max_error is None or (error := _error(runner, refitted)) <= max_error:
                     replacement = refitted
-            measured = Measured()
-            if runner is not None:
-                measured = measure(runner, survey.targets, replacement, speed=measure_speed)
-        healed = healed_error = distillation = None
-        if heal is not None and not replacement:
-            notes.append("nothing was compressed, so there is nothing to heal")
+                else:
+                    notes.append(f"layers are not fitted in sequence, with which the error is {error:.3g}")
+            measured = measure(runner, survey.targets, replacement, speed=measure_speed)
+        healed = None
+        if heal is not None and replacement:
+            healed = healing.heal(runner, replacement, heal, seed=seed)
         elif heal is not None:
-            from panther.compression.healing import heal as distil
-
-            assert runner is not None  # healing needs calibration
-            healed, distillation = distil(runner, replacement, heal, seed=seed)
-            with calibrating(model, seed):
-                healed_error = runner.errors([distillation.student], "error, healed")[0]
+            notes.append("nothing was compressed, so there is nothing to heal")
         encoders = _nested_encoders(model, replacement)
         notes += [
             f"use_nested_tensor is off in {name or 'the model'!r}: with it torch reads the dense weight of sketched "
@@ -199,13 +165,13 @@ def compress(
             for name in encoders
         ]
         report = _report(
-            model, survey, fits, chosen, replacement, measured, seeded=seeded, method=method, notes=tuple(notes),
-            healed=healed, healed_error=healed_error, seed=seed,
+            model, survey, fits, allocation, replacement, measured, seeded=seeded, method=method, notes=tuple(notes),
+            healed=healed and healed.result, healed_error=healed and healed.error, seed=seed,
         )  # fmt: skip
         _warn_of_slower(report)
         # Last, and only assignments: whatever failed before has left the model as it was.
-        if distillation is not None:
-            distillation.write_()
+        if healed is not None:
+            healed.write_()
         _place(model, replacement, encoders)
     return report
 
@@ -248,91 +214,31 @@ def sketch_layers_(
     if not isinstance(config, SketchConfig):
         raise TypeError(f"config must be a SketchConfig, not {type(config).__name__}")
     seed, seeded = check_seed(seed), config.init != "svd"
-    selection = select_targets(model, include, exclude, rank=config.rank, seeded=seeded)
-    survey = Survey(selection.targets, selection.skipped)
-    _check_any(survey)
+    survey = select_targets(model, include, exclude, rank=config.rank, seeded=seeded).check()
     replacement: Replacement = {}
     for index, target in enumerate(survey.targets):
         own = target_seed(seed, index)
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
-    chosen = _Chosen(dict.fromkeys(survey.targets, config.rank), "fixed")
+    allocation = Allocation(dict.fromkeys(survey.targets, config.rank), "fixed")
     encoders = _nested_encoders(model, replacement)
     report = _report(
-        model, survey, Fits(), chosen, replacement, Measured(), seeded=seeded, method=config.init, notes=(), seed=seed
+        model,
+        survey,
+        Fits(),
+        allocation,
+        replacement,
+        Measured(),
+        seeded=seeded,
+        method=config.init,
+        notes=(),
+        seed=seed,
     )
     _place(model, replacement, encoders)
     return report
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """Ranks, and how they were found."""
-
-    ranks: Ranks
-    allocate: str
-    uniform_error: float | None = None
-    notes: tuple[str, ...] = ()
-
-
-def _limit(model: nn.Module, survey: Survey, budget: float | None, max_bytes: int | None, seeded: bool) -> int:
-    """Return the bytes for the targets, and raise if their smallest ranks take more."""
-    dense = sum(target.dense_bytes for target in survey.targets)
-    if budget is not None:
-        limit, setting, other = int(budget * dense * (1 + 1e-12)), f"budget={budget}", None  # 0.29 * 100 is 28.99...
-    else:
-        assert max_bytes is not None
-        other = _model_bytes(model) - dense + _SEED_BYTES * sum(len(target.modules) for target in survey.targets)
-        limit, setting = int(max_bytes) - other, f"max_bytes={max_bytes:,}"
-    check_feasible(survey.targets, limit, setting, other_bytes=other, seeded=seeded)
-    return min(limit, dense)
-
-
-def _ranks(survey: Survey, fits: Fits, allocate: str, limit: int) -> Ranks:
-    if allocate == "global":
-        return allocate_global({target: fits.tails[target] for target in survey.targets}, limit)
-    return allocate_uniform(survey.targets, limit, seeded=not fits.fits)
-
-
 def _error(runner: Runner, replacement: Replacement) -> float:
     return runner.errors([partial(replace_modules, runner.model, replacement)], "error")[0]
-
-
-def _least_limit(
-    runner: Runner | None, survey: Survey, fits: Fits, allocate: str, max_error: float | None, seed: int
-) -> int:
-    """Return the fewest bytes whose error on the held-out batches is within ``max_error``, by halving."""
-    assert runner is not None and max_error is not None  # noqa: PT018 (checked with the options)
-    low = least_bytes(survey.targets, seeded=not fits.fits)
-    high = sum(target.dense_bytes for target in survey.targets)
-
-    def good(limit: int) -> bool:
-        ranks = _ranks(survey, fits, allocate, limit)
-        return _error(runner, convert_all(survey, fits, ranks, seed)) <= max_error
-
-    if good(low):
-        return low
-    for _ in range(_ERROR_STEPS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if good(middle) else (middle, high)
-    return high
-
-
-def _choose_ranks(runner: Runner | None, survey: Survey, fits: Fits, allocate: str, limit: int, seed: int) -> _Chosen:
-    """Choose the ranks: global ones only where uniform ones do no better on the held-out batches."""
-    if allocate != "global" or runner is None:
-        return _Chosen(_ranks(survey, fits, "uniform", limit), "uniform")
-    both = {name: _ranks(survey, fits, name, limit) for name in _ALLOCATIONS}
-    variants = [
-        partial(replace_modules, runner.model, convert_all(survey, fits, ranks, seed)) for ranks in both.values()
-    ]
-    error, uniform_error = runner.errors(variants, "global against uniform")
-    if error <= uniform_error:
-        return _Chosen(both["global"], "global", uniform_error)
-    note = (
-        f"uniform ranks are used: global ones have an error of {error:.3g} on the held-out batches, uniform ones "
-        f"{uniform_error:.3g}"
-    )
-    return _Chosen(both["uniform"], "uniform", uniform_error, (note,))
 
 
 def _nested_encoders(model: nn.Module, replacement: Replacement) -> dict[str, nn.TransformerEncoder]:
@@ -355,49 +261,32 @@ def _place(model: nn.Module, replacement: Replacement, encoders: Mapping[str, nn
 
 
 def _report(
-    model: nn.Module, survey: Survey, fits: Fits, chosen: _Chosen, replacement: Replacement, measured: Measured, *,
-    seeded: bool, **more: Any,
+    model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
+    *, seeded: bool, **more: Any,
 ) -> CompressionReport:  # fmt: skip
     """Return the report of a model in which the new layers are not placed yet."""
     with replace_modules(model, replacement):
-        bytes_after = _model_bytes(model)
+        bytes_after = model_bytes(model)
     work_before = work_after = 0.0
     for target in survey.targets:
-        times, rank = fits.positions.get(target, 1.0), chosen.ranks[target]
+        times, rank = fits.positions.get(target, 1.0), allocation.ranks[target]
         work_before += times * target.dense_numbers
         work_after += times * (target.dense_numbers if rank is None else target.numbers(rank))
     return CompressionReport(
-        layers=layer_reports(survey, fits, chosen.ranks, replacement, measured, seeded=seeded),
+        layers=layer_reports(survey, fits, allocation.ranks, replacement, measured, seeded=seeded),
         skipped=survey.skipped,
-        allocate=chosen.allocate,
-        bytes_before=_model_bytes(model),
+        allocate=allocation.allocate,
+        bytes_before=model_bytes(model),
         bytes_after=bytes_after,
-        predicted_error=predicted_loss(fits.tails, chosen.ranks) ** 0.5 if fits.comparable else None,
+        predicted_error=predicted_loss(fits.tails, allocation.ranks) ** 0.5 if fits.comparable else None,
         measured_error=measured.error,
-        uniform_error=chosen.uniform_error,
+        uniform_error=allocation.uniform_error,
         predicted_speedup=work_before / work_after if work_after else None,
         measured_speedup=measured.speedup,
         passes=fits.passes,
         extra_bytes=fits.extra_bytes,
         **more,
     )
-
-
-def _model_bytes(model: nn.Module) -> int:
-    """Return the bytes of all tensors, as saved: each storage once."""
-    seen: dict[Any, int] = {}
-    for tensor in model.state_dict().values():
-        if isinstance(tensor, Tensor) and not is_lazy(tensor):
-            key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
-            seen[key] = max(seen.get(key, 0), tensor.numel() * tensor.element_size())
-    return sum(seen.values())
-
-
-def _check_any(survey: Survey) -> None:
-    """Raise if nothing can be compressed."""
-    if not survey.targets:
-        shown = "; ".join(f"{entry.name!r} {entry.reason}" for entry in survey.skipped[:5])
-        raise CompressionError(f"the model has no layer to compress: {shown or 'it has no weights'}")
 
 
 def _warn_of_slower(report: CompressionReport) -> None:

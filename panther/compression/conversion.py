@@ -13,8 +13,7 @@ from panther.compression.fits import Fit, Fits, fit_weight, target_seed
 from panther.compression.moments import gather_drift
 from panther.compression.ranks import Ranks
 from panther.compression.runner import Runner
-from panther.compression.survey import Survey
-from panther.compression.targets import Target, is_conv1d, replace_modules
+from panther.compression.targets import Survey, Target, is_conv1d, replace_modules
 from panther.errors import PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last

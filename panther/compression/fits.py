@@ -18,8 +18,8 @@ from torch import Tensor
 from panther.compression.moments import Drift, Moments, gather_moments, split_passes
 from panther.compression.ranks import rank_limit
 from panther.compression.runner import Runner
-from panther.compression.survey import Loss, Survey
-from panther.compression.targets import LEAST_RANK, Target
+from panther.compression.survey import Loss
+from panther.compression.targets import LEAST_RANK, Survey, Target
 from panther.linalg import randomized_svd
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Fits:
 
 
 def fit_targets(
-    runner: Runner | None,
+    runner: Runner,
     survey: Survey,
     limit: int | None,
     *,
@@ -113,7 +113,7 @@ def fit_targets(
     """Gather moments pass by pass, and factor every weight in their metric.
 
     Args:
-        runner: The model and its batches; needed if ``survey.inputs`` has any.
+        runner: The model and its batches.
         survey: The layers.
         limit: Bytes that all of them may take, if that is known: it bounds the components to store.
         loss_fn: The loss whose gradients are taken, if not those of random directions.
@@ -125,7 +125,7 @@ def fit_targets(
     share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
     most = {target: components(target, share) for target in survey.targets}
     seeds = {target: target_seed(seed, index) for index, target in enumerate(survey.targets)}
-    if runner is None or not survey.inputs:
+    if not survey.inputs:
         fits = {target: fit_weight(target, None, most=most[target], seed=seeds[target]) for target in survey.targets}
         return Fits(fits, extra_bytes=_most_bytes(most, 0, limit, keep=False, healing=healing))
     split, largest = split_passes(survey.inputs, survey.gradients, memory)

@@ -5,13 +5,13 @@ held-out loss above twice the best, is divergence: healing goes back to the best
 with half the learning rate, three times at most.
 """
 
-__all__ = ["check_ranks", "heal"]
+__all__ = ["Healed", "check_ranks", "heal"]
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,26 @@ _DIVERGED = 2.0  # times the best held-out loss
 _IDENTITY = "healing.json"
 
 
-def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int) -> tuple[HealResult, Distillation]:
+@dataclass(frozen=True)
+class Healed:
+    """A healed model that is not written yet.
+
+    Attributes:
+        result: What happened.
+        error: Relative error of the model's output on the held-out batches.
+        write_: Writes the best values to the parameters.
+    """
+
+    result: HealResult
+    error: float
+    write_: Callable[[], None]
+
+
+def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int) -> Healed:
     """Train new layers to make the model do what it does with its old ones.
 
     The result is a function of the arguments and ``seed``. The model, its flags and torch's generators are left as they
-    are: :meth:`Distillation.write_` is what changes parameters.
+    are: only ``write_`` of the result changes parameters.
 
     Args:
         runner: The original, its batches, and how it is called.
@@ -55,7 +70,7 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
         seed: Seed of the order of the batches, and of whatever a model draws.
 
     Returns:
-        What happened, and the best values found.
+        What happened, and how to write the best values found.
 
     Raises:
         CompressionError: If the loss is not finite before the first step.
@@ -90,7 +105,8 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
         finally:
             distillation.place_original()
         course.restore_()
-    return course.result(trainer), distillation
+        error = runner.errors([distillation.student], "error, healed")[0]
+    return Healed(course.result(trainer), error, distillation.write_)
 
 
 def check_ranks(group: dist.ProcessGroup | None) -> None:

@@ -46,11 +46,13 @@ class Measured:
 
 
 def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool) -> Measured:
-    """Measure errors, and speed if asked for.
+    """Measure errors, and speed if asked for; nothing without held-out batches.
 
     Raises:
         CompressionError: If a layer is called from where it cannot be replaced.
     """
+    if not runner.held_out:
+        return Measured()
     error = runner.errors([partial(_all_replaced, runner.model, targets, replacement)], "error")[0]
     layers = _layer_figures(runner, targets, replacement, speed=speed)
     return Measured(error, layers, _model_speedup(runner, replacement) if speed and replacement else None)

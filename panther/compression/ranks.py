@@ -10,7 +10,6 @@ __all__ = [
     "Ranks",
     "allocate_global",
     "allocate_uniform",
-    "check_feasible",
     "least_bytes",
     "predicted_loss",
     "rank_limit",
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from panther.compression.targets import LEAST_RANK, Target
-from panther.errors import CompressionError
 
 Ranks = dict[Target, int | None]
 """A rank for every target; None leaves it dense."""
@@ -32,36 +30,6 @@ Ranks = dict[Target, int | None]
 def least_bytes(targets: Sequence[Target], *, seeded: bool = False) -> int:
     """Return the bytes of the targets at the smallest rank."""
     return sum(target.bytes(LEAST_RANK, seeded=seeded) for target in targets)
-
-
-def check_feasible(
-    targets: Sequence[Target], limit: int, setting: str, *, other_bytes: int | None = None, seeded: bool = False
-) -> None:
-    """Raise unless the smallest ranks fit into ``limit`` bytes.
-
-    Args:
-        targets: The layers.
-        limit: Bytes for them.
-        setting: What the user gave, for the message.
-        other_bytes: Bytes of everything else, if the user gave a limit for the whole model.
-        seeded: Whether sketches are drawn from a seed and cost nothing.
-
-    Raises:
-        CompressionError: If they do not; the message names the smallest feasible setting.
-    """
-    least, dense = least_bytes(targets, seeded=seeded), sum(target.dense_bytes for target in targets)
-    if least > limit:
-        feasible = (
-            f"budget is {_ceil(least / dense)}" if other_bytes is None else f"max_bytes is {least + other_bytes:,}"
-        )
-        raise CompressionError(
-            f"{setting} leaves {max(limit, 0):,} bytes for layers that take {least:,} at rank {LEAST_RANK}: the "
-            f"smallest feasible {feasible}, or exclude some layers"
-        )
-
-
-def _ceil(fraction: float) -> float:
-    return -(-fraction * 1e4 // 1) / 1e4
 
 
 def rank_limit(target: Target, *, seeded: bool = False) -> int:

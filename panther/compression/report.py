@@ -15,8 +15,7 @@ from panther._text import format_bytes, format_table
 from panther.compression.fits import Fits
 from panther.compression.measurement import Measured
 from panther.compression.ranks import Ranks
-from panther.compression.survey import Survey
-from panther.compression.targets import SkippedLayer
+from panther.compression.targets import SkippedLayer, Survey
 from panther.errors import require_extra
 
 

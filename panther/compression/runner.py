@@ -50,7 +50,9 @@ def main_output(output: Any) -> Tensor:
 
 
 class Runner:
-    """One model and the batches it is called on, which are split into those to fit on and those to measure on.
+    """One model and the batches it is called on, split into those to fit on and those to measure on.
+
+    Without calibration there are none, and nothing is called.
 
     Attributes:
         batches: Batches for the moments and for healing, on the model's device.
@@ -69,15 +71,19 @@ class Runner:
     ) -> None:
         self.model, self.forward_fn, self.mask_fn, self.group = model, forward_fn, mask_fn, group
         self.show = sys.stderr.isatty() if progress is None else progress
+        self.batches: list[Any] = []
+        self.held_out: list[Any] = []
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        first = next((tensor for tensor in tensors if not tensor.is_meta), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        if calibration is None:
+            return
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             if is_lazy(tensor):
                 raise CompressionError(
                     f"{name!r} of the model has no values yet, and calibration would make them: run the model on a "
                     "batch first"
                 )
-        tensors = itertools.chain(model.parameters(), model.buffers())
-        first = next((tensor for tensor in tensors if not tensor.is_meta), None)
-        self.device = torch.device("cpu") if first is None else first.device
         every = [_to(batch, self.device) for batch in _listed(calibration)]
         if len(every) < 2:
             raise CompressionError(
@@ -222,7 +228,7 @@ def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
     """
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     # A compiled model would be compiled again for every layer that is replaced for a while.
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):

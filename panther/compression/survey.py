@@ -1,9 +1,9 @@
 """What one batch says about the layers: which are called, which read the same input, which the output depends on."""
 
-__all__ = ["Loss", "Survey", "Watch", "input_of", "output_gradients", "survey_targets", "version_of", "watched"]
+__all__ = ["Loss", "Watch", "input_of", "output_gradients", "survey_targets", "version_of", "watched"]
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,39 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.runner import Runner
-from panther.compression.targets import Selection, SkippedLayer, Target
+from panther.compression.targets import SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
 
 Loss = Callable[[Tensor, Any], Tensor]
 
 
-@dataclass(frozen=True)
-class Survey:
-    """The layers to compress, and how they lie in the model.
-
-    Attributes:
-        targets: The layers to compress.
-        skipped: Those that are not.
-        inputs: Sets of targets that read the same input, in the order in which they run; empty without calibration.
-        calls: How often each target runs in a batch.
-        gradients: Whether the output has gradients, so that they can be used.
-        notes: What is done differently from what was asked for.
-    """
-
-    targets: tuple[Target, ...]
-    skipped: tuple[SkippedLayer, ...]
-    inputs: tuple[tuple[Target, ...], ...] = ()
-    calls: Mapping[Target, int] = field(default_factory=dict)
-    gradients: bool = False
-    notes: tuple[str, ...] = ()
-
-
-def survey_targets(runner: Runner, selection: Selection, loss_fn: Loss | None, *, gradients: bool) -> Survey:
+def survey_targets(runner: Runner, survey: Survey, loss_fn: Loss | None, *, gradients: bool) -> Survey:
     """Run the first batch, and skip the layers that the batches say nothing about.
 
     Args:
         runner: The model and its batches.
-        selection: The layers to look at.
+        survey: The layers to look at.
         loss_fn: The loss whose gradients are taken, if not those of random directions.
         gradients: Whether gradients are wanted.
 
@@ -59,19 +38,18 @@ def survey_targets(runner: Runner, selection: Selection, loss_fn: Loss | None, *
         key = (x.data_ptr(), x.shape, x.stride(), version_of(x), _geometry(module))
         keys.setdefault(target, []).append(key)
 
-    batch = runner.batches[0]
-    with watched(selection.targets, note) as watch:
+    batch, notes = runner.batches[0], []
+    with watched(survey.targets, note) as watch:
         output = runner.output(batch)
-        differentiable = output.requires_grad
-        found = output_gradients(runner, output, batch, watch, 0, loss_fn) if gradients and differentiable else []
-    notes = []
-    if gradients and not differentiable:
-        notes.append("the output has no gradient, so G is the identity and ranks are uniform (method 'activation')")
-        warnings.warn(f"method='two_sided' is not possible: {notes[0]}", NumericalWarning, stacklevel=3)
-    gradients = gradients and differentiable
+        if gradients and not output.requires_grad:
+            gradients = False
+            notes = ["the output has no gradient, so G is the identity and ranks are uniform (method 'activation')"]
+            warnings.warn(f"method='two_sided' is not possible: {notes[0]}", NumericalWarning, stacklevel=3)
+        found = output_gradients(runner, output, batch, watch, 0, loss_fn) if gradients else []
     reached = {target for (target, _, _), g in zip(watch.taps, found, strict=False) if g is not None and g.any()}
-    targets, skipped = [], list(selection.skipped)
-    for target in selection.targets:
+    targets, skipped = [], list(survey.skipped)
+    inputs: dict[Any, list[Target]] = {}
+    for target in survey.targets:
         if target not in keys:
             reason = "is not called on the first calibration batch"
         elif gradients and target not in reached:
@@ -80,7 +58,6 @@ def survey_targets(runner: Runner, selection: Selection, loss_fn: Loss | None, *
             targets.append(target)
             continue
         skipped.append(SkippedLayer(target.name, type(target.modules[0]).__name__, reason))
-    inputs: dict[Any, list[Target]] = {}
     kept = set(targets)
     for target, places in keys.items():
         if target in kept:

@@ -1,15 +1,15 @@
 """Which layers of a model can be compressed, and why the others are kept as they are."""
 
 __all__ = [
-    "LEAST_RANK", "Selection", "Selector", "SkippedLayer", "Target", "is_conv1d", "replace_modules", "select_targets",
+    "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules", "select_targets",
     "swap_modules",
 ]  # fmt: skip
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from panther.errors import CompressionError
 from panther.nn._sketched import SketchedModule
 
 Selector = type | str | Callable[[nn.Module, str], bool]
@@ -94,11 +95,31 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The layers to compress, in the order of the model, and those that are not."""
+class Survey:
+    """The layers to compress, and how they lie in the model.
+
+    Attributes:
+        targets: The layers to compress, in the order of the model.
+        skipped: Those that are kept dense.
+        inputs: Sets of targets that read the same input, in the order in which they run; empty without calibration.
+        calls: How often each target runs in a batch.
+        gradients: Whether the output has gradients that are used.
+        notes: What is done differently from what was asked for.
+    """
 
     targets: tuple[Target, ...]
     skipped: tuple[SkippedLayer, ...]
+    inputs: tuple[tuple[Target, ...], ...] = ()
+    calls: Mapping[Target, int] = field(default_factory=dict)
+    gradients: bool = False
+    notes: tuple[str, ...] = ()
+
+    def check(self) -> Self:
+        """Return the survey itself, or raise CompressionError if there is nothing to compress."""
+        if not self.targets:
+            shown = "; ".join(f"{entry.name!r} {entry.reason}" for entry in self.skipped[:5])
+            raise CompressionError(f"the model has no layer to compress: {shown or 'it has no weights'}")
+        return self
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -117,7 +138,7 @@ def select_targets(
     *,
     rank: int = LEAST_RANK,
     seeded: bool = False,
-) -> Selection:
+) -> Survey:
     """Find the layers to compress, and the reason for every other one that holds a matrix.
 
     Args:
@@ -176,7 +197,7 @@ def select_targets(
             targets.append(target)
     order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     skipped.sort(key=lambda entry: order.get(entry.name, -1))
-    return Selection(tuple(targets), tuple(skipped))
+    return Survey(tuple(targets), tuple(skipped))
 
 
 def _selectors(role: str, given: Any) -> tuple[Selector, ...] | None:
