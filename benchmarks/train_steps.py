@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from panther.cli._digits import build
+from panther.cli.demo._training import build
 from panther.distributed import checkpoint, data_parallel, get_rank, get_world_size, launch
 from panther.train import Callback, TrainConfig, Trainer
 

@@ -1,52 +1,133 @@
-"""The ``panther`` command: one module a subcommand, each with ``add_parser`` and a function that runs it."""
+"""The ``panther`` command: a module or package for each subcommand, imported when its subcommand is called.
+
+Each has ``add_parser``, which describes the options, and ``run``, which does the work and returns the exit status.
+``panther --help`` and ``panther COMMAND --help`` import no torch, which takes seconds: what needs it is imported in
+``run``.
+"""
 
 __all__ = ["main"]
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 
 from panther._version import __version__
-from panther.cli import advise, compress, demo, doctor, init, launch, profile, simulate, train
 from panther.errors import PantherError
+
+_COMMANDS = {
+    "compress": "compress a trained model to a budget",
+    "train": "train a model of yours, without a script",
+    "launch": "start a script on several processes, as torchrun does",
+    "init": "write launch files for Slurm, Kubernetes, torchrun or docker compose",
+    "profile": "show where the time of a script goes, and the share of communication",
+    "advise": "choose a parallelism: memory, bytes sent and time of every layout",
+    "simulate": "show on a CPU what data parallelism does, and check it",
+    "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
+    "doctor": "show the versions, devices, backends and extras that are found or missing",
+}
+_EXIT_STATUS = """\
+exit status:
+  0    success
+  1    the work failed: training, a check, a process or a file; or nothing fits (advise, simulate)
+  2    bad usage or bad input: an option, a setting, a path or a model that cannot be used
+  130  interrupted
+  launch and profile return the exit status of the script that they run.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ``panther`` command and return its exit code.
+    """Run the ``panther`` command and return its exit status.
 
     Args:
         argv: Arguments without the program's name; None takes them from the command line.
 
     Returns:
-        0 on success, 1 on an error that is explained on standard error, 130 when interrupted.
+        0 on success, 1 if the work failed, 2 on bad input, 130 when interrupted. Errors are explained on standard
+        error.
+
+    Raises:
+        SystemExit: With status 2 if argparse refuses the arguments, and 0 after ``--help`` and ``--version``.
 
     Example:
         >>> main(["doctor"])  # doctest: +ELLIPSIS
         panther ...
         0
     """
-    parser = argparse.ArgumentParser(prog="panther", description="Sketched layers for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"panther {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for command in (advise, compress, demo, doctor, init, launch, profile, simulate, train):
-        command.add_parser(commands)
-    args, rest = parser.parse_known_args(argv)
-    if args.command == "train" and all("=" in text and not text.startswith("-") for text in rest):
-        args.settings += rest  # argparse takes no more of them once an option came between
-    elif rest:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    args = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        code = args.run(args)
+        with _logs_shown():
+            status: int = args.run(args)
         sys.stdout.flush()
-        return code
+        return status
     except BrokenPipeError:
-        # Whoever read the output has left, as `head` does; Python would complain once more when it closes the stream.
+        # The reader of the output has left, as `head` does; Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except PantherError as error:
-        print(f"panther: error: {error}", file=sys.stderr)
-        return 1
+        return _explain(error)
+    except OSError as error:
+        if args.command in ("profile", "train"):  # may come from the user's code, which needs its traceback
+            raise
+        return _explain(error)
     except KeyboardInterrupt:
         print("panther: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the arguments, importing the module of the chosen command only."""
+    parser = argparse.ArgumentParser(
+        prog="panther",
+        description="Sketched layers for PyTorch.",
+        epilog=_EXIT_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"panther {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    chosen = next((argument for argument in argv if not argument.startswith("-")), None)
+    for name, text in _COMMANDS.items():
+        if name == chosen:
+            import_module(f"panther.cli.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=text)
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "train" and all("=" in text and not text.startswith("-") for text in rest):
+        args.settings += rest  # argparse takes no more of them after an option came between
+    elif rest:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def _explain(error: PantherError | OSError) -> int:
+    """Print an error as one sentence and return the exit status that it stands for."""
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    print(f"panther: error: {text}", file=sys.stderr)
+    # The classes of panther.errors that tell of work that failed are RuntimeErrors; those of bad input are ValueErrors
+    # and TypeErrors, or PantherError itself, which the commands raise for their arguments.
+    return 1 if isinstance(error, RuntimeError | ImportError | OSError) else 2
+
+
+@contextmanager
+def _logs_shown() -> Iterator[None]:
+    """Print what the library logs to standard error."""
+    handler = _StandardError()
+    logger = logging.getLogger("panther")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level or logging.INFO, logging.INFO))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+class _StandardError(logging.Handler):
+    """Prints to the ``sys.stderr`` of the moment, which scripts and tests replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"panther: {self.format(record)}", file=sys.stderr, flush=True)

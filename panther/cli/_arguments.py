@@ -1,6 +1,15 @@
-"""What subcommands share: types of arguments, which argparse reports with exit code 2, and checks before the work."""
+"""Types of arguments that subcommands share, which argparse reports with exit status 2, and checks before the work."""
 
-__all__ = ["check_file", "note_if_wide", "positive", "positive_float", "seed", "writable"]
+__all__ = [
+    "check_file",
+    "check_folder",
+    "non_negative",
+    "note",
+    "note_if_wide",
+    "positive",
+    "positive_float",
+    "seed",
+]
 
 import argparse
 import math
@@ -13,12 +22,17 @@ from panther.errors import PantherError
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Return a whole number of at least 1."""
     return _at_least(text, 1)
 
 
+def non_negative(text: str) -> int:
+    """Return a whole number of at least 0."""
+    return _at_least(text, 0)
+
+
 def positive_float(text: str) -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -29,43 +43,53 @@ def positive_float(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """A whole number from 0 to 2^32 - 1."""
+    """Return a whole number from 0 to 2^32 - 1."""
     value = _at_least(text, 0)
     if value >= 1 << 32:
         raise argparse.ArgumentTypeError(f"{value} must be below 2^32")
     return value
 
 
-def writable(out: str, flag: str = "--out") -> Path:
-    """The folder of ``--out``, made and tried before the work, not after it."""
-    if not out:
+def check_folder(path: str, flag: str = "--out") -> Path:
+    """Return the folder of an option after a trial that it, or the folder to create it in, can be written to.
+
+    The folder itself is created with its first file, so that a run that fails leaves no empty one.
+
+    Raises:
+        PantherError: If it cannot be written to.
+    """
+    if not path:
         raise PantherError(f"{flag} is empty: name a folder")
-    folder = Path(out)
+    folder = Path(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise PantherError(f"{flag} {out} cannot be written to ({error.strerror}): give another folder") from None
+        raise PantherError(f"{flag} {path} cannot be written to ({error.strerror}): give another folder") from None
     return folder
 
 
-def check_file(flag: str, path: str | None) -> None:
-    """Refuse a file that could not be written after the work."""
+def check_file(path: str | None, flag: str) -> None:
+    """Raise PantherError unless the file of an option can be written after the work; None is no file."""
     if path is None:
         return
     parent = Path(path).parent
     if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
-        raise PantherError(f"{flag} {path} cannot be written: name a file in a folder that is there and open to you")
+        raise PantherError(f"{flag} {path} cannot be written: name a file in an existing folder that you may write to")
+
+
+def note(text: str) -> None:
+    """Print a remark that stops nothing to standard error."""
+    print(f"panther: note: {text}", file=sys.stderr)
 
 
 def note_if_wide(sketch_size: int, hidden: int) -> None:
-    """Say once if sketched layers cannot pay at these sizes."""
+    """Print a note if sketched layers need no fewer operations than dense ones at these sizes."""
     if 4 * sketch_size >= hidden:
-        print(
-            f"panther: note: --sketch-size {sketch_size} at --hidden {hidden} multiplies by no fewer "
-            "numbers than a dense layer: sketching pays while --hidden is more than four times --sketch-size",
-            file=sys.stderr,
+        note(
+            f"--sketch-size {sketch_size} at --hidden {hidden} needs no fewer operations than a dense layer: sketching "
+            "is faster while --hidden is more than four times --sketch-size"
         )
 
 

@@ -7,11 +7,8 @@ import json
 import re
 from typing import Any
 
-import torch
-from torch import nn
-
 from panther.cli._arguments import positive, positive_float
-from panther.cli._functions import call, current_folder_importable, names_function
+from panther.cli._user_function import call, current_folder_importable, names_function
 from panther.errors import PantherError
 
 # Table 2.1 of T. Brown et al., "Language models are few-shot learners", 2020, arXiv:2005.14165: layers, hidden, heads.
@@ -35,7 +32,6 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "advise",
-        help="which parallelism to train a model with: memory, bytes sent and time of every layout",
         description="Predict memory, bytes sent and time of every way to train a model on a cluster, and rank them.",
     )
     parser.add_argument(
@@ -86,6 +82,9 @@ def _text(plan: Any) -> str:
 
 
 def _stats(args: argparse.Namespace) -> Any:
+    import torch
+    from torch import nn
+
     from panther.distributed import ModelStats
 
     half = torch.bfloat16 if args.bf16 else None

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import panther as pr
-from panther.cli._arguments import check_file, positive, positive_float, seed, writable
-from panther.cli._functions import call, current_folder_importable, names_function
+from panther.cli._arguments import check_file, check_folder, positive, positive_float, seed
+from panther.cli._user_function import call, current_folder_importable, names_function
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "compress",
-        help="compress a trained model to a budget, with a text to calibrate on",
         description="Replace a trained model's layers by low-rank ones that keep what it does, and save the result.",
     )
     parser.add_argument(
@@ -95,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
         source = _source(args)
         if source.calibration is None:
             _refuse_without_calibration(args)
-        out = writable(args.out)
+        out = check_folder(args.out)
         for flag, path in (("--report", args.report), ("--plot", args.plot)):
-            check_file(flag, path)
+            check_file(path, flag)
         report = _compress(args, source)
     try:
         pr.save_compressed(source.model, out)

@@ -10,10 +10,7 @@ from collections import defaultdict
 from importlib import metadata
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from panther import kernels
+from panther._text import format_table
 from panther._version import __version__
 
 _DISTRIBUTION = "panther-sketch"
@@ -21,12 +18,14 @@ _DISTRIBUTION = "panther-sketch"
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser("doctor", help="show torch, devices, backends and extras, found or missing")
+    parser = commands.add_parser("doctor", description="Show torch, devices, backends and extras, found or missing.")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
+    import torch
+
     rows = [
         ("panther", __version__),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -43,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
         missing = ", ".join(name for name, version in versions.items() if not version)
         state = f"found: {found}" if not missing else f"missing {missing}: pip install '{_DISTRIBUTION}[{extra}]'"
         rows.append((f"extra {extra}", state))
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+    print(format_table(rows))
     return 0
 
 
 def _cuda() -> str:
+    import torch
+
     if not torch.cuda.is_available():
         build = torch.version.cuda
         return "no device: " + (f"torch is built for CUDA {build}" if build else "torch is built for the CPU only")
@@ -58,6 +57,8 @@ def _cuda() -> str:
 
 
 def _backends() -> str:
+    import torch.distributed as dist
+
     if not dist.is_available():
         return "not built into this torch"
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
@@ -65,6 +66,8 @@ def _backends() -> str:
 
 
 def _kernels() -> str:
+    from panther import kernels
+
     try:
         return kernels.backend()
     except (RuntimeError, ValueError) as error:

@@ -10,11 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from panther.cli._arguments import positive, writable
-from panther.cli._functions import call, current_folder_importable, find, names_function
+from panther.cli._arguments import check_folder, non_negative, positive
+from panther.cli._user_function import call, current_folder_importable, find, names_function
 from panther.errors import ConfigError, PantherError
 
 _FUNCTIONS = ("model", "data", "loss", "optimizer", "metrics")
@@ -33,14 +30,17 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "train",
-        help="train a model of yours, without a script",
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="TOML or JSON with settings")
     parser.add_argument("--nproc", type=positive, default=1, help="processes of this machine (default 1)")
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="how often to start again after a crash (default 0)"
+        "--max-restarts",
+        type=non_negative,
+        default=0,
+        metavar="N",
+        help="how often to start again after a crash (default 0)",
     )
     parser.add_argument("--export", metavar="FOLDER", help="write the trained model for inference to this folder")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, over those of the file")
@@ -49,8 +49,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and say what came out."""
-    if args.max_restarts < 0:
-        raise PantherError(f"--max-restarts {args.max_restarts} must be at least 0")
     settings = _settings(args.config, args.settings)
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
     for name in ("model", "data"):
@@ -59,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     with current_folder_importable():
         _check(functions, settings)
         if args.export is not None:
-            writable(args.export, "--export")
+            check_folder(args.export, "--export")
         if settings.get("checkpoint_dir") is not None:
-            writable(settings["checkpoint_dir"], "checkpoint_dir")
+            check_folder(settings["checkpoint_dir"], "checkpoint_dir")
         started = "RANK" in os.environ  # by torchrun or panther launch
         if not started and (args.nproc > 1 or args.max_restarts):
             return _launch(args, settings.get("checkpoint_dir"))
@@ -136,7 +134,9 @@ def _loss(name: Any) -> Any:
         return None
     if names_function(str(name)):
         return find(name)
-    found = getattr(nn.functional, str(name), None)
+    from torch.nn import functional
+
+    found = getattr(functional, str(name), None)
     if not callable(found):
         raise PantherError(f"loss={name} is no function of torch.nn.functional: use cross_entropy, or module:function")
     return found
@@ -147,6 +147,8 @@ def _optimizer(name: Any) -> Any:
         return None
     if names_function(str(name)):
         return find(name)
+    import torch
+
     found = getattr(torch.optim, str(name), None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise PantherError(f"optimizer={name} is no optimizer of torch.optim: use AdamW, SGD, or module:function")
@@ -157,6 +159,9 @@ def _train(
     functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None
 ) -> list[tuple[str, Any]] | None:
     """The work of one process; the last record on the first rank."""
+    import torch
+    from torch import nn
+
     from panther.distributed import get_rank
     from panther.train import TrainConfig, Trainer
     from panther.train.control import join

@@ -89,7 +89,7 @@ def test_a_sketched_transformer_needs_less(capsys):
     ],
 )
 def test_what_cannot_be_done_is_said(models, args, message, capsys):
-    assert main(["advise", "--gpus", "2", *args]) == 1
+    assert main(["advise", "--gpus", "2", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("panther: error: ")
     assert message in err

@@ -1,6 +1,7 @@
 """The panther command as a user meets it: exit codes, messages, files."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import panther
-from panther.cli import main
+from panther.cli import _COMMANDS, main
 from panther.cli.demo import _summarise, _table, _verdict
+from panther.errors import ConfigError, DistributedError, MissingExtraError, PantherError
 
 
 def panther_command(*args, **kwargs):
@@ -26,6 +28,58 @@ def test_version(capsys):
         main(["--version"])
     assert exit.value.code == 0
     assert capsys.readouterr().out == f"panther {panther.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["--help"]] + [[command, "--help"] for command in _COMMANDS if command != "launch"],
+    ids=" ".join,
+)
+def test_help_does_not_import_torch(arguments):
+    """In a fresh interpreter, because this one has imported it; torch takes 2 s and 200 MiB."""
+    code = (
+        "import sys\nfrom panther.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as exit:\n"
+        "    assert exit.code == 0\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("usage: panther", "panther "))
+
+
+def test_what_the_library_logs_is_shown_while_a_command_runs(capsys, monkeypatch):
+    logger = logging.getLogger("panther.train.trainer")
+
+    def run(args):
+        logger.info("resumed from step %d", 3)
+        logger.debug("hidden")
+        return 0
+
+    monkeypatch.setattr("panther.cli.doctor.run", run)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().err == "panther: resumed from step 3\n"
+    logger.info("after it")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (PantherError("--out is empty: name a folder"), 2, "--out is empty: name a folder"),
+        (ConfigError("epochs=0 must be at least 1"), 2, "epochs=0 must be at least 1"),
+        (DistributedError("rank 1 is missing"), 1, "rank 1 is missing"),
+        (MissingExtraError("run pip install x"), 1, "run pip install x"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), 1, "a/b: No such file or directory"),
+        (OSError("no space"), 1, "no space"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_is_a_sentence_and_an_exit_status(error, status, text, capsys, monkeypatch):
+    def run(args):
+        raise error
+
+    monkeypatch.setattr("panther.cli.doctor.run", run)
+    assert main(["doctor"]) == status
+    assert capsys.readouterr().err == f"panther: error: {text}\n"
 
 
 def test_doctor_names_everything(capsys):
@@ -100,18 +154,18 @@ def test_what_is_no_setting_gets_the_usage_of_its_command(wrong, capsys):
 def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
-    assert main(["demo", "--out", ""]) == 1
+    assert main(["demo", "--out", ""]) == 2
     assert "--out is empty: name a folder" in capsys.readouterr().err
-    assert main(["demo", "--out", str(file)]) == 1
-    assert f"--out {file} cannot be written to (File exists): give another folder" in capsys.readouterr().err
+    assert main(["demo", "--out", str(file)]) == 2
+    assert f"--out {file} cannot be written to (Not a directory): give another folder" in capsys.readouterr().err
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert main(["demo", "--out", str(tmp_path), "--nproc", "9"]) == 1
+    assert main(["demo", "--out", str(tmp_path), "--nproc", "9"]) == 2
     assert "--nproc 9 is more than four processes a core, or 8: use --nproc 8 or fewer" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert main(["demo", "--device", "cuda"]) == 1
+    assert main(["demo", "--device", "cuda"]) == 2
     assert "--device cuda needs a CUDA device and none is visible: use --device cpu" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert main(["demo", "--device", "cuda"]) == 1
+    assert main(["demo", "--device", "cuda"]) == 2
     assert "1 are visible: use --nproc 1" in capsys.readouterr().err
 
 

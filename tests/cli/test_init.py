@@ -14,7 +14,7 @@ import yaml
 from launchers import Launcher
 
 from panther.cli import main
-from panther.cli._launch_files import JobConfig, _seconds, slurm
+from panther.cli.init._job import JobConfig, _seconds, slurm
 from panther.errors import PantherError
 
 ARGUMENTS = ["--lr", "1", "two words", "$HOME $(ls) `ls` ${local_rank}", "it's", '"quoted"', "a;b", "*", "#x", "é"]
@@ -375,7 +375,7 @@ def test_containers_find_the_configuration():
 def test_containers_would_not_find_the_configuration(capsys, monkeypatch):
     Path("job.toml").write_text(TRAINS)
     rule = "of which alone the containers know: keep the configuration in the folder that --out names"
-    assert main(["init", "compose", "--config=job.toml", "--out=files"]) == 1
+    assert main(["init", "compose", "--config=job.toml", "--out=files"]) == 2
     message = f"--config job.toml is not below --out files, {rule}, or leave --out away\n"
     assert capsys.readouterr().err == f"panther: error: {message}"
     assert not Path("files").exists()
@@ -383,7 +383,7 @@ def test_containers_would_not_find_the_configuration(capsys, monkeypatch):
     assert "    --config\n    job.toml\n" in Path("files/slurm.sbatch").read_text()
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    assert main(["init", "compose", "--config=../job.toml"]) == 1
+    assert main(["init", "compose", "--config=../job.toml"]) == 2
     assert capsys.readouterr().err.endswith(f"--config ../job.toml is not below --out ., {rule}\n")
 
 
@@ -417,7 +417,7 @@ def test_slurm_needs_time_to_save():
 def test_nothing_is_overwritten_without_force(capsys):
     init("torchrun")
     before = Path("torchrun.sh").read_text()
-    assert main(["init", "torchrun", "--nproc-per-node=2", "train.py"]) == 1
+    assert main(["init", "torchrun", "--nproc-per-node=2", "train.py"]) == 2
     assert "torchrun.sh in . would be overwritten: add --force, or give another --out" in capsys.readouterr().err
     assert Path("torchrun.sh").read_text() == before
     init("torchrun", "--nproc-per-node=2", "--force")
@@ -465,7 +465,7 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     Path("types.toml").write_text(f'{head}nodes = "two"\n')
     Path("args.toml").write_text(f'{head}args = "a b"\n')
     Path("model.toml").write_text('model = "a:b"\ntrain = 3\n[launch]\nargs = 5\n')
-    assert main(["init", *arguments]) == 1
+    assert main(["init", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("panther: error: ")
     assert message in err

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from panther.cli import main
-from panther.cli._profiled import overlap, union
+from panther.cli.profile._recorder import overlap, union
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_some_steps_only(capsys):
     assert rows(out)["aten::addmm"][0] == str(4 + 5)
     assert "No communication was seen." in out
     for skip in ("6", "7"):
-        assert main(["profile", "--steps", "2", "--skip", skip, "work.py"]) == 1
+        assert main(["profile", "--steps", "2", "--skip", skip, "work.py"]) == 2
         assert f"work.py made 6 optimizer steps, and --skip {skip} leaves none to record" in capsys.readouterr().err
     assert main(["profile", "--steps", "100", "--top", "3", "work.py"]) == 0
     assert "Profile of 5 optimizer steps, " in capsys.readouterr().out  # the first is skipped
@@ -141,7 +141,7 @@ def test_module_and_exit_code(capsys, monkeypatch):
 )
 def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     Path("work.py").write_text("")
-    assert main(["profile", *arguments]) == 1
+    assert main(["profile", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -178,7 +178,7 @@ def test_a_script_that_ends_early_says_all_there_is_to_say(capsys):
 @pytest.mark.parametrize("name", ["nomodule", "no.module", "json"])
 def test_a_module_that_cannot_be_run(name, rank, capsys, monkeypatch):
     monkeypatch.setenv("RANK", rank)
-    assert main(["profile", "-m", name]) == 1
+    assert main(["profile", "-m", name]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"panther: error: the module {name} cannot be run: ")

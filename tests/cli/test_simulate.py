@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from panther.cli import _dry_run, _simulation, main
-from panther.cli._simulation import Settings, shard
+from panther.cli import main
+from panther.cli.simulate import _estimate, _report, _training
+from panther.cli.simulate._training import Settings, shard
 
 PARAMETERS = 64 * 128 + 128 + 2 * (2 * 128 * 4 + 128) + 128 * 10 + 10  # two SKLinear(128, 128, 4) in the middle
 DENSE = 64 * 128 + 128 + 2 * (128 * 128 + 128) + 128 * 10 + 10
@@ -69,8 +70,8 @@ def test_what_does_not_hold_is_an_error(capfd, monkeypatch):
     def elsewhere(given, seen):
         return single(settings(seed=5, world=given.world), seen)  # other weights than those the ranks start from
 
-    single = _simulation.record_single
-    monkeypatch.setattr(_simulation, "record_single", elsewhere)
+    single = _training.record_single
+    monkeypatch.setattr(_report, "record_single", elsewhere)
     assert main(["simulate", *SMALL, "--steps", "2"]) == 1
     out, err = capfd.readouterr()
     assert out.count("  NO  ") == 2
@@ -106,9 +107,9 @@ def test_shards_are_disjoint_and_leave_nothing_out():
 
 
 def test_counted_memory_is_that_of_the_tensors():
-    plan = _dry_run.dry_run(settings())
+    plan = _estimate.dry_run(settings())
     torch.manual_seed(0)
-    model = _simulation.build("sketched", 128, 4).double()
+    model = _training.build("sketched", 128, 4).double()
     assert plan.memory["parameters"] == sum(p.nbytes for p in model.parameters()) == 8 * PARAMETERS
     assert plan.memory["sketches"] == sum(b.nbytes for b in model.buffers())
     kept = {}
@@ -139,7 +140,7 @@ def test_a_dry_run_says_what_does_not_fit(capfd, args, told):
 
 
 def test_a_dry_run_notes_what_is_a_waste(capfd, monkeypatch):
-    monkeypatch.setattr(_dry_run, "_physical_memory", lambda: 10**9)
+    monkeypatch.setattr(_estimate, "_physical_memory", lambda: 10**9)
     assert main(["simulate", "--dry-run", "--world", "2000"]) == 0
     out = capfd.readouterr().out
     assert "There are more ranks than samples: 653 ranks would see nothing but repeated ones." in out
@@ -164,7 +165,7 @@ def test_a_dry_run_notes_what_is_a_waste(capfd, monkeypatch):
 )
 def test_what_cannot_be_run_is_refused(capfd, monkeypatch, args, told):
     monkeypatch.setattr("panther.distributed.launch", None)
-    assert main(["simulate", *args]) == 1
+    assert main(["simulate", *args]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert told in err
@@ -172,8 +173,8 @@ def test_what_cannot_be_run_is_refused(capfd, monkeypatch, args, told):
 
 def test_ranks_that_are_too_many_for_the_memory_are_not_started(capfd, monkeypatch):
     monkeypatch.setattr("panther.distributed.launch", None)
-    monkeypatch.setattr(_dry_run, "_physical_memory", lambda: 3_000_000)
-    assert main(["simulate"]) == 1
+    monkeypatch.setattr(_estimate, "_physical_memory", lambda: 3_000_000)
+    assert main(["simulate"]) == 2
     assert "the tensors of 2 ranks take 4,675,856 bytes" in capfd.readouterr().err
 
 

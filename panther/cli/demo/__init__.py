@@ -11,14 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from panther._text import format_table
-from panther.cli._arguments import note_if_wide, positive, seed, writable
+from panther.cli._arguments import check_folder, note_if_wide, positive, seed
 from panther.errors import DistributedError, FormatError, PantherError, require_extra
 
 _RELOAD = (
-    "import json, sys; from panther.cli._digits import evaluate_saved;"
+    "import json, sys; from panther.cli.demo._training import evaluate_saved;"
     "print(json.dumps(evaluate_saved(**json.loads(sys.stdin.read()))))"
 )
 _RELOAD_TIMEOUT_S = 300
@@ -28,7 +26,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "demo",
-        help="train dense, sketched and low-rank networks on handwritten digits, over several processes",
+        description="Train dense, sketched and low-rank networks on handwritten digits, and compare them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--nproc", type=positive, default=2, help="processes, one GPU each with --device cuda")
@@ -48,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
         require_extra(module, "demo")
     device = _device(args.device, args.nproc)
     _check_processes(args.nproc, device)
-    out = writable(args.out)
+    out = check_folder(args.out)
     note_if_wide(args.sketch_size, args.hidden)
-    from panther.cli._digits import Settings, train_all
+    from panther.cli.demo._training import Settings, train_all
     from panther.distributed import launch
 
     settings = Settings(
@@ -99,7 +97,7 @@ def _reload(results: list[dict[str, Any]], hidden: int, sketch_size: int, device
             f"the process that reloads the networks did not end within {_RELOAD_TIMEOUT_S} s"
         ) from None
     except subprocess.CalledProcessError as error:
-        raise PantherError(f"the process that reloads the networks failed:\n{error.stderr}") from None
+        raise DistributedError(f"the process that reloads the networks failed:\n{error.stderr}") from None
     accuracies: dict[str, float] = json.loads(done.stdout)
     return accuracies
 
@@ -189,6 +187,8 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _device(choice: str, nproc: int) -> str:
+    import torch
+
     count = torch.cuda.device_count()
     if choice == "cuda" and count == 0:
         raise PantherError("--device cuda needs a CUDA device and none is visible: use --device cpu")

@@ -8,7 +8,7 @@ __all__ = ["compose", "job", "pytorchjob", "to_yaml"]
 import json
 from typing import Any
 
-from panther.cli._launch_files import JobConfig
+from panther.cli.init._job import JobConfig
 
 _HEAD = "# Written by panther init. "
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from panther.cli._digits import accuracy, build, load_digits
+from panther.cli.demo._training import accuracy, build, load_digits
 from panther.distributed import CommunicationCounter, data_parallel, get_rank, sync_sketches
 
 SHOWN = "2"  # the layer whose gradients are kept, by its place in the network

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from panther._text import format_table
-from panther.cli._arguments import positive, writable
+from panther.cli._arguments import check_folder, non_negative, positive
 from panther.errors import PantherError
 
 
@@ -16,7 +16,6 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "profile",
-        help="show where the time of a script goes, and the share of communication",
         usage="panther profile [options] script.py [arguments of the script]",
         description="Run a script under torch.profiler; print its operations by time and the share of communication, "
         "and write a trace for chrome://tracing or Perfetto. On several processes rank 0 is recorded.",
@@ -25,7 +24,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--backend", metavar="NAME", help="gloo or nccl, for several processes")
     parser.add_argument("--steps", type=positive, metavar="N", help="record N optimizer steps (default: all of it)")
     parser.add_argument(
-        "--skip", type=_count, default=None, metavar="N", help="steps before that (default: 1, with --steps)"
+        "--skip", type=non_negative, default=None, metavar="N", help="steps before that (default: 1, with --steps)"
     )
     parser.add_argument("--top", type=positive, default=15, metavar="N", help="operations shown (default: %(default)s)")
     parser.add_argument("--out", default="panther-profile", metavar="DIR", help="of trace.json (default: %(default)s)")
@@ -35,22 +34,18 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int:
-    return 0 if text == "0" else positive(text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the script and print; its exit code."""
     if args.skip is not None and args.steps is None:
         raise PantherError(f"--skip {args.skip} goes with --steps: say how many steps to record after it")
     if not args.module and not Path(args.script).is_file():
         raise PantherError(f"the script {args.script} does not exist: correct its path")
-    trace = writable(args.out) / "trace.json"
+    trace = check_folder(args.out) / "trace.json"
     if args.nproc_per_node > 1 and "RANK" not in os.environ:
         return _launch(args)
     if args.backend is not None:
         os.environ.setdefault("PANTHER_BACKEND", args.backend)
-    from panther.cli._profiled import NoModule
+    from panther.cli.profile._recorder import NoModule
 
     try:
         return _run_only(args) if os.environ.get("RANK", "0") != "0" else _record(args, trace)
@@ -60,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _record(args: argparse.Namespace, trace: Path) -> int:
     """Show and write what was recorded, however the script ended, which is then told as without the profiler."""
-    from panther.cli._profiled import profile_script
+    from panther.cli.profile._recorder import profile_script
 
     skip = 0 if args.steps is None else 1 if args.skip is None else args.skip
     ran = profile_script(args.script, args.args, module=args.module, steps=args.steps, skip=skip, trace=trace)
@@ -89,7 +84,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _run_only(args: argparse.Namespace) -> int:
     """What the ranks do that are not recorded."""
-    from panther.cli._profiled import run_script
+    from panther.cli.profile._recorder import run_script
 
     return run_script(args.script, args.args, args.module)
 

@@ -1,24 +1,20 @@
-"""``panther simulate``: what data-parallel training does, shown on processes of this machine."""
+"""What ``panther simulate`` prints: the sections of a run, its checks, and the counts of a dry run."""
 
-__all__ = ["add_parser", "run"]
+__all__ = ["report_dry_run", "report_training"]
 
-import argparse
-import json
 import statistics
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from panther._text import counted, format_table
-from panther.cli._arguments import check_file, note_if_wide, positive, seed
-from panther.errors import DistributedError, PantherError, require_extra
+from panther.cli.demo._training import TRAIN_SAMPLES
+from panther.cli.simulate._estimate import dry_run, too_large
+from panther.cli.simulate._training import Settings, largest_difference, record_rank, record_single
+from panther.errors import PantherError
 
-_RANKS = (2, 8)  # that are started
-_MOST_RANKS = 1 << 20  # that are counted
-_BATCH, _EPOCHS = 64, 10
 _ROUNDING = 1e-9  # relative; float64 rounds at 1e-16, and training made 1e-13 of it at most in 40 epochs
 _EPOCHS_SHOWN = 10
 
@@ -29,74 +25,13 @@ class _Check(NamedTuple):
     figures: str
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser(
-        "simulate",
-        help="show on a CPU what data-parallel training does, and check it",
-        description="Train handwritten digits on several processes of this machine; show each rank's samples, the "
-        "gradients before and after the all-reduce and the bytes sent, and check the result against one process.",
-    )
-    parser.add_argument("--world", type=positive, default=2, metavar="N", help="ranks, 2 to 8 (default: %(default)s)")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--sketched", dest="kind", action="store_const", const="sketched", help="the default")
-    kind.add_argument("--dense", dest="kind", action="store_const", const="dense", help="a network of dense layers")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=positive, metavar="N", help=f"(default: {_EPOCHS})")
-    length.add_argument("--steps", type=positive, metavar="N", help="steps, in place of whole epochs")
-    parser.add_argument(
-        "--batch", type=positive, metavar="N", help=f"samples a step, of all ranks together (default: about {_BATCH})"
-    )
-    parser.add_argument("--hidden", type=positive, default=512, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--sketch-size", type=positive, default=8, metavar="R", help="(default: %(default)s)")
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="count only, for any number of ranks")
-    parser.add_argument("--report", metavar="FILE", help="write the figures as JSON as well")
-    parser.set_defaults(run=run, kind="sketched")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Simulate, print, and return 0 if all checks pass and everything fits."""
-    check_file("--report", args.report)
-    least, most = (1, _MOST_RANKS) if args.dry_run else _RANKS
-    if not least <= args.world <= most:
-        fix = "" if args.dry_run else f", or add --dry-run, which counts for up to {_MOST_RANKS:,}"
-        raise PantherError(f"--world {args.world} must be from {least} to {most}: use --world {_RANKS[1]}{fix}")
-    if not args.dry_run:
-        require_extra("sklearn.datasets", "demo")
-    if args.kind == "sketched":
-        note_if_wide(args.sketch_size, args.hidden)
-    from panther.cli._simulation import Settings
-
-    settings = Settings(
-        kind=args.kind,
-        world=args.world,
-        batch=args.batch or max(1, _BATCH // args.world) * args.world,
-        epochs=args.epochs or _EPOCHS,
-        steps=args.steps,
-        hidden=args.hidden,
-        sketch_size=args.sketch_size,
-        seed=args.seed,
-    )
-    figures, code = _dry(settings) if args.dry_run else _train(settings)
-    if args.report:
-        Path(args.report).write_text(json.dumps({"settings": asdict(settings), **figures}, indent=1) + "\n")
-    if code and not args.dry_run:
-        failed = [check["what"] for check in figures["checks"] if not check["passed"]]
-        raise DistributedError(f"what must hold does not ({'; '.join(failed)}): this is a bug, report it")
-    return code
-
-
-def _title(settings: Any, places: str) -> str:
+def _title(settings: Settings, places: str) -> str:
     widths = "-".join(map(str, (64, *[settings.hidden] * 3, 10)))
     layers = f"{settings.kind}, sketch size {settings.sketch_size}" if settings.kind == "sketched" else "dense"
     return f"Data parallelism on {places}: the network {widths} ({layers}), in float64."
 
 
-def _dry(settings: Any) -> tuple[dict[str, Any], int]:
-    from panther.cli._digits import TRAIN_SAMPLES
-    from panther.cli._dry_run import dry_run
-
+def report_dry_run(settings: Settings) -> tuple[dict[str, Any], int]:
     world = settings.world
     plan = dry_run(settings)
     print(_title(settings, f"{counted(world, 'rank')}, counted and not run"))
@@ -133,9 +68,7 @@ def _dry(settings: Any) -> tuple[dict[str, Any], int]:
     return asdict(plan), 1 if plan.obstacles else 0
 
 
-def _train(settings: Any) -> tuple[dict[str, Any], int]:
-    from panther.cli._dry_run import dry_run, too_large
-    from panther.cli._simulation import record_rank, record_single
+def report_training(settings: Settings) -> tuple[dict[str, Any], int]:
     from panther.distributed import launch
 
     plan = dry_run(settings)
@@ -171,9 +104,6 @@ def _train(settings: Any) -> tuple[dict[str, Any], int]:
 
 
 def _checks(plan: Any, ranks: list[dict[str, Any]], single: dict[str, Any], mean: torch.Tensor) -> list[_Check]:
-    from panther.cli._digits import TRAIN_SAMPLES
-    from panther.cli._simulation import largest_difference
-
     first = [place for rank in ranks for part in rank["seen"][: plan.steps_per_epoch] for place in part.tolist()]
     whole_epoch = len(ranks[0]["seen"]) >= plan.steps_per_epoch
     wanted = TRAIN_SAMPLES if whole_epoch else len(first)
@@ -195,7 +125,7 @@ def _checks(plan: Any, ranks: list[dict[str, Any]], single: dict[str, Any], mean
     ]
 
 
-def _print_samples(settings: Any, plan: Any, ranks: list[dict[str, Any]]) -> None:
+def _print_samples(settings: Settings, plan: Any, ranks: list[dict[str, Any]]) -> None:
     print("\n1. Samples: each rank has its own")
     steps = plan.steps_per_epoch
     rows = [["rank", "samples an epoch", "first of epoch 1", "first of epoch 2"]]
@@ -213,7 +143,9 @@ def _print_samples(settings: Any, plan: Any, ranks: list[dict[str, Any]]) -> Non
     )
 
 
-def _print_gradients(settings: Any, ranks: list[dict[str, Any]], single: dict[str, Any], mean: torch.Tensor) -> None:
+def _print_gradients(
+    settings: Settings, ranks: list[dict[str, Any]], single: dict[str, Any], mean: torch.Tensor
+) -> None:
     layer = "S1 of the first SKLinear" if settings.kind == "sketched" else "the weight of the second nn.Linear"
     print(f"\n2. Gradients: of {layer}, in the first step")
     named = [(f"rank {index}, before the all-reduce", rank["local"]) for index, rank in enumerate(ranks)]
@@ -252,7 +184,7 @@ def _print_training(steps: int, ranks: list[dict[str, Any]], single: dict[str, A
     print("Each rank draws a network of its own; before the first step all take that of rank 0.")
 
 
-def _print_bytes(settings: Any, rank: dict[str, Any]) -> None:
+def _print_bytes(settings: Settings, rank: dict[str, Any]) -> None:
     print("\n4. Bytes that each rank hands over, 8 a number")
     sent, dense = rank["gradient_bytes"][0], rank["dense_bytes"]
     rows = [["gradients, every step", f"{sent:,}"]]
@@ -269,8 +201,6 @@ def _print_bytes(settings: Any, rank: dict[str, Any]) -> None:
 
 
 def _dealt(world: int, per_rank: int, repeated: int) -> str:
-    from panther.cli._digits import TRAIN_SAMPLES
-
     more = f"; it repeats {repeated:,}, so that each of them has {per_rank:,}" if repeated else ""
     return (
         f"The sampler shuffles the {TRAIN_SAMPLES:,} samples anew in each epoch and deals them to {world:,} ranks in "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from panther.cli._arguments import positive, writable
+from panther.cli._arguments import check_folder, positive
 from panther.errors import PantherError
 
 _KINDS = {
@@ -41,7 +41,7 @@ _NUMBERS = {"nodes", "nproc_per_node", "gpus_per_node", "cpus_per_node", "max_re
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser("init", help="write launch files for Slurm, Kubernetes, torchrun or docker compose")
+    parser = commands.add_parser("init", description="Write launch files.")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", dest="kind", required=True)
     for kind, text in _KINDS.items():
         _add_options(
@@ -80,8 +80,8 @@ def _number(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files and say how to start them."""
-    from panther.cli._launch_files import JobConfig, slurm, torchrun
-    from panther.cli._launch_yaml import compose, job, pytorchjob
+    from panther.cli.init._job import JobConfig, slurm, torchrun
+    from panther.cli.init._launch_yaml import compose, job, pytorchjob
 
     values = _read(args) if args.config else {}
     values |= {name: value for name in (*_LISTED, "module", "script") if (value := getattr(args, name)) is not None}
@@ -105,10 +105,11 @@ def run(args: argparse.Namespace) -> int:
     }
     writers = kinds[args.kind]
     texts = {name: write(config) for name, write in writers.items()}
-    folder = writable(args.out)
+    folder = check_folder(args.out)
     there = [name for name in texts if (folder / name).exists()]
     if there and not args.force:
         raise PantherError(f"{', '.join(there)} in {folder} would be overwritten: add --force, or give another --out")
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         path = folder / name
         path.write_text(text)
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import fields
 
-    from panther.cli._launch_files import JobConfig
+    from panther.cli.init._job import JobConfig
 
     file = args.config
     try:

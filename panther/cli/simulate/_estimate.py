@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from panther._text import counted
-from panther.cli._digits import TRAIN_SAMPLES, build
-from panther.cli._simulation import Settings, shard
+from panther.cli.demo._training import TRAIN_SAMPLES, build
+from panther.cli.simulate._training import Settings, shard
 
 _FIRST_RANKS = 4
 _MANY_RANKS = 8

@@ -116,6 +116,7 @@ def profile_script(script: str, args: list[str], *, module: bool, steps: int | N
             raised = error
     if not recorder.started or (steps is not None and recorder.count <= skip):
         return Run(None, recorder.count, code, raised)
+    trace.parent.mkdir(parents=True, exist_ok=True)
     recorder.profiler.export_chrome_trace(str(trace))
     return Run(_summarise(recorder, on_gpu), recorder.count, code, raised)
 
