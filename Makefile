@@ -1,6 +1,6 @@
 # `make demo` and `make test` need Python 3.11 or newer with venv and pip, and nothing else.
 #   PYTHON=python3.12   the interpreter that makes .venv
-#   TORCH_INDEX=URL     where torch comes from, https://download.pytorch.org/whl/cpu say; pip's own index if empty
+#   TORCH_INDEX=URL     where torch comes from, such as https://download.pytorch.org/whl/cpu; pip's own index if empty
 #   ARGS="..."          passed on to `panther demo`, pytest, the benchmarks or the trials
 
 PYTHON ?= python3
@@ -10,20 +10,26 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test torture lint docs bench trials clean
+.PHONY: demo test test-all torture lint docs bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
 
+# Every behaviour once, as two pytest processes side by side; with ARGS, a single pytest that gets them.
 # One thread: torch and scipy bring a pool each, and two pools on shared cores get in each other's way.
-test: .venv/.all-stamp
-	OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS)
+test: .venv/.test-stamp
+	OMP_NUM_THREADS=1 .venv/bin/$(if $(ARGS),pytest $(ARGS),python tests/support/shards.py)
 
-# The property tests with 2,000 examples each, what is marked slow, and a hundred runs that are killed and resumed: more
+# What `make test` leaves out: grids, tools, the property tests with more examples, and what needs further extras.
+test-all: .venv/.all-stamp
+	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=$${PANTHER_FUZZ_EXAMPLES:-200} .venv/bin/python tests/support/shards.py \
+	    -m '(slow or tool or fuzz or extra) and not torture and not gpu' --timeout 900 $(ARGS)
+
+# The property tests with 2,000 examples each, tests of minutes, and a hundred runs that are killed and resumed: more
 # than an hour.
 torture: .venv/.all-stamp
-	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -k fuzz --timeout 3000 $(ARGS)
-	OMP_NUM_THREADS=1 .venv/bin/pytest -m 'slow and not gpu' --timeout 3000 $(ARGS)
+	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -m fuzz --timeout 3000 $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/pytest -m 'torture and not gpu' --timeout 3000 $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_survival.py
 
 lint: .venv/.all-stamp
@@ -55,7 +61,7 @@ clean:
 # holds only torch may not have them; the next step brings them.
 .venv/.torch-stamp: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo "Panther needs Python 3.11 or newer, and '$(PYTHON)' is not: run make PYTHON=python3.11, say" >&2; exit 1; }
+	    echo "Panther needs Python 3.11 or newer, and '$(PYTHON)' is not: run make PYTHON=python3.11" >&2; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(INSTALL) 'setuptools>=77'
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
@@ -65,6 +71,11 @@ clean:
 	$(INSTALL) --no-build-isolation -e '.[demo]'
 	touch $@
 
+# Half of the pip time of all extras. Tests of the others are marked `extra` and skip here, with the extra's name.
+.venv/.test-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
+	$(INSTALL) --no-build-isolation -e '.[demo,triton,test]'
+	touch $@
+
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation -e '.[demo,triton,transformers,tensorboard,mlflow,test,docs,bench,dev]'
-	touch $@
+	touch $@ .venv/.test-stamp

@@ -1,8 +1,59 @@
-"""Kernels run in Triton's interpreter where there is no GPU, which Triton must know before it is imported."""
+"""What all tests share: Triton's interpreter, marks that follow from the test, and which tests take too long."""
 
 import os
+import resource
+import sys
+import time
 
+import pytest
 import torch
 
+# Kernels run in the interpreter where there is no GPU, which Triton must know before it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+LONG_S = 5.0
+_long = []
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the property tests ``fuzz``, and tests of the fixture ``transformers`` as those of an extra."""
+    for item in items:
+        if "transformers" in getattr(item, "fixturenames", ()):
+            item.add_marker("extra")
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("fuzz")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Note a test without the mark ``slow`` or ``tool`` that takes more than 5 s of processor time.
+
+    Processor time, not time on the clock, which on a busy machine says nothing of the test.
+    """
+    begun = _processor_s()
+    result = yield
+    used = _processor_s() - begun
+    if used > LONG_S and not any(item.get_closest_marker(name) for name in ("slow", "tool")):
+        _long.append((used, item.nodeid))
+    return result
+
+
+def _processor_s():
+    """Seconds of this process, of its children that have ended, and of the pools of ranks."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    pool = sys.modules.get("pool")
+    return time.process_time() + children.ru_utime + children.ru_stime + (pool.processor_s() if pool else 0.0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _long:
+        terminalreporter.section(f"tests of more than {LONG_S:g} s of processor time: mark them slow, or mend them")
+        for used, name in sorted(_long, reverse=True):
+            terminalreporter.line(f"{used:6.1f} s  {name}")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Fail where ``PANTHER_LONG_TESTS=fail`` asks for it; by default a slow machine fails no test."""
+    if _long and exitstatus == 0 and os.environ.get("PANTHER_LONG_TESTS") == "fail":
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

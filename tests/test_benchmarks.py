@@ -21,6 +21,7 @@ def harness(monkeypatch):
     sys.modules.pop("harness")
 
 
+@pytest.mark.tool
 def test_every_subject_runs():
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "run.py"), "--quick", "--budget", "0.01"],

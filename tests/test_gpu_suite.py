@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.tool
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 NO_NETWORK = """

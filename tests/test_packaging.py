@@ -53,6 +53,7 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.tool
 def test_the_wheel_holds_every_module_and_no_top_level_kernels(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -63,6 +64,7 @@ def test_the_wheel_holds_every_module_and_no_top_level_kernels(wheel):
     assert {name for name in names if name.endswith(".py")} == expected
 
 
+@pytest.mark.tool
 def test_the_wheel_works_from_an_empty_folder(wheel, tmp_path):
     target, empty = tmp_path / "target", tmp_path / "empty"
     empty.mkdir()

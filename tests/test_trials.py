@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.tool
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MODULES = ("harness", "text_model", "trials", "trial_encoder", "trial_digits", "trial_train")
 
@@ -53,7 +54,7 @@ def test_the_better_metric_keeps_more_of_a_convolutional_net(trial):
     assert rows["two_sided"]["accuracy"] > rows["random"]["accuracy"]
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.distributed
 def test_a_text_model_trains_alike_whether_killed_or_laid_out_otherwise(monkeypatch):
     """The trial itself compares the killed run to the undisturbed one, to the bit."""

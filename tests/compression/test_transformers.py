@@ -8,6 +8,7 @@ import panther as pr
 from panther.nn import SKConv2d, SKLinear
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.extra
 
 VOCABULARY, WIDTH, LENGTH = 61, 32, 12
 KINDS = (nn.Linear, nn.Conv2d, transformers.pytorch_utils.Conv1D)

@@ -364,6 +364,7 @@ def transformer(kind, seed):
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "vit", "qwen3"])
+@pytest.mark.extra
 def test_transformers_models(kind):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(60, (2, 7), generator=generator)

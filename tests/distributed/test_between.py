@@ -119,6 +119,7 @@ def test_the_activation_of_torchs_layers_counts(kind, activation):
 
 
 @pytest.mark.parametrize("kind", ["t5", "gated t5", "opt", "bart", "distilbert", "gpt-neox", "clip"])
+@pytest.mark.extra
 def test_feed_forward_blocks_of_transformers_are_pairs(kind):
     transformers = pytest.importorskip("transformers")
     t5 = {"d_model": 12, "d_ff": 20, "num_layers": 1, "num_heads": 2, "d_kv": 6, "vocab_size": 9}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.tool
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "benchmarks/kernel_resources.py"
 
@@ -85,7 +86,7 @@ def test_every_kernel_compiles_for_one_chip():
     assert " 0 violations" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.timeout(3000)
 def test_every_configuration_compiles_for_every_chip():
     done = run(TOOL, timeout=2900)

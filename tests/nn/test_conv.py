@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import assert_close
 from torch.nn import functional as F
@@ -118,7 +119,7 @@ def configurations(draw):
     }
 
 
-@settings(deadline=None, max_examples=80)
+@fuzz
 @given(configurations())
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")  # torch's, of its own
 @quiet

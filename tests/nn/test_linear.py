@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import KERNEL_RMS, assert_close
 from torch import nn
@@ -123,7 +124,7 @@ def test_sketches_are_streams_0_and_1_of_the_seed():
     assert type(drawn.seed) is int
 
 
-@settings(deadline=None, max_examples=60)
+@fuzz
 @given(
     n_in=st.integers(1, 40),
     n_out=st.integers(1, 40),

@@ -1,6 +1,7 @@
-"""What the property tests share: how many examples, and what an error must be.
+"""What the property tests share: the number of examples, and the form of an error.
 
-``PANTHER_FUZZ_EXAMPLES`` sets the number of examples of each; ``make torture`` runs them with thousands.
+``PANTHER_FUZZ_EXAMPLES`` sets the number of examples of each test: few by default, hundreds in ``make test-all``,
+thousands in ``make torture``.
 """
 
 import os
@@ -8,7 +9,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 fuzz = settings(
-    max_examples=int(os.environ.get("PANTHER_FUZZ_EXAMPLES", "100")),
+    max_examples=int(os.environ.get("PANTHER_FUZZ_EXAMPLES", "25")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -45,7 +45,7 @@ class Pool:
 
     def __init__(self, n):
         self.folder = tempfile.mkdtemp(prefix="panther-pool-")
-        self.jobs, self.pids, self.pipes = 0, [], []
+        self.jobs, self.processor_s, self.pids, self.pipes = 0, 0.0, [], []
         for rank in range(n):
             ours, theirs = multiprocessing.Pipe()
             pid = os.fork()
@@ -80,11 +80,12 @@ class Pool:
 
     def _answer(self, rank):
         try:
-            outcome, value, clean = pickle.loads(self.pipes[rank].recv_bytes())
+            outcome, value, clean, seconds = pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             _, status = os.waitpid(self.pids[rank], 0)
             self.pids[rank] = None
             raise RankError(f"rank {rank} ended with exit code {os.waitstatus_to_exitcode(status)}") from None
+        self.processor_s += seconds
         if outcome == "raised":
             raise RankError(f"rank {rank} of {len(self.pipes)} raised {value}")
         return value, clean
@@ -115,6 +116,11 @@ def run(work, n, args=(), timeout_s=TIMEOUT_S):
     except BaseException:  # KeyboardInterrupt and the timeout of pytest too: its processes wait in the middle of a test
         pool.close()
         raise
+
+
+def processor_s():
+    """Return the seconds of processor time that the tests on the pools that are running have taken."""
+    return sum(pool.processor_s for pool in _pools.values() if pool.pids)
 
 
 @atexit.register
@@ -197,15 +203,18 @@ def _serve(rank, n, pipe):
 
 
 def _answer_to(work, args, rank, n, store, timeout_s):
+    begun = time.process_time()
     try:
         start_group(rank, n, "gloo", timeout_s, lambda *_: (dist.FileStore(store, n), lambda: None))
         group = dist.group.WORLD
-        result = pickle.dumps(("returned", work(*args), dist.is_initialized() and dist.group.WORLD is group))
+        value = work(*args)
+        clean = dist.is_initialized() and dist.group.WORLD is group
+        answer = pickle.dumps(("returned", value, clean, time.process_time() - begun))
     except BaseException as error:
         lines = "".join(traceback.format_exception(error))
-        return pickle.dumps(("raised", f"{type(error).__name__}: {error}\n\n{lines}", False))
+        return pickle.dumps(("raised", f"{type(error).__name__}: {error}\n\n{lines}", False, 0.0))
     shutdown()
-    return result
+    return answer
 
 
 def _clean():

@@ -94,6 +94,7 @@ def events(folder):
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_shows_one_run_after_a_restart(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
@@ -115,7 +116,7 @@ def stored(folder):
     return client, runs
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_has_one_run_after_a_restart(tmp_path):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
@@ -134,7 +135,7 @@ def test_mlflow_has_one_run_after_a_restart(tmp_path):
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["log.jsonl"]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore")
 def test_a_lost_mlflow_store_is_said_with_the_fix(tmp_path):
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
@@ -160,6 +161,7 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path):
         train(tmp_path)
 
 
+@pytest.mark.extra
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_the_first_rank_writes(tmp_path):
