@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from covering import all_pairs
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,9 +169,7 @@ def test_the_shapes_take_all_ways():
     ]
 
 
-@pytest.mark.parametrize("kernel_size", [2, 4, (2, 3), (4, 1)])
-@pytest.mark.parametrize("dilation", [1, 2, (1, 3)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("kernel_size", "dilation", "mode"), all_pairs([2, 4, (2, 3), (4, 1)], [1, 2, (1, 3)], MODES))
 def test_same_padding_of_even_kernels_says_nothing_and_is_torchs(kernel_size, dilation, mode):
     layer = SKConv2d(32, 48, kernel_size, padding="same", dilation=dilation, padding_mode=mode, low_rank=4)
     x = torch.randn(2, 32, 11, 12)
@@ -233,9 +232,7 @@ def test_empty_unbatched_and_non_contiguous_input(shape, bias):
     assert_close(layer(x[:, :, :1, :1]), layer(x[:, :, :1, :1].clone()).double())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("shape", "dtype", "last"), all_pairs(SHAPES, [torch.float16, torch.bfloat16], [False, True]))
 def test_half_precision_and_autocast(shape, dtype, last):
     layer = layer_of(shape)
     x = torch.randn(2, 32, 9, 8)
@@ -286,20 +283,19 @@ def test_double_backward(shape):
     assert_close(torch.autograd.grad(ours, layer.S)[0], torch.autograd.grad(layer.weight, layer.S, kernel)[0])
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "terms", "rank"),
-    [
-        (SKConv2d, (64, 128, 3), 1, 24),
-        (SKConv2d, (32, 64, 3), 3, 4),
-        (SKConv2d, (64, 64, 5), 2, 16),
-        (SKConv1d, (64, 96, 7), 1, 8),
-    ],
-)
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("fitted", [False, True])
+SPREAD = [
+    (SKConv2d, (64, 128, 3), 1, 24),
+    (SKConv2d, (32, 64, 3), 3, 4),
+    (SKConv2d, (64, 64, 5), 2, 16),
+    (SKConv1d, (64, 96, 7), 1, 8),
+]
+
+
+@pytest.mark.parametrize(("kind", "groups", "fitted"), all_pairs(SPREAD, [1, 4], [False, True]))
 @quiet
-def test_fresh_output_has_the_dense_layers_spread(layer, shape, terms, rank, groups, fitted):
+def test_fresh_output_has_the_dense_layers_spread(kind, groups, fitted):
     """Within 5 % in the mean of 30 seeds; the deviation of that mean is about 1 % for these sizes."""
+    layer, shape, terms, rank = kind
     torch.manual_seed(0)
     ratios = []
     ours = layer(*shape, num_terms=terms, low_rank=rank, groups=groups)

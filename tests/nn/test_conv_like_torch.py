@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from covering import all_pairs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,13 +25,20 @@ def inputs(last=False):
     return (x.to(memory_format=torch.channels_last) if last else x).requires_grad_()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+INDUCTOR = [  # its first compilation takes half a minute, and it needs a C++ compiler and a path that it need not quote
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_COMPILER, reason="no g++, or torch lies in a path with spaces"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "dynamic", "backend"),
+    [
+        *((*row, "aot_eager") for row in all_pairs(KINDS, [False, True], [False, True])),
+        *(pytest.param(KINDS[i], last, False, "inductor", marks=INDUCTOR) for i in (0, 2) for last in (False, True)),
+    ],
+)
 def test_compile_without_graph_breaks(kind, last, dynamic, backend):
-    if backend == "inductor" and (not HAS_COMPILER or dynamic or kind is KINDS[1]):
-        pytest.skip("Inductor needs a C++ compiler, and a path that it need not quote; two of its cases are enough")
     torch.compiler.reset()
     model = layer(kind, padding="same", kernel_size=4) if dynamic else layer(kind)
     x = inputs(last)

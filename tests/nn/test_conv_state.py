@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from covering import all_pairs
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -41,9 +42,10 @@ def test_state_dict_holds_the_sketch_exactly_when_fitted():
     assert fitted().sketch_seed[:3].tolist() == [-1, 2, 1]
 
 
-@pytest.mark.parametrize("make_source", [seeded, fitted])
-@pytest.mark.parametrize("make_target", [seeded, fitted, lambda: seeded(seed=99)])
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("make_source", "make_target", "assign"),
+    all_pairs([seeded, fitted], [seeded, fitted, lambda: seeded(seed=99)], [False, True]),
+)
 def test_loading_switches_to_the_checkpoints_mode(make_source, make_target, assign):
     source, target = make_source(), make_target()
     target.load_state_dict(source.state_dict(), assign=assign)

@@ -15,13 +15,12 @@ def operands(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("shape", [(6,), (4, 6), (1, 6), (0, 6), (2, 3, 6), (2, 0, 3, 6), (50, 6)])
-@pytest.mark.parametrize("bias", [None, torch.arange(5.0)])
-def test_any_batch_shape(shape, bias):
+def test_any_batch_shape(shape):
     S1, U1, S2, U2 = operands()
-    x = torch.randn(shape)
-    out = sketched_linear(x, S1, U1, S2, U2, bias, scale=0.5)
-    exact = x.double() @ (S1 @ U1 + U2 @ S2).double() / 2 + (0 if bias is None else bias.double())
-    assert_close(out, exact)
+    x, bias = torch.randn(shape), torch.arange(5.0)
+    exact = x.double() @ (S1 @ U1 + U2 @ S2).double() / 2
+    assert_close(sketched_linear(x, S1, U1, S2, U2, scale=0.5), exact)
+    assert_close(sketched_linear(x, S1, U1, S2, U2, bias, scale=0.5), exact + bias.double())
 
 
 def test_non_contiguous_input():

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from covering import all_pairs
 from panther.kernels import pack_signs
 from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch import nn
@@ -29,9 +30,10 @@ def _small_layers_are_no_gain(recwarn):
         yield
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 5, 200])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "rows"),
+    all_pairs(SIZES, [torch.float64, torch.float32, torch.float16, torch.bfloat16], [1, 5, 200]),
+)
 def test_the_function_stays(sizes, dtype, rows):
     layer = layer_of(*sizes, dtype=dtype)
     x = torch.randn(rows, sizes[0], dtype=dtype)

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from covering import all_pairs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import prune
@@ -58,9 +59,10 @@ def test_bytes_at_rest():
     assert file.tell() < 1_081_344 + 4096
 
 
-@pytest.mark.parametrize("make_source", [seeded, fitted])
-@pytest.mark.parametrize("make_target", [seeded, fitted, lambda: seeded(seed=99)])
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("make_source", "make_target", "assign"),
+    all_pairs([seeded, fitted], [seeded, fitted, lambda: seeded(seed=99)], [False, True]),
+)
 def test_loading_switches_to_the_checkpoints_mode(make_source, make_target, assign):
     source, target = make_source(), make_target()
     file = io.BytesIO()
@@ -295,17 +297,15 @@ class Extended(SKLinear):
         self.register_buffer("steps", torch.zeros(()))
 
 
-@pytest.mark.parametrize(
-    "extend",
-    [
-        lambda layer: nn.utils.parametrizations.weight_norm(layer, "S1"),
-        lambda layer: nn.utils.parametrizations.orthogonal(layer, "S2"),
-        lambda layer: prune.l1_unstructured(layer, "S1", 0.5),
-        lambda layer: Extended(64, 48, 2, 2),
-    ],
-)
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("make", [seeded, fitted])
+EXTENSIONS = [
+    lambda layer: nn.utils.parametrizations.weight_norm(layer, "S1"),
+    lambda layer: nn.utils.parametrizations.orthogonal(layer, "S2"),
+    lambda layer: prune.l1_unstructured(layer, "S1", 0.5),
+    lambda layer: Extended(64, 48, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("extend", "strict", "make"), all_pairs(EXTENSIONS, [False, True], [seeded, fitted]))
 def test_layers_that_users_extend_load_their_own_state(extend, strict, make):
     source, target = extend(make()), extend(make())
     with torch.no_grad():

@@ -1,0 +1,21 @@
+"""Grids of test cases in far fewer rows than their product."""
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def all_pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows with one value of each axis, in which every pair of values of two axes occurs at least once.
+
+    A fault that depends on two settings is found as by the whole product. Greedy, and the same rows at every call.
+    """
+    grid = [frozenset(combinations(enumerate(row), 2)) for row in product(*(range(len(axis)) for axis in axes))]
+    missing = set().union(*grid)
+    rows = []
+    while missing:
+        best = max(grid, key=lambda pairs: len(pairs & missing))
+        missing -= best
+        values = dict(place for pair in best for place in pair)
+        rows.append(tuple(axis[values[i]] for i, axis in enumerate(axes)))
+    return rows
