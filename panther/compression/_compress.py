@@ -85,8 +85,8 @@ def compress(
         mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
             ``batch["attention_mask"]`` if there is one.
         heal: Distil the original into the compressed model afterwards; see :class:`HealConfig`.
-        statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is what
-            the three largest layers need.
+        statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is the
+            memory that the three largest layers need.
         group: Ranks that each hold the same model and their own batches; moments and errors are summed over them.
             With ``heal`` it must have all ranks.
         seed: Seed of random directions, sketches and healing; None draws one from torch's default CPU generator.
@@ -136,8 +136,9 @@ def compress(
         seed, seeded = runner.agreed(check_seed(seed)), method == "random"
         with calibrating(model, seed):
             survey = select_targets(model, include, exclude, seeded=seeded).check()
-            if method in _CALIBRATED:
+            if method in _CALIBRATED:  # svd and random look at the weights only
                 survey = survey_targets(runner, survey, loss_fn, gradients=method == "two_sided").check()
+            # Losses of different layers can be compared through the output's gradients alone.
             allocate = (allocate or "global") if survey.gradients else "uniform"
             limit = byte_limit(model, survey, budget=budget, max_bytes=max_bytes, seeded=seeded)
             fits = Fits() if seeded else fit_targets(
@@ -186,7 +187,7 @@ def sketch_layers_(
 ) -> CompressionReport:
     """Replace layers by sketched ones of one size, without data, in place.
 
-    For models that will be trained afterwards; :func:`compress` keeps what a trained model knows.
+    For models that will be trained afterwards; :func:`compress` keeps the outputs of a trained one.
 
     Args:
         model: Any module with nn.Linear, nn.Conv2d or transformers' Conv1D in it.
@@ -334,7 +335,7 @@ def _check_options(
         raise ValueError(f"{asker} needs calibration=, a list of batches: or use method='svd' with a budget")
     if method != "two_sided" and (allocate == "global" or loss_fn is not None):
         asker = "allocate='global'" if allocate == "global" else "loss_fn"
-        raise ValueError(f"{asker} needs method='two_sided', which alone knows what layers do to the output")
+        raise ValueError(f"{asker} needs method='two_sided', the only one that uses the output's gradients")
     if sequential and method not in _CALIBRATED:
         raise ValueError(f"sequential=True fits layers to their inputs, which method={method!r} does not: leave it out")
     if heal is not None and not isinstance(heal, HealConfig):

@@ -60,10 +60,11 @@ def convert(target: Target, found: Fit, rank: int, seed: int) -> Replacement:
     change: Tensor | float = 0.0
     if found.means is not None:
         mean, exact = found.means
+        # In float64: the bias is exact for the factors as they are rounded.
         change = (exact - (left.double() @ (right.double() @ mean[..., None]))[..., 0]).flatten()
     new: Replacement = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)
+        warnings.simplefilter("ignore", PerformanceWarning)  # the report has the speed of every layer
         for module in target.modules:
             make = _conv if isinstance(module, nn.Conv2d) else _linear
             _take(new, module, make(module, left, right, seed), change)  # type: ignore[arg-type]
@@ -120,7 +121,7 @@ def _as_linear(module: nn.Module) -> nn.Linear:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     weight = nn.Parameter(weight.detach().mT if is_conv1d(module) else weight.detach())
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")  # takes no memory
     linear.weight = weight
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach())
@@ -148,6 +149,7 @@ def _linear(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> SKLine
     (out, inner), R = (left.shape[1], right.shape[2]), -(-left.shape[2] // 2)
     bias = getattr(module, "bias", None) is not None
     layer = SKLinear(inner, out, 1, R, bias=bias, dtype=weight.dtype, device=weight.device, seed=seed)
+    # Columns that stay zero would never learn; split_factors gives them zero S and random signs in U.
     kept = _nonzero(left)[0]
     S1, U1, S2, U2 = split_factors(right[0, kept].mT, left[0][:, kept].mT, R, seed)
     with torch.no_grad():

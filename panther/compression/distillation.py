@@ -1,4 +1,4 @@
-r"""A module whose parameters are what healing trains, and whose output is the loss against the original.
+r"""A module whose parameters are those that healing trains, and whose output is the loss against the original.
 
 With :math:`h` the compressed model's hidden state or output at the counted positions and :math:`h^*` the original's,
 one tensor costs the share of its variance that is lost,
@@ -75,6 +75,7 @@ class Distillation(nn.Module):
                 for name, parameter in module._parameters.items()
                 if parameter is not None and parameter in index
             ]
+        # nn.GRU and the like read their weights from a list besides `_parameters`.
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._blocks = blocks_of(model, set(replacement)) if hidden else []
         self._gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -86,7 +87,7 @@ class Distillation(nn.Module):
         self._place([new for *_, new in self._layers], [values[number] for *_, number in self._parameters_at])
 
     def place_original(self) -> None:
-        """Make the model what it was."""
+        """Put the original layers and parameters back."""
         self._place([old for _, _, old, _ in self._layers], [parameter for _, _, parameter, _ in self._parameters_at])
 
     def _place(self, layers: list[nn.Module], values: list[Any]) -> None:
@@ -95,7 +96,7 @@ class Distillation(nn.Module):
         for (parameters, name, _, _), value in zip(self._parameters_at, values, strict=True):
             # Past nn.Module's setattr, which takes only a Parameter here; torch.func.functional_call does the same.
             parameters[name] = value
-        for rnn in self._rnns:  # they hold their weights in a list of their own
+        for rnn in self._rnns:
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     @contextmanager
@@ -143,6 +144,7 @@ class Distillation(nn.Module):
 
     def _observe(self, batch: Any) -> list[list[Tensor]]:
         """Return the output, and the output of each call of each block."""
+        # Both models must draw the same, dropout that stays on in eval mode for example.
         torch.default_generator.manual_seed(self.seed)
         for number in self._gpus:
             torch.cuda.default_generators[number].manual_seed(self.seed)
@@ -165,7 +167,7 @@ class Distillation(nn.Module):
 def lost_variance(state: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean square of the difference over the variance of ``wanted``, at the positions that count.
 
-    The variance is that over positions, in the mean of the features: what all positions share has no part in it.
+    The variance is that over positions, averaged over the features: a value that all positions share does not count.
     """
     if wanted.dim() > 3 and (mask is None or wanted.shape[:2] != mask.shape):  # (N, C, ...)
         state, wanted = state.movedim(1, -1), wanted.movedim(1, -1)

@@ -2,8 +2,8 @@ r"""Low-rank factors in the metric of a layer's inputs and of its output's sensi
 
 With :math:`A = L L^T` and :math:`G = R^T R`, the rank-r matrix that minimises :math:`\operatorname{tr}(G \Delta A
 \Delta^T)` is :math:`R^{-1} [R W L]_r L^{-1}`, where :math:`[\cdot]_r` is the truncated SVD (Eckart and Young in a
-weighted norm). Where a layer has a bias, A is the covariance of its inputs and the bias takes up what their mean
-changes, which is the best bias for every W.
+weighted norm). Where a layer has a bias, A is the covariance of its inputs and the bias takes up the change at
+their mean, which is the best bias for every W.
 """
 
 __all__ = ["Fit", "Fits", "components", "fit_targets", "fit_weight", "target_seed"]
@@ -78,7 +78,7 @@ def _tails(energy: Tensor, total: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Fits:
-    """The components of all targets, and what was found on the way.
+    """The components of all targets, and the figures that were computed with them.
 
     Attributes:
         fits: Components of each target; empty for seeded sketches, which are not fitted.
@@ -117,7 +117,7 @@ def fit_targets(
         survey: The layers.
         limit: Bytes that all of them may take, if that is known: it bounds the components to store.
         loss_fn: The loss whose gradients are taken, if not those of random directions.
-        memory: Bytes for moments at once; None is what the three largest layers need.
+        memory: Bytes for moments at once; None is the need of the three largest layers.
         keep: Whether to keep the moments, for fitting in sequence.
         healing: Whether there will be healing, which ``extra_bytes`` then includes.
         seed: Each target has its own seed from here on.
@@ -197,6 +197,7 @@ def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int,
     if biased:
         A = A - _outer(mean, mean)
         cross = None if cross is None else cross - _outer(source_mean, mean)
+    # Cholesky factors rather than symmetric roots: a triangular solve is cheap and accurate, and any root will do.
     L = _root(A)
     if cross is not None:  # the regression of the original's output on the new input: W C A^-1
         source = torch.cholesky_solve((W @ cross).mT, L).mT

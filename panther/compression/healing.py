@@ -5,7 +5,7 @@ held-out loss above twice the best, is divergence: healing goes back to the best
 with half the learning rate, three times at most.
 """
 
-__all__ = ["Healed", "check_ranks", "heal"]
+__all__ = ["Healed", "check_ranks", "heal", "shuffled"]
 
 import json
 import math
@@ -58,7 +58,7 @@ class Healed:
 
 
 def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int) -> Healed:
-    """Train new layers to make the model do what it does with its old ones.
+    """Train new layers until the model's outputs are near those with its old ones.
 
     The result is a function of the arguments and ``seed``. The model, its flags and torch's generators are left as they
     are: only ``write_`` of the result changes parameters.
@@ -74,9 +74,9 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
 
     Raises:
         CompressionError: If the loss is not finite before the first step.
-        ConfigError: If it does not depend on what is trained.
+        ConfigError: If it does not depend on the trained parameters.
         FormatError: If the checkpoints are of a different run.
-        DistributedError: If the ranks of the group differ in what they train.
+        DistributedError: If the ranks of the group differ in model, settings or seed.
 
     Cost: a step costs a forward of the original and a forward and backward of the compressed model. Extra memory:
     five times the trained parameters (values, gradients, two moments, best point), a copy of those of half precision,
@@ -96,12 +96,13 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
             autocast=not scaled or config.mixed_precision is not None,
         )  # fmt: skip
         _check_identity(distillation, trained, config)
-        held_out = _loader(_HeldOut(runner))
+        training, total = len(runner.batches), len(distillation.batches)
+        held_out = _Indices(lambda: iter(torch.arange(training, total).split(1))).loader()
         course = _Course(distillation, config, held_out)
         optimizer = partial(torch.optim.AdamW, betas=_BETAS, weight_decay=config.weight_decay)
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[course])
         try:
-            trainer.fit(_loader(_Order(len(runner.batches), seed)), held_out)
+            trainer.fit(_Indices(lambda: shuffled(training, seed)).loader(), held_out)
         finally:
             distillation.place_original()
         course.restore_()
@@ -115,6 +116,7 @@ def check_ranks(group: dist.ProcessGroup | None) -> None:
     Raises:
         DistributedError: If it is not.
     """
+    # Under torchrun the Trainer would start a process group by itself.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     members = 1 if group is None else dist.get_world_size(group)
     if members != world:
@@ -124,31 +126,28 @@ def check_ranks(group: dist.ProcessGroup | None) -> None:
         )
 
 
-class _Order(IterableDataset[Tensor]):
-    """Indices of the batches, without end: one seeded permutation after another."""
+class _Indices(IterableDataset[Tensor]):
+    """Indices of batches as a function gives them.
 
-    def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed = count, seed
+    A stream, because every rank has its own batches, and of a map-style dataset the Trainer gives each rank a share.
+    """
 
-    def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        while True:
-            yield from torch.randperm(self.count, generator=generator).split(1)
-
-
-class _HeldOut(IterableDataset[Tensor]):
-    """Indices of the held-out batches, which follow those of the others."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.first, self.count = len(runner.batches), len(runner.held_out)
+    def __init__(self, generate: Callable[[], Iterator[Tensor]]) -> None:
+        self.generate = generate
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.arange(self.first, self.first + self.count).split(1)
+        return self.generate()
+
+    def loader(self) -> DataLoader[Tensor]:
+        """Return a loader of them; without a batch size, because an index stands for a whole batch."""
+        return DataLoader(self, batch_size=None)
 
 
-def _loader(indices: IterableDataset[Tensor]) -> DataLoader[Tensor]:
-    """Return a loader of indices as they come: the batches are on the device already, and differ between ranks."""
-    return DataLoader(indices, batch_size=None)
+def shuffled(count: int, seed: int) -> Iterator[Tensor]:
+    """Yield indices without end: one seeded permutation after another, so that a resumed run can skip the first."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(count, generator=generator).split(1)
 
 
 class _Course(Callback):
@@ -205,7 +204,7 @@ class _Course(Callback):
             value.copy_(best)
 
     def result(self, trainer: Trainer) -> HealResult:
-        """Return what happened, once the run is over."""
+        """Return the figures of the run, once it is over."""
         checked = {record["step"]: record.get("validation_loss") for record in trainer.history}
         steps = [(record["step"], record["loss"]) for record in trainer.history if "loss" in record]
         return HealResult(
@@ -235,8 +234,8 @@ class _Course(Callback):
             return
         self.rollbacks, self.restarted = self.rollbacks + 1, trainer.step
         self.restore_()
-        for state in trainer.optimizer.state.values():  # its moments are those of the way that diverged
-            for value in state.values():
+        for state in trainer.optimizer.state.values():  # AdamW's moments belong to the steps that diverged
+            for value in state.values():  # zeros are a fresh start; without states a checkpoint would make its own
                 value.zero_()
         self._set_rate(trainer)
 

@@ -90,10 +90,11 @@ def _layer_figures(
 
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, target: Target = target) -> None:
                 own, new, x = figures[target], replacement[module], input_of(args, kwargs)
-                rows = mask if not isinstance(module, nn.Conv2d) else None
+                rows = mask if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
                 own.lost += squares(counted(new(x) - output, rows))
                 own.total += squares(counted(output, rows))
                 if speed and own.speedup is None:
+                    # `forward`, because calling the module would call this hook again.
                     own.speedup = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
 
             hooks.append(module.register_forward_hook(hook, with_kwargs=True))
@@ -136,4 +137,5 @@ def _speedup(old: Callable[[], Any], new: Callable[[], Any], device: torch.devic
         return time.perf_counter() - begin
 
     old(), new()  # the first calls allocate, and compile kernels on a GPU
+    # The ratio within a round, because a shared machine gets slower and faster over the rounds.
     return statistics.median(timed(old) / max(timed(new), 1e-9) for _ in range(rounds))

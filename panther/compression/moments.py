@@ -1,4 +1,4 @@
-r"""Second moments of what layers read and of what the model's output makes of them, from unlabelled batches.
+r"""Second moments of the layers' inputs and of the output's gradients at the layers, from unlabelled batches.
 
 For a layer :math:`y = x W^T + b`, the error that a change :math:`\Delta` of W makes in the model's output is, to first
 order and with inputs and sensitivities taken as independent,
@@ -51,7 +51,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Drift:
-    """Moments of what a target reads in the compressed model, in float64.
+    """Moments of a target's input in the compressed model, in float64.
 
     Attributes:
         A: Second moment of it, (groups, inner, inner).
@@ -131,6 +131,7 @@ def gather_moments(
             own.G = {target: _zeros(groups, target.outer, target.outer, device=device) for target in several}
         sums[several[0]] = own
         leaders |= dict.fromkeys(several, several[0])
+    # Sharing was seen on the first batch only; a model that branches could break it on a later one.
     compared = {target for several in inputs if len(several) > 1 for target in several}
     seen: dict[Target, list[Tensor]] = {}
     energy = torch.zeros(1, dtype=torch.float64)
@@ -149,7 +150,7 @@ def gather_moments(
                     f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
                     "batch and the model, or exclude the layer"
                 )
-            own.A.baddbmm_(rows.mT, rows)
+            own.A.baddbmm_(rows.mT, rows)  # in place: moments are the largest tensors here
             own.total += rows.sum(1)
             own.rows += rows.shape[1]
 
@@ -185,7 +186,7 @@ def gather_moments(
         positions = max(rows.item(), 1.0)
         for moment in own.tensors():
             moment /= positions
-        for target in leaders:
+        for target in leaders:  # targets of one input share its tensors
             if leaders[target] is leader:
                 result[target] = Moments(own.A, own.total, own.G.get(target), positions)
     runner.sum_([energy])
@@ -199,7 +200,7 @@ class _Stop(BaseException):
 def gather_drift(
     runner: Runner, several: Sequence[Target], calls: int, compressed: Callable[[], Any], description: str
 ) -> Drift:
-    """Compare what targets of one input read in the original and under ``compressed``, which replaces layers."""
+    """Compare the input that targets share in the original and under ``compressed``, which replaces layers."""
     leader, device = several[0], runner.device
     groups, n = leader.groups, leader.inner
     A, cross = (_zeros(groups, n, n, device=device) for _ in range(2))
@@ -251,16 +252,16 @@ def _add_gradient(
 
 
 def input_rows(module: nn.Module, x: Tensor, mask: Tensor | None, groups: int) -> Iterator[Tensor]:
-    """Yield what a layer multiplies its weight with, (groups, rows, inner) in float64, some rows at a time."""
+    """Yield the rows that a layer multiplies its weight with, (groups, rows, inner) in float64, in chunks."""
     if not isinstance(module, nn.Conv2d):
         yield counted(x, mask).to(torch.float64)[None]
         return
-    x = x if x.dim() == 4 else x[None]
+    x = x if x.dim() == 4 else x[None]  # Conv2d takes one image without a batch too
     if isinstance(module.padding, str):
         pads = same_padding(module.kernel_size, module.dilation) if module.padding == "same" else [(0, 0)] * 2
     else:
         pads = [(size, size) for size in module.padding]
-    flat = [size for pair in reversed(pads) for size in pair]
+    flat = [size for pair in reversed(pads) for size in pair]  # F.pad begins with the last dimension
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     if any(flat):
         x = F.pad(x, flat, mode=mode)

@@ -56,7 +56,7 @@ def allocate_uniform(targets: Sequence[Target], limit: int, *, seeded: bool = Fa
     low, high = 0.0, 1.0
     if size(at(high)) <= limit:
         return at(high)
-    for _ in range(50):
+    for _ in range(50):  # halvings, to the resolution of a float
         middle = (low + high) / 2
         low, high = (middle, high) if size(at(middle)) <= limit else (low, middle)
     return at(low)

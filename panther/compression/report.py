@@ -75,7 +75,7 @@ class LayerReport:
 def layer_reports(
     survey: Survey, fits: Fits, ranks: Ranks, replacement: Mapping[nn.Module, Any], measured: Measured, *, seeded: bool
 ) -> tuple[LayerReport, ...]:
-    """Return what happened to each target."""
+    """Return the report of each target."""
     losses = {
         target: tail[rank].item() if (rank := ranks[target]) is not None else 0.0 for target, tail in fits.tails.items()
     }

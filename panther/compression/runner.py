@@ -84,6 +84,7 @@ class Runner:
                     f"{name!r} of the model has no values yet, and calibration would make them: run the model on a "
                     "batch first"
                 )
+        # On the device at once: each pass reads them again.
         every = [_to(batch, self.device) for batch in _listed(calibration)]
         if len(every) < 2:
             raise CompressionError(
@@ -91,6 +92,7 @@ class Runner:
                 "one is held out: give more, or split it into smaller ones"
             )
         count = max(1, len(every) // _HELD_OUT)
+        # Evenly over the batches: these can be sorted.
         held = {(index + 1) * len(every) // count - 1 for index in range(count)}
         self.batches = [batch for index, batch in enumerate(every) if index not in held]
         self.held_out = [batch for index, batch in enumerate(every) if index in held]
@@ -145,6 +147,7 @@ class Runner:
         """Return the seed of the first rank of the group."""
         if self.group is None:
             return seed
+        # Drawn on every rank where none was given, and then different.
         shared = torch.tensor([seed], device=self.device)
         dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
         return int(shared.item())

@@ -102,7 +102,7 @@ def watched(
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return what a layer was called with, by position or by name."""
+    """Return the input that a layer was called with, by position or by name."""
     return next(iter((*args, *kwargs.values())))
 
 
@@ -139,7 +139,7 @@ def output_gradients(
 
 
 def _geometry(module: nn.Module) -> Any:
-    """Return what decides, besides its input, which rows a layer multiplies its weight with."""
+    """Return the settings by which two convolutions of one input unfold it differently."""
     if isinstance(module, nn.Conv2d):
         return (module.kernel_size, module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
     return None

@@ -246,6 +246,7 @@ def _refusal(
         return "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
+    # A glob or function must not admit a subclass by accident: only its type, named by the user, does.
     named = any(isinstance(one, type) and isinstance(module, one) for one in wanted or ())
     if hasattr(module, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
@@ -262,6 +263,7 @@ def _refusal(
         return "is excluded"
     if weight.is_meta:
         return "is on the meta device: load its weights first"
+    # Subclasses of Tensor (quantized, DTensor) have arithmetic of their own.
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     if "forward" in vars(module):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from panther.compression import HealConfig
 from panther.compression.distillation import blocks_of, lost_variance
-from panther.compression.healing import _Order, check_ranks, heal
+from panther.compression.healing import check_ranks, heal, shuffled
 from panther.compression.runner import Runner
 from panther.compression.targets import swap_modules
 from panther.distributed import launch
@@ -494,7 +494,7 @@ def test_a_model_that_draws_draws_the_same_for_both_and_in_every_run():
 
 
 def test_the_order_visits_every_batch():
-    indices = [int(index) for index in islice(_Order(5, 7), 23)]
+    indices = [int(index) for index in islice(shuffled(5, 7), 23)]
     assert all(sorted(indices[i : i + 5]) == list(range(5)) for i in range(0, 20, 5))
     assert indices[:5] != indices[5:10]
 
