@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import panther as pr
-from panther.distributed import launch
 from panther.errors import CompressionError, NumericalWarning, PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 
@@ -637,7 +637,7 @@ def test_ranks_that_each_feed_a_part(method):
         report = pr.compress(model, 0.5, own, **options)
         return model.state_dict(), report.measured_error, [layer.rank for layer in report.layers]
 
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     assert first[1:] == second[1:]
     assert all(torch.equal(first[0][key], second[0][key]) for key in first[0])
     single = network()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,6 @@ from panther.compression.distillation import blocks_of, lost_variance
 from panther.compression.healing import check_ranks, heal, shuffled
 from panther.compression.runner import Runner
 from panther.compression.targets import swap_modules
-from panther.distributed import launch
 from panther.errors import CompressionError, ConfigError, DistributedError, FormatError
 from panther.nn import SKLinear
 
@@ -624,7 +624,7 @@ def test_ranks_heal_together(tmp_path):
 
     model, new = compressed()
     expected = healed(model, new), state(model)
-    first, second = launch(rank, nproc=2, start_method="fork")
+    first, second = on_ranks(rank)
     for (result, end), *_ in (first, second):
         assert result == expected[0]
         assert same(end, expected[1])

@@ -6,11 +6,12 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import panther as pr
-from panther.distributed import checkpoint, launch
+from panther.distributed import checkpoint
 from panther.errors import ConfigError, DistributedError, TrainingError
 from panther.nn import SKLinear
 from panther.train import Callback, TrainConfig, Trainer
@@ -83,7 +84,7 @@ def test_many_processes_end_where_one_does(tmp_path, name):
     def run():
         return weights(train(12 // shares, n=n, **settings), tmp_path / "many")
 
-    results = launch(run, nproc=world, start_method="fork")
+    results = on_ranks(run, world)
     expected = weights(train(12, n=n), tmp_path / "one")
     assert all(result == results[0] for result in results)
     for found, wanted in zip(results[0], expected, strict=True):
@@ -123,7 +124,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, first, sec
     def resumed():
         return weights(train(12 // shares, tmp_path / "run", n=n, seed=9, **settings), tmp_path / "resumed")
 
-    expected, _, found = (launch(work, nproc=world, start_method="fork") for work in (whole, broken, resumed))
+    expected, _, found = (on_ranks(work, world) for work in (whole, broken, resumed))
     assert found == expected
     one, other = (pr.load_compressed(tmp_path / which, build(3)).state_dict() for which in ("whole", "resumed"))
     assert all(map(torch.equal, one.values(), other.values()))
@@ -136,12 +137,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         with pytest.raises(KeyError):
             train(6, tmp_path / "run", callbacks=[Breaks()], checkpoint_every_n_steps=3)
 
-    launch(broken, nproc=2, start_method="fork")
-    [found, *_] = launch(
-        lambda: weights(train(4, tmp_path / "run", seed=9, strategy="fsdp"), tmp_path / "many"),
-        nproc=3,
-        start_method="fork",
-    )
+    on_ranks(broken)
+    [found, *_] = on_ranks(lambda: weights(train(4, tmp_path / "run", seed=9, strategy="fsdp"), tmp_path / "many"), 3)
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-9)
     one, other = (pr.load_compressed(tmp_path / which, build(3)).state_dict() for which in ("one", "many"))
@@ -163,7 +160,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path):
             train(6, tmp_path, callbacks=[Signals(1)])
         return caught.value.code
 
-    assert launch(run, nproc=2, start_method="fork") == [143, 143]
+    assert on_ranks(run, fresh=True) == [143, 143]
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000004"]
 
 
@@ -178,7 +175,7 @@ def test_a_loss_that_is_not_finite_names_its_rank():
             trainer.fit(DataLoader(TensorDataset(x, y), 4))
         return str(caught.value), all(map(torch.equal, before, model.parameters()))
 
-    (first, same), (second, _) = launch(run, nproc=2, start_method="fork")
+    (first, same), (second, _) = on_ranks(run)
     assert first == second
     assert same
     assert first.startswith(
@@ -208,7 +205,7 @@ def test_what_does_not_go_together_is_refused():
         assert trainer.fit(DataLoader(samples(8), 4)).last["step"] == 2
         return messages
 
-    messages, _ = launch(run, nproc=2, start_method="fork")
+    messages, _ = on_ranks(run)
     assert messages[0] == "precision='fp16' and strategy='tp' do not go together: use 'bf16'"
     assert messages[1].startswith("comm_hook='fp16' is for strategy='ddp'")
     assert messages[2].startswith("data_parallel_size=1 must be the world size (2)")
@@ -222,10 +219,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(DistributedError, match="rank 1"):
-        launch(
+        on_ranks(
             lambda: train(6, tmp_path, callbacks=[Dies()], checkpoint_every_n_steps=2, checkpoint_asynchronously=False),
-            nproc=2,
-            start_method="fork",
+            fresh=True,
         )
     assert checkpoint.latest(tmp_path).name == "step-00000002"
 
@@ -254,7 +250,7 @@ def test_the_advisor_chooses(monkeypatch):
         fourth.fit(DataLoader(samples(8), 4))
         return len(seen), [trainer._built.strategy for trainer in (first, second, third, fourth)]
 
-    results = launch(run, nproc=2, start_method="fork")
+    results = on_ranks(run, fresh=True)
     assert results[0][1][:2] == ["ddp", "ddp"]
     assert results[0][1][2:] == ["fsdp", "ddp"]  # two copies of the third do not fit
     assert results[0] == results[1]
@@ -276,10 +272,10 @@ def test_buffers_are_the_first_rank_s_everywhere(tmp_path, settings):
         with pytest.raises(KeyError):
             run(tmp_path / "run", [Breaks()])
 
-    (whole, means), (_, other) = launch(lambda: run(tmp_path / "whole"), nproc=2, start_method="fork")
+    (whole, means), (_, other) = on_ranks(lambda: run(tmp_path / "whole"))
     assert means == other
-    launch(broken, nproc=2, start_method="fork")
-    (resumed, found), _ = launch(lambda: run(tmp_path / "run"), nproc=2, start_method="fork")
+    on_ranks(broken)
+    (resumed, found), _ = on_ranks(lambda: run(tmp_path / "run"))
     assert (resumed, found) == (whole, means)
 
 

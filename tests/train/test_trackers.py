@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from panther.distributed import launch
 from panther.errors import MissingExtraError, TrainingError
 from panther.train import Callback, TrainConfig, Trainer
 from panther.train.trackers import _JsonLines
@@ -166,7 +166,7 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_the_first_rank_writes(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    launch(lambda: train(tmp_path, trackers=("jsonl", "tensorboard")).step, nproc=2, start_method="fork")
+    on_ranks(lambda: train(tmp_path, trackers=("jsonl", "tensorboard")).step)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     assert [row["step"] for row in lines(tmp_path) if "loss" in row] == [2, 4, 6, 8, 10, 12]
 
@@ -183,7 +183,7 @@ def test_what_is_not_installed_is_said_on_every_rank(tmp_path, monkeypatch):
             train(tmp_path, trackers=("mlflow",), progress=False)
         return str(caught.value)
 
-    first, second = launch(run, nproc=2, start_method="fork")
+    first, second = on_ranks(run, fresh=True)
     assert "mlflow" in first
     assert "mlflow" in second
 

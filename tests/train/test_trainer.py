@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from panther.distributed import checkpoint, launch
+from panther.distributed import checkpoint
 from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.nn import SKLinear
 from panther.train import Callback, TrainConfig, Trainer
@@ -313,7 +314,7 @@ def test_a_signal_to_all_leaves_the_workers_of_loaders_to_the_step(tmp_path, kin
             trainer.fit(loader)
         return caught.value.code
 
-    assert launch(work, nproc=1, start_method="fork") == [143]
+    assert on_ranks(work, 1, fresh=True) == [143]
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000004"]
 
 

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from panther.distributed import checkpoint, launch
+from panther.distributed import checkpoint
 from panther.errors import CheckpointError, ConfigError
 from panther.train import Callback, TrainConfig, Trainer
 
@@ -179,9 +180,9 @@ def test_batch_norm_goes_on(tmp_path, strategy):
             return None
         return history["validation_loss"], history.last["loss"]
 
-    whole = launch(lambda: run(tmp_path / "a"), nproc=2, start_method="fork")
-    broken = launch(lambda: run(tmp_path / "b", Breaks(5)), nproc=2, start_method="fork")
-    resumed = launch(lambda: run(tmp_path / "b"), nproc=2, start_method="fork")
+    whole = on_ranks(lambda: run(tmp_path / "a"))
+    broken = on_ranks(lambda: run(tmp_path / "b", Breaks(5)))
+    resumed = on_ranks(lambda: run(tmp_path / "b"))
     assert broken == [None, None]
     assert whole == resumed
 
@@ -202,4 +203,4 @@ def test_a_pipelines_last_window_may_be_shorter():
 
     norms = run(8)
     assert len(norms) == 6
-    assert launch(lambda: run(8, strategy="pp"), nproc=2, start_method="fork")[0] == pytest.approx(norms, rel=1e-9)
+    assert on_ranks(lambda: run(8, strategy="pp"))[0] == pytest.approx(norms, rel=1e-9)
