@@ -1,18 +1,5 @@
 """Kernels for sketched layers: Triton kernels, a torch reference, and one dispatch. Knows nothing of the rest."""
 
-from ._backend import backend
-from .ops import (
-    causal_linear_attention,
-    csr_matmul,
-    hadamard_transform,
-    normal_block,
-    sign_block,
-    sketched_matmul,
-    uniform_block,
-    word_block,
-)
-from .reference import pack_signs, philox_4x32, unpack_signs
-
 __all__ = [
     "backend",
     "causal_linear_attention",
@@ -27,3 +14,19 @@ __all__ = [
     "unpack_signs",
     "word_block",
 ]
+
+# With the checkout on sys.path, code that looks for Hugging Face's package `kernels`, as transformers does, finds and
+# imports this folder under that name. It then stays empty: operators can be registered once a process only.
+if __name__ != "kernels":
+    from ._backend import backend
+    from .ops import (
+        causal_linear_attention,
+        csr_matmul,
+        hadamard_transform,
+        normal_block,
+        sign_block,
+        sketched_matmul,
+        uniform_block,
+        word_block,
+    )
+    from .reference import pack_signs, philox_4x32, unpack_signs

@@ -11,13 +11,14 @@ pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
 __all__ = ["CQRRPTResult", "cqrrpt"]
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.linalg._operand import driver, from_array
+from panther.linalg._operand import driver, from_array, summed_product
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
@@ -231,16 +232,18 @@ def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
     eps = torch.finfo(X.dtype).eps
     C, failed = torch.linalg.cholesky_ex(gram, upper=True)
     loss = math.inf if failed else eps * _squared_condition(C, seed)
-    if not loss <= 1e-3:
+    if loss <= 1e-3:
+        _solve(C.to(X.dtype), X)
+    else:
         Q, R = torch.linalg.qr(X)
         signs = torch.where(R.diagonal() < 0, -1.0, 1.0).to(R.dtype)
         torch.mul(Q, signs, out=X)
-        return R * signs[:, None]
-    _solve(C.to(X.dtype), X)
-    if loss > eps**0.75 / 8:
+        C = (R * signs[:, None]).double()
+    # What the first pass leaves in float32 is the rounding of sums over a panel, whatever the condition.
+    if loss > eps**0.75 / 8 or X.dtype == torch.float32:
         gram.zero_()
         for rows in _panels(X):
-            _add_gram(gram, X[rows])
+            _add_gram(gram, X[rows], summed_product)
         second = torch.linalg.cholesky(gram, upper=True)
         _solve(second.to(X.dtype), X)
         C = second @ C
@@ -257,10 +260,12 @@ def _panels(X: Tensor) -> list[slice]:
     return [slice(start, start + height) for start in range(0, len(X), height)]
 
 
-def _add_gram(gram: Tensor, X: Tensor) -> None:
+def _add_gram(
+    gram: Tensor, X: Tensor, product: Callable[[Tensor, Tensor], Tensor] = lambda left, right: left.mT @ right
+) -> None:
     """Add ``X^T X`` to ``gram``, on and above the diagonal."""
     for start in range(0, X.shape[1], _BLOCK):
-        gram[start : start + _BLOCK, start:] += X[:, start : start + _BLOCK].mT @ X[:, start:]
+        gram[start : start + _BLOCK, start:] += product(X[:, start : start + _BLOCK], X[:, start:])
 
 
 def _squared_condition(C: Tensor, seed: int) -> float:

@@ -19,7 +19,7 @@ from panther.errors import ShapeError, check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, krylov_basis, krylov_blocks, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import core_svd, fix_signs, near_qr
+from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
 from panther.sketch import check_seed
 
 
@@ -122,9 +122,9 @@ def randomized_eigh(
     Reference: Halko, Martinsson and Tropp (2011), section 5.3, doi:10.1137/090771806.
     """
     _, k, seed, P, _, core = _project(A, k, oversample, n_iter, seed)
-    values, W = torch.linalg.eigh(core)
+    values, W = _core_eigh(core)
     order = values.abs().argsort(dim=-1, descending=True, stable=True)[..., :k]
-    V = P @ W.gather(-1, order[..., None, :].expand(*W.shape[:-1], k))
+    V = rotate(P, W.gather(-1, order[..., None, :].expand(*W.shape[:-1], k)))
     result = EighResult(values.gather(-1, order), V * fix_signs(V))
     if not return_error:
         return result
@@ -197,7 +197,7 @@ def nystrom(
     Reference: Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3, arXiv:1706.05736.
     """
     operand, k, seed, P, Y, core = _project(A, k, oversample, n_iter, seed)
-    values, W = torch.linalg.eigh(core)
+    values, W = _core_eigh(core)
     eps = torch.finfo(core.dtype).eps
     least, most = (
         values[..., :1].clamp_max(0),
@@ -212,7 +212,7 @@ def nystrom(
     root = (values + shift).clamp_min(shift / 2).sqrt()
     Q, T, R = near_qr((Y + shift[..., None] * P) @ W / root[..., None, :])
     left, S, _ = core_svd(R)
-    U = Q @ (T @ left[..., :k])
+    U = rotate(Q, T @ left[..., :k])
     result = NystromResult(U * fix_signs(U), (S.square() - shift).clamp_min(0)[..., :k])
     if not return_error:
         return result
@@ -244,3 +244,9 @@ def _project(
     if bool(((core - core.mT).abs() > math.sqrt(torch.finfo(core.dtype).eps) * largest).any()):
         raise ValueError("A must be symmetric: use (A + A.mT) / 2, or randomized_svd")
     return operand, k, seed, P, Y, (core + core.mT) / 2
+
+
+def _core_eigh(core: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of a small matrix, computed in float64, as in :func:`core_svd`."""
+    values, W = torch.linalg.eigh(core.double())
+    return values.to(core.dtype), W.to(core.dtype)

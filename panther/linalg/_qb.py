@@ -20,7 +20,7 @@ from panther.errors import NumericalWarning, check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import add_to_basis
+from panther.linalg.orthogonal import add_to_basis, rotate
 from panther.sketch import GaussianSketch, SignSketch, check_seed
 
 _PROBES = 32
@@ -143,7 +143,7 @@ def qb(
         new = add_to_basis(Y, Q)
         for _ in range(n_iter):
             new = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(new))), Q)
-        new_bt = operand.rmatmul(new)
+        new_bt = operand.accurate_rmatmul(new)
         if residual is not None:
             new, new_bt = residual.reduce(new, new_bt)
             met = residual.met
@@ -186,8 +186,8 @@ class _Residual:
 
     def reduce(self, Q: Tensor, Bt: Tensor) -> tuple[Tensor, Tensor]:
         """Take a block off the residual; the block, turned so that its columns descend, and cut where enough is."""
-        _, W = torch.linalg.eigh(Bt.mT @ Bt)
-        Q, Bt = Q @ W.flip(-1), Bt @ W.flip(-1)
+        W = torch.linalg.eigh((Bt.mT @ Bt).double()).eigenvectors.to(Q.dtype)
+        Q, Bt = rotate(Q, W.flip(-1)), rotate(Bt, W.flip(-1))
         coefficients = Bt if self.probed is None else (Q.mT @ self.probed).mT  # (*batch, n or probes, b)
         scale = torch.where(self.norm > 0, self.norm, 1.0)
         shares = (coefficients.double() / scale[..., None, None]).square().sum(-2)

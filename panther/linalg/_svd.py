@@ -18,7 +18,7 @@ from panther.errors import check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, krylov_basis, krylov_blocks, sign_matrix
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import core_svd, fix_signs, near_qr
+from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
 from panther.sketch import GaussianSketch, check_seed
 
 _TOL_PROBES = 16
@@ -127,7 +127,7 @@ def randomized_svd(
     W, S, Xh = core_svd(R)
     if tol is not None and k > 0:
         k = min(k, _rank(operand, P, Y, S, tol, seed))
-    U, V = Q @ (T @ W[..., :k]), P @ Xh[..., :k, :].mT
+    U, V = rotate(Q, T @ W[..., :k]), rotate(P, Xh[..., :k, :].mT)
     if operand.shape[-2] < operand.shape[-1]:
         U, V = V, U
     signs = fix_signs(U)

@@ -1,13 +1,14 @@
 r"""Orthonormal bases of tall blocks, in matrix products.
 
 CholeskyQR takes R from :math:`X^T X = R^T R` and Q from :math:`X R^{-1}`. It loses orthogonality as the square of X's
-condition, so a second round follows, and with it a check: the Gram matrix of the first round's Q must be near I. Where
-it is not, or a factor does not exist (X deficient, zero, badly conditioned, too large to square), Householder's
-reflections take over, slower and always right. Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, "Roundoff
-error analysis of the CholeskyQR2 algorithm", ETNA 44 (2015), 306-326.
+condition, so a second round follows, and with it a check: the Gram matrix of the first round's Q, in float64, must be
+near I. Where it is not, or a factor does not exist (X deficient, zero, badly conditioned, too large to square),
+Householder's reflections in float64 take over, slower and always right. Y. Yamamoto,
+Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44 (2015),
+306-326.
 """
 
-__all__ = ["add_to_basis", "cholesky_qr", "core_svd", "fix_signs", "near_qr", "orthonormalize"]
+__all__ = ["add_to_basis", "cholesky_qr", "core_svd", "fix_signs", "near_qr", "orthonormalize", "rotate"]
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def cholesky_qr(
     """
     _check("X", X)
     Q, T, R = near_qr(X)
-    return Q @ T, R
+    return rotate(Q, T), R
 
 
 @driver
@@ -92,7 +93,7 @@ def add_to_basis(
 ) -> Tensor:  # (*batch, m, n)
     """:func:`orthonormalize` for callers inside, who know what they pass."""
     Q, T, _ = near_qr(X, basis)
-    return Q @ T
+    return rotate(Q, T)
 
 
 def near_qr(
@@ -125,46 +126,52 @@ def near_qr(
             f"{n} columns beside a basis of {known} must be at most the {m} rows, X being of shape {tuple(X.shape)}: "
             f"pass fewer columns"
         )
-    X = _clear(X, basis)
-    R, info = torch.linalg.cholesky_ex(X.mT @ X, upper=True)
-    Q = _clear(torch.linalg.solve_triangular(R, X, upper=True, left=False), basis)
-    R2, near = _second_round(Q)
-    if not bool((near & (info == 0)).all()):
-        scale = X.abs().amax((-2, -1), keepdim=True)
-        scale = torch.where(scale > 0, scale, 1.0)  # away from where squares and remainders leave the dtype's range
-        Q, R = torch.linalg.qr(X / scale if basis is None else torch.cat((basis, X / scale), -1))
-        Q, R = _clear(Q[..., known:], basis), R[..., known:, known:] * scale
-        R2, _ = _second_round(Q)  # float32 reflections lose some digits too
-    eye = torch.eye(n, dtype=X.dtype, device=X.device)
-    return Q, torch.linalg.solve_triangular(R2, eye, upper=True), R2 @ R
+    cleared = _clear(X, basis)
+    R, info = torch.linalg.cholesky_ex(cleared.mT @ cleared, upper=True)
+    Q = _clear(torch.linalg.solve_triangular(R, cleared, upper=True, left=False), basis)
+    # This Gram matrix decides how orthonormal the result is. In float32 its sums over m entries were wrong by 66 eps at
+    # m = 301 (MKL with AVX-512), where all terms have one sign, as those of constant columns have.
+    gram = _gram(Q, Q)
+    R2, info2 = torch.linalg.cholesky_ex(gram, upper=True)
+    eye = torch.eye(n, dtype=gram.dtype, device=X.device)
+    near = (torch.linalg.matrix_norm(gram - eye) <= _NEAR_IDENTITY) & (info == 0) & (info2 == 0)
+    if bool(near.all()):
+        return Q, torch.linalg.solve_triangular(R2, eye, upper=True).to(X.dtype), (R2 @ R.to(R2.dtype)).to(X.dtype)
+    scale = X.abs().amax((-2, -1), keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)  # away from where squares and remainders leave the dtype's range
+    # In float64, because float32 reflections lose digits in the same sums: R was wrong by 450 eps at m = 20,000.
+    Q, R = torch.linalg.qr((X / scale if basis is None else torch.cat((basis, X / scale), -1)).double())
+    R = (R[..., known:, known:] * scale).to(X.dtype)
+    return Q[..., known:].to(X.dtype), eye.to(X.dtype).expand(R.shape), R
 
 
-def _second_round(Q: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor that is left of a nearly orthonormal Q, and whether it was near enough, for each batch entry."""
-    gram = Q.mT @ Q
-    R, info = torch.linalg.cholesky_ex(gram, upper=True)
-    eye = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
-    return R, (torch.linalg.matrix_norm(gram - eye) <= _NEAR_IDENTITY) & (info == 0)
+def rotate(
+    Q: Tensor,  # (*batch, m, n)
+    W: Tensor,  # (*batch, n, k)
+) -> Tensor:  # (*batch, m, k)
+    """Return ``Q W``, summed in float64, so that orthonormal Q and W give orthonormal columns to rounding.
+
+    Example:
+        >>> rotate(torch.eye(3), torch.ones(3, 1)).T
+        tensor([[1., 1., 1.]])
+    """
+    return (Q.double() @ W.double()).to(Q.dtype)
+
+
+def _gram(X: Tensor, Y: Tensor) -> Tensor:
+    """Return ``X^T Y``, summed in float64."""
+    return X.double().mT @ Y.double()
 
 
 def core_svd(
     R: Tensor,  # (*batch, n, n)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """SVD of a small matrix; torch's, redone in float64 where singular vectors came out less than orthonormal.
-
-    LAPACK's loses two digits on a matrix of one large singular value and many at rounding.
+    """Return the SVD of a small matrix, computed in float64: in float32, LAPACK's vectors lose up to two digits.
 
     Example:
         >>> [part.shape for part in core_svd(torch.ones(3, 3))]
         [torch.Size([3, 3]), torch.Size([3]), torch.Size([3, 3])]
     """
-    W, S, Xh = torch.linalg.svd(R)
-    if R.dtype == torch.float64:
-        return W, S, Xh
-    eye = torch.eye(R.shape[-1], dtype=R.dtype, device=R.device)
-    loss = torch.cat((W.mT @ W - eye, Xh @ Xh.mT - eye), -1).abs()
-    if bool((loss <= 0.5 * torch.finfo(R.dtype).eps ** 0.75).all()):
-        return W, S, Xh
     W, S, Xh = torch.linalg.svd(R.double())
     return W.to(R.dtype), S.to(R.dtype), Xh.to(R.dtype)
 
@@ -186,7 +193,7 @@ def fix_signs(
 
 def _clear(X: Tensor, basis: Tensor | None) -> Tensor:
     """X less its part in the range of a basis."""
-    return X if basis is None or basis.shape[-1] == 0 else X - basis @ (basis.mT @ X)
+    return X if basis is None or basis.shape[-1] == 0 else X - basis @ _gram(basis, X).to(X.dtype)
 
 
 def _check(name: str, X: Tensor) -> None:

@@ -1,10 +1,14 @@
 """The four kinds of tolerance the tests use, and why.
 
 *Exact*: seeds, synchronisation, saving and loading move numbers without computing; compare with ``torch.equal``.
-*Factorisations*: normalised residuals and orthogonality within eps^0.75, as RandLAPACK asks of its drivers.
+*Factorisations*: normalised residuals and orthogonality within eps^0.75, as RandLAPACK asks of its drivers. On any one
+machine they keep a factor of 4 to that bound, because other instruction sets round otherwise: ``make test-isa`` sets
+``PANTHER_TOLERANCE_MARGIN=4``, which divides it.
 *Kernels*: root-mean-square error over that of the float64 result; sums of a few thousand products stay well below.
 *Statistical*: bounds derived in the test from a stated failure probability, with fixed seeds.
 """
+
+import os
 
 import torch
 
@@ -12,8 +16,11 @@ KERNEL_RMS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 6e-3, to
 """bfloat16 keeps 8 bits to float16's 11; its results are rounded once more on the way out of the first product."""
 
 
+_MARGIN = float(os.environ.get("PANTHER_TOLERANCE_MARGIN", "1"))
+
+
 def factorisation(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps ** 0.75
+    return torch.finfo(dtype).eps ** 0.75 / _MARGIN
 
 
 def rms_error(result: torch.Tensor, exact: torch.Tensor) -> float:
