@@ -210,6 +210,7 @@ def test_table_and_verdict_say_what_was_measured():
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_demo_end_to_end(tmp_path):
     done = panther_command(
         "demo", "--epochs", "2", "--runs", "1", "--hidden", "128", "--sketch-size", "4", "--out", "out", cwd=tmp_path
@@ -233,6 +234,7 @@ def test_demo_end_to_end(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_demo_ends_when_a_worker_dies(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "panther", "demo", "--epochs", "100000", "--out", str(tmp_path)],
