@@ -66,6 +66,11 @@ class SketchedModule(nn.Module):
         super().__setattr__(name, value)
 
     @property
+    def weight(self) -> Tensor:
+        """The dense effective weight."""
+        raise NotImplementedError
+
+    @property
     def fan_in(self) -> int:
         """Number of inputs that an output is a sum over."""
         raise NotImplementedError
@@ -130,6 +135,14 @@ class SketchedModule(nn.Module):
             nn.init.uniform_(getattr(self, name), -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(self.fan_in), 1 / math.sqrt(self.fan_in))
+
+    def _fill_(self, dense: Any) -> Any:
+        """Give a dense layer the effective weight, the bias and the mode of this one."""
+        with torch.no_grad():
+            dense.weight.copy_(self.weight)
+            if self.bias is not None:
+                dense.bias.copy_(self.bias)
+        return dense.train(self.training)
 
     def freeze_sketches_(self) -> Self:
         """Stop training the sketches of a fitted layer; those of a seeded one are fixed anyway."""

@@ -384,15 +384,7 @@ class RandMultiHeadAttention(nn.Module):
         return layer.train(mha.training)
 
 
-def make_performer(mha: nn.MultiheadAttention, num_random_features: int, **kwargs: Any) -> RandMultiHeadAttention:
-    """Replace a softmax attention: the same as :meth:`RandMultiHeadAttention.from_mha`.
-
-    Example:
-        >>> import torch
-        >>> make_performer(torch.nn.MultiheadAttention(64, 4), 32).num_random_features
-        32
-    """
-    return RandMultiHeadAttention.from_mha(mha, num_random_features, **kwargs)
+make_performer = RandMultiHeadAttention.from_mha
 
 
 def _is_recomputing() -> bool:

@@ -12,7 +12,7 @@ __all__ = ["SKConv1d", "SKConv2d", "SKConv3d"]
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -107,17 +107,9 @@ class _SKConv(SketchedModule):
         if U.dtype is not self.S.dtype:  # mixed precision that casts parameters and not buffers, as FSDP's
             U = U.to(self.S.dtype)
         return convolve(
-            input,
-            self.S,
-            U,
-            self.bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.scale,
+            input, self.S, U, self.bias, self.stride, self.padding, self.dilation, self.groups, self.scale,
             self.padding_mode,
-        )
+        )  # fmt: skip
 
     @property
     def weight(self) -> Tensor:  # (out, in / groups, *kernel)
@@ -203,21 +195,9 @@ class _SKConv(SketchedModule):
         default = default_low_rank(math.prod(weight.shape[1:]), conv.out_channels, conv.groups)
         num_terms, low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
         layer = cls(
-            conv.in_channels,
-            conv.out_channels,
-            conv.kernel_size,
-            conv.stride,
-            conv.padding,
-            conv.dilation,
-            conv.groups,
-            conv.bias is not None,
-            conv.padding_mode,
-            num_terms=num_terms,
-            low_rank=low_rank,
-            seed=seed,
-            device=weight.device,
+            **_settings(conv), num_terms=num_terms, low_rank=low_rank, seed=seed, device=weight.device,
             dtype=weight.dtype,
-        )
+        )  # fmt: skip
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
         if init == "svd":
@@ -243,37 +223,15 @@ class _SKConv(SketchedModule):
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """
-        conv = self.dense_class(
-            self.in_channels,
-            self.out_channels,
-            self.kernel_size,  # type: ignore[arg-type]
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            self.dilation,  # type: ignore[arg-type]
-            self.groups,
-            self.bias is not None,
-            self.padding_mode,  # type: ignore[arg-type]
-            device=self.S.device,
-            dtype=self.S.dtype,
-        )
-        with torch.no_grad():
-            conv.weight.copy_(self.weight)
-            if self.bias is not None:
-                conv.bias.copy_(self.bias)  # type: ignore[union-attr]
+        conv = self.dense_class(**_settings(self), device=self.S.device, dtype=self.S.dtype)
         _take_format_(conv, self.S)
-        return conv.train(self.training)
+        return self._fill_(conv)
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        for name, usual in (
-            ("padding", (0,) * self.dim),
-            ("dilation", (1,) * self.dim),
-            ("groups", 1),
-            ("padding_mode", "zeros"),
-        ):
-            if getattr(self, name) != usual:
-                parts.append(f"{name}={getattr(self, name)!r}")
+        usual = {"padding": (0,) * self.dim, "dilation": (1,) * self.dim, "groups": 1, "padding_mode": "zeros"}
+        parts += [f"{name}={getattr(self, name)!r}" for name in usual if getattr(self, name) != usual[name]]
         if self.bias is None:
             parts.append("bias=False")
         parts.append(f"num_terms={self.num_terms}, low_rank={self.low_rank}")
@@ -388,6 +346,12 @@ class SKConv3d(_SKConv):
 
     dense_class = nn.Conv3d
     dim = 3
+
+
+def _settings(conv: nn.Module) -> dict[str, Any]:
+    """Return the arguments that constructors of dense and of sketched convolutions share."""
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    return {name: getattr(conv, name) for name in names} | {"bias": conv.bias is not None}
 
 
 def _take_format_(module: nn.Module, kernel: Tensor) -> None:

@@ -286,18 +286,10 @@ class SKLinear(SketchedModule):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        linear = nn.Linear(
-            self.in_features,
-            self.out_features,
-            self.bias is not None,
-            device=self.S1.device,
-            dtype=self.S1.dtype,
+        has_bias = self.bias is not None
+        return self._fill_(
+            nn.Linear(self.in_features, self.out_features, has_bias, device=self.S1.device, dtype=self.S1.dtype)
         )
-        with torch.no_grad():
-            linear.weight.copy_(self.weight)
-            if self.bias is not None:
-                linear.bias.copy_(self.bias)
-        return linear.train(self.training)
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""

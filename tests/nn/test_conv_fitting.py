@@ -32,8 +32,10 @@ def test_svd_is_numpys_truncated_svd_of_the_unfolded_kernel(groups, terms_and_ra
     A = dense.weight.detach().double().numpy().reshape(groups, 24 // groups, -1)
     P, sigma, Qt = np.linalg.svd(A, full_matrices=False)
     best = (P[..., :rank] * sigma[:, None, :rank]) @ Qt[:, :rank]
-    error = np.linalg.norm(layer.weight.detach().double().numpy().reshape(A.shape) - best) / np.linalg.norm(A)
-    assert error < factorisation(dtype)
+    W, size = layer.weight.detach().double().numpy().reshape(A.shape), np.linalg.norm(A)
+    assert abs(np.linalg.norm(A - W) - np.linalg.norm(sigma[:, rank:])) < factorisation(dtype) * size
+    if dtype is torch.float64:  # close singular values make the approximation itself less accurate than its residual
+        assert np.linalg.norm(W - best) < factorisation(dtype) * size
     assert torch.equal(layer.bias, dense.bias)
     assert layer.is_fitted
     assert layer.seed is None
