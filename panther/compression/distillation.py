@@ -70,7 +70,7 @@ class Distillation(nn.Module):
         index = {parameter: number for number, parameter in enumerate(self.trained)}
         with replace_modules(model, replacement):
             self._parameters_at = [
-                (module._parameters, name, parameter, index[parameter])
+                (module._parameters, name, index[parameter])
                 for module in model.modules()
                 for name, parameter in module._parameters.items()
                 if parameter is not None and parameter in index
@@ -80,22 +80,16 @@ class Distillation(nn.Module):
         self._blocks = blocks_of(model, set(replacement)) if hidden else []
         self._gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
-    def place_student(self) -> None:
-        """Put the new layers and the trained values into the model."""
+    def place(self, *, student: bool) -> None:
+        """Put the new layers and the trained values into the model, or the original layers and parameters back."""
+        for modules, name, old, new in self._layers:
+            modules[name] = new if student else old
         # With the gradient of the float32 copies.
-        values = [value.to(p.device, p.dtype) for value, p in zip(self.values, self.trained, strict=True)]
-        self._place([new for *_, new in self._layers], [values[number] for *_, number in self._parameters_at])
-
-    def place_original(self) -> None:
-        """Put the original layers and parameters back."""
-        self._place([old for _, _, old, _ in self._layers], [parameter for _, _, parameter, _ in self._parameters_at])
-
-    def _place(self, layers: list[nn.Module], values: list[Any]) -> None:
-        for (modules, name, _, _), layer in zip(self._layers, layers, strict=True):
-            modules[name] = layer
-        for (parameters, name, _, _), value in zip(self._parameters_at, values, strict=True):
+        pairs = zip(self.values, self.trained, strict=True)
+        values = [value.to(p.device, p.dtype) if student else p for value, p in pairs]
+        for parameters, name, number in self._parameters_at:
             # Past nn.Module's setattr, which takes only a Parameter here; torch.func.functional_call does the same.
-            parameters[name] = value
+            parameters[name] = values[number]
         for rnn in self._rnns:
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
@@ -103,10 +97,10 @@ class Distillation(nn.Module):
     def student(self) -> Iterator[None]:
         """Put the compressed model in the place of the original for a while."""
         try:
-            self.place_student()
+            self.place(student=True)
             yield
         finally:
-            self.place_original()
+            self.place(student=False)
 
     @torch.no_grad()
     def write_(self) -> None:
@@ -127,11 +121,11 @@ class Distillation(nn.Module):
         batch = self.batches[int(index)]
         mask = self.runner.mask(batch)
         with nullcontext() if self.autocast else torch.autocast(self.runner.device.type, enabled=False):
-            self.place_original()
+            self.place(student=False)
             with torch.no_grad():
                 (target,), *targets = self._observe(batch)
             # It stays until the next call, because layers under activation checkpointing run again in backward.
-            self.place_student()
+            self.place(student=True)
             (output,), *outputs = self._observe(batch)
             matched = [
                 lost_variance(state, wanted, mask).to(output.device)

@@ -104,7 +104,7 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
         try:
             trainer.fit(_Indices(lambda: shuffled(training, seed)).loader(), held_out)
         finally:
-            distillation.place_original()
+            distillation.place(student=False)
         course.restore_()
         error = runner.errors([distillation.student], "error, healed")[0]
     return Healed(course.result(trainer), error, distillation.write_)

@@ -632,13 +632,15 @@ def test_ranks_that_each_feed_a_part(method):
     def rank():
         model = network()
         own = parts[dist.get_rank()]
-        options = {"method": method, "group": dist.group.WORLD, "measure_speed": False}
+        heal = pr.HealConfig(max_steps=4) if method == "two_sided" else None
+        options = {"method": method, "heal": heal, "group": dist.group.WORLD, "measure_speed": False}
         torch.manual_seed(dist.get_rank())  # seed=None: the first rank's is taken
         report = pr.compress(model, 0.5, own, **options)
-        return model.state_dict(), report.measured_error, [layer.rank for layer in report.layers]
+        return model.state_dict(), report.measured_error, [layer.rank for layer in report.layers], report.healed_error
 
     first, second = on_ranks(rank)
     assert first[1:] == second[1:]
+    assert (first[3] is None) == (method == "activation")
     assert all(torch.equal(first[0][key], second[0][key]) for key in first[0])
     single = network()
     report = pr.compress(single, 0.5, every, method=method, **quick)

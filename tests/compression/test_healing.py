@@ -14,6 +14,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import panther as pr
 from panther.compression import HealConfig
 from panther.compression.distillation import blocks_of, lost_variance
 from panther.compression.healing import check_ranks, heal, shuffled
@@ -639,6 +640,15 @@ def test_ranks_heal_together(tmp_path):
     assert first[3] == second[3]
     assert "0.up.S1 is (24, 3) torch.float32 on rank 0 and (24, 4) torch.float32 on rank 1" in first[3][0]
     assert first[3][1].startswith("healing trains on all 2 ranks together, and the group of this call has 1")
+
+
+def test_a_launcher_s_process_that_heals_alone_is_told_so_at_once(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, _ = compressed()
+    before = state(model)
+    with pytest.raises(DistributedError, match="all 2 ranks together, and the group of this call has 1: call compress"):
+        pr.compress(model, 0.5, [], heal=HealConfig())
+    assert same(state(model), before)
 
 
 # Bad input
