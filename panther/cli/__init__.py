@@ -94,7 +94,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             import_module(f"panther.cli.{name}").add_parser(commands)
         else:
             commands.add_parser(name, help=text)
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(argv, argparse.Namespace(argv=argv))
     if args.command == "train" and all("=" in text and not text.startswith("-") for text in rest):
         args.settings += rest  # argparse takes no more of them after an option came between
     elif rest:

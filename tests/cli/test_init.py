@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -14,15 +15,30 @@ import yaml
 from launchers import Launcher
 
 from panther.cli import main
-from panther.cli.init._job import JobConfig, _seconds, slurm
+from panther.cli.init._files import _seconds, write_files
+from panther.cli.init._job import JobConfig
 from panther.errors import PantherError
 
-ARGUMENTS = ["--lr", "1", "two words", "$HOME $(ls) `ls` ${local_rank}", "it's", '"quoted"', "a;b", "*", "#x", "é"]
+ARGUMENTS = [
+    "--lr",
+    "1",
+    "two words",
+    "$HOME $(ls) `ls` ${local_rank}",
+    "it's",
+    '"quoted"',
+    "a;b",
+    "*",
+    "#x",
+    "é",
+    "😀",
+    "@@name",
+]
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
 
 
 def init(kind, *options, script="train.py", arguments=()):
@@ -91,7 +107,7 @@ NODE = {
     "stop_grace_period": str, "mem_limit": str, "cpus": int,
     "deploy": {"resources": {"reservations": {"devices": [DEVICE]}}},
 }  # fmt: skip
-COMPOSE = {"name": str, "!services": {f"node{rank}": NODE for rank in range(4)}}
+COMPOSE = {"name": str, "x-node": NODE, "!services": {f"node{rank}": NODE for rank in range(4)}}
 
 
 def faults(value, schema, where="."):
@@ -217,6 +233,21 @@ def test_commands_of_two_containers_run(kind, free_port):
     assert other.read_text() == f"1 2 gloo {ARGUMENTS}\n"
 
 
+def test_torchrun_gets_its_options_and_the_arguments_as_they_are():
+    from torch.distributed.run import config_from_args, parse_args
+
+    init("torchrun", "--nproc-per-node=2", "--backend=gloo", "--grace=60", arguments=ARGUMENTS)
+    show = 'printf "%s\\0" "$PANTHER_BACKEND" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"'
+    out, err = shell("torchrun.sh", **stubs(torchrun=show)).communicate(timeout=20)
+    backend, grace, *words = out.split("\0")[:-1]
+    assert (backend, grace, err) == ("gloo", "60", "")
+    config, _, command = config_from_args(parse_args(words))
+    assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (2, 1, 0)
+    # As torchrun does when it starts a worker.
+    assert [string.Template(word).safe_substitute(local_rank="0") for word in command] == ["-u", "train.py", *ARGUMENTS]
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_runs():
     Path("train.py").write_text(SHOW)
@@ -233,13 +264,12 @@ def test_torchrun_on_several_nodes_needs_an_address():
     assert "MASTER_ADDR: set it to the name of one node, on all" in err
 
 
-def stubs(srun):
-    """Slurm's commands, as far as the script needs them."""
+def stubs(**texts):
+    """Environment with stand-ins: Slurm's commands, as far as the script needs them, and others by name."""
     folder = Path("bin").absolute()
     folder.mkdir()
-    texts = {
+    texts |= {
         "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; echo other; else echo "$@" >> scontrol.log; fi',
-        "srun": srun,
         "scancel": 'if [ "$*" = "--signal=TERM 7.0" ]; then kill -TERM "$(cat step.pid)"; fi',
     }
     for name, text in texts.items():
@@ -264,7 +294,7 @@ def test_slurm_runs_on_two_nodes(free_port):
     Path("train.py").write_text(SHOW)
     init("slurm", "--nodes=2", "--cpus-per-node=1", "--backend=gloo", f"--port={free_port}", arguments=ARGUMENTS)
     srun = 'shift; SLURM_NODEID=0 "$@" & first=$!; SLURM_NODEID=1 "$@" || exit; wait $first'
-    process = shell("slurm.sbatch", **stubs(srun))
+    process = shell("slurm.sbatch", **stubs(srun=srun))
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert out.splitlines() == ["first node: 127.0.0.1", f"0 2 gloo {ARGUMENTS}"]
@@ -284,7 +314,7 @@ def test_slurm_job_saves_and_is_queued_again_before_its_time_is_up():
     init("slurm", "--time=1:00:00")
     # As srun does, the stand-in answers TERM by killing the processes: it must not be what is sent to it.
     srun = 'shift; SLURM_NODEID=0 "$@" & echo $! > step.pid; trap "kill -KILL $!" TERM; wait $!'
-    process = shell("slurm.sbatch", **stubs(srun))
+    process = shell("slurm.sbatch", **stubs(srun=srun))
     deadline = time.monotonic() + 100
     while not Path("ready").exists():
         assert process.poll() is None
@@ -374,7 +404,7 @@ def test_containers_find_the_configuration():
 
 def test_containers_would_not_find_the_configuration(capsys, monkeypatch):
     Path("job.toml").write_text(TRAINS)
-    rule = "of which alone the containers know: keep the configuration in the folder that --out names"
+    rule = "the only folder that the containers see: move the configuration there"
     assert main(["init", "compose", "--config=job.toml", "--out=files"]) == 2
     message = f"--config job.toml is not below --out files, {rule}, or leave --out away\n"
     assert capsys.readouterr().err == f"panther: error: {message}"
@@ -390,8 +420,8 @@ def test_containers_would_not_find_the_configuration(capsys, monkeypatch):
 def test_slurm_without_cores_is_noted(capsys):
     init("slurm", "--gpus-per-node=8")
     assert capsys.readouterr().err == (
-        "panther: note: slurm.sbatch asks for no cores, and Slurm then gives what the cluster is set to, usually one "
-        "core on each node for its 8 processes: add --cpus-per-node N\n"
+        "panther: note: slurm.sbatch asks for no cores, and Slurm then gives the cluster's default, usually one core "
+        "on each node for its 8 processes: add --cpus-per-node N\n"
     )
     init("slurm", "--gpus-per-node=8", "--cpus-per-node=64", "--force")
     init("torchrun")
@@ -407,21 +437,51 @@ def test_times_are_read_as_slurm_does(time, seconds):
 
 
 def test_slurm_needs_time_to_save():
+    def sbatch(**options):
+        return write_files("slurm", JobConfig(script="t.py", **options))["slurm.sbatch"]
+
     for enough in ("2:31", "0"):
-        assert "USR1@150\n" in slurm(JobConfig(script="t.py", time=enough))
+        assert "USR1@150\n" in sbatch(time=enough)
     with pytest.raises(PantherError, match="--time 2:30 is 150 s and must be more than --grace 120 and 30 s"):
-        slurm(JobConfig(script="t.py", time="2:30"))
-    assert "USR1@65535\n" in slurm(JobConfig(script="t.py", time="2-0", grace=65505))
+        sbatch(time="2:30")
+    assert "USR1@65535\n" in sbatch(time="2-0", grace=65505)
 
 
 def test_nothing_is_overwritten_without_force(capsys):
     init("torchrun")
     before = Path("torchrun.sh").read_text()
     assert main(["init", "torchrun", "--nproc-per-node=2", "train.py"]) == 2
-    assert "torchrun.sh in . would be overwritten: add --force, or give another --out" in capsys.readouterr().err
+    message = "torchrun.sh in . would be overwritten: add --force, or another --out, before the script\n"
+    assert capsys.readouterr().err.endswith(message)
     assert Path("torchrun.sh").read_text() == before
     init("torchrun", "--nproc-per-node=2", "--force")
     assert "--nproc-per-node=2" in Path("torchrun.sh").read_text()
+
+
+def test_options_after_the_script_are_refused_unless_they_are_set_apart(capsys):
+    assert main(["init", "slurm", "train.py", "--out", "X", "--lr=1", "--time=01:00:00"]) == 2
+    assert capsys.readouterr().err == (
+        "panther: error: --out, --time=01:00:00 after train.py would be an argument of the script: put options of "
+        "panther init before the script, or -- after the script if they are for the script\n"
+    )
+    assert [path.name for path in Path().iterdir()] == ["train.py"]
+    init("slurm", "--nodes=2", arguments=["--", "--out", "X"])
+    assert "    train.py\n    --out\n    X\n)" in Path("slurm.sbatch").read_text()
+
+
+def test_a_script_that_does_not_exist_is_noted(capsys):
+    Path("below").mkdir()
+    told = "does not exist here: check its path if the job runs on this file system"
+    for kind, script, options, path in (
+        ("torchrun", "nowhere.py", [], "nowhere.py"),
+        ("compose", "train.py", ["--image=x", "--out=below"], "below/train.py"),
+        ("compose", "train.py", ["--image=x"], None),
+        ("compose", "/app/train.py", ["--image=x", "--force"], None),
+        ("kubernetes", "nowhere.py", ["--image=x"], None),
+        ("torchrun", "package.nowhere", ["--module", "--force"], None),
+    ):
+        init(kind, *options, script=script)
+        assert capsys.readouterr().err == (f"panther: note: {path} {told}\n" if path else "")
 
 
 @pytest.mark.parametrize(
@@ -438,8 +498,9 @@ def test_nothing_is_overwritten_without_force(capsys):
         (["slurm", "--memory", "64 GB", "t.py"], "--memory '64 GB' must be a whole number and K, M, G or T"),
         (["slurm", "--partition", "a b", "t.py"], "--partition 'a b' must be names"),
         (["slurm", "--name", "My_Job", "t.py"], "--name 'My_Job' must be lower-case letters"),
+        (["slurm", "--config", "dash.toml"], "the script '-t.py' must be printable"),
         (["slurm", "--port", "70000", "t.py"], "--port 70000 must be from 1 to 65535"),
-        (["slurm", "--backend", "mpi", "t.py"], "--backend mpi must be gloo or nccl"),
+        (["slurm", "--backend", "mpi", "t.py"], "--backend 'mpi' must be gloo or nccl"),
         (["slurm", "--config", "no.toml"], "--config no.toml cannot be read (No such file or directory)"),
         (["slurm", "--config", "bad.toml"], "--config bad.toml is not TOML"),
         (
@@ -456,8 +517,10 @@ def test_nothing_is_overwritten_without_force(capsys):
     ],
 )
 def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
+    Path("train.py").unlink()
     head = '[launch]\nscript = "t.py"\n'
     Path("bad.toml").write_text("[launch")
+    Path("dash.toml").write_text('[launch]\nscript = "-t.py"\n')
     Path("binary.toml").write_bytes(b"\xff\xfe")
     Path("no-data.toml").write_text('model = "a:b"\n')
     Path("empty.toml").write_text("")

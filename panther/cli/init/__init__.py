@@ -3,40 +3,23 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import sys
 import tomllib
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from panther.cli._arguments import check_folder, positive
+from panther.cli._arguments import check_folder, non_negative, note
+from panther.cli.init._files import write_files
+from panther.cli.init._job import JobConfig
 from panther.errors import PantherError
 
 _KINDS = {
     "slurm": "an sbatch script",
     "kubernetes": "an indexed Job with its Service, and a PyTorchJob",
     "torchrun": "a shell script for torchrun",
-    "compose": "a docker compose file with two nodes or more on one machine",
+    "compose": "a docker compose file with two or more nodes on one machine",
 }
-_LISTED = ("name", "nodes", "nproc_per_node", "gpus_per_node", "cpus_per_node", "memory", "time", "partition", "image",
-           "volume", "backend", "max_restarts", "port", "grace")  # fmt: skip
-_HELP = {
-    "name": "of the job (default: panther)",
-    "nodes": "number of nodes (default: 1; for compose 2)",
-    "nproc_per_node": "processes on each node (default: one for each GPU, or 1)",
-    "gpus_per_node": "GPUs on each node (default: 0)",
-    "cpus_per_node": "cores on each node",
-    "memory": "of each node, as 64G",
-    "time": "time limit of Slurm, as 24:00:00",
-    "partition": "of Slurm",
-    "image": "container image with Panther in it, for Kubernetes and compose",
-    "volume": "Kubernetes' claim for checkpoints and data, and its path in the pods, as runs:/runs",
-    "backend": "gloo or nccl (default: by the GPUs)",
-    "max_restarts": "how often to start all processes again after a failure (default: 0)",
-    "port": "on which the first node listens (default: 29500)",
-    "grace": "seconds to save in, before the time limit and after SIGTERM (default: 120)",
-}
-_NUMBERS = {"nodes", "nproc_per_node", "gpus_per_node", "cpus_per_node", "max_restarts", "port", "grace"}
+_OPTIONS = [entry for entry in fields(JobConfig) if "help" in entry.metadata]
 
 
 def add_parser(commands: Any) -> None:
@@ -50,41 +33,38 @@ def add_parser(commands: Any) -> None:
                 help=text,
                 usage=f"panther init {kind} [options] script.py [arguments of the script]\n"
                 f"       panther init {kind} --config FILE.toml [options]",
-                description=f"Write {text} that starts a script, or panther train where FILE.toml names a model. "
-                "Options stand before the script.",
+                description=f"Write {text} that starts a script, or panther train if FILE.toml names a model. "
+                "Options come before the script.",
             )
         )
     parser.set_defaults(run=run)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    for name in _LISTED:
-        number = name in _NUMBERS
+    hints = get_type_hints(JobConfig)
+    for entry in _OPTIONS:
+        number = hints[entry.name] in (int, int | None)
+        default = "" if entry.default is None else f" (default: {entry.default})"
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_number if number else str,
+            f"--{entry.name.replace('_', '-')}",
+            type=non_negative if number else str,
             metavar="N" if number else "TEXT",
-            help=_HELP[name],
+            help=entry.metadata["help"] + default,
         )
     parser.add_argument("-m", "--module", action="store_true", default=None, help="the script is a module's name")
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [launch] has the same names, and args")
-    parser.add_argument("--out", default=".", metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
-    parser.add_argument("script", nargs="?", help="what to run, where it runs")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-
-
-def _number(text: str) -> int:
-    return 0 if text == "0" else positive(text)
+    parser.add_argument("--out", default=".", metavar="DIR", help="folder to write to (default: the current one)")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
+    parser.add_argument("script", nargs="?", help="script to run: its path where it runs")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files and say how to start them."""
-    from panther.cli.init._job import JobConfig, slurm, torchrun
-    from panther.cli.init._launch_yaml import compose, job, pytorchjob
-
-    values = _read(args) if args.config else {}
-    values |= {name: value for name in (*_LISTED, "module", "script") if (value := getattr(args, name)) is not None}
+    """Write the files and print how to start them."""
+    _check_order(args)
+    values = _read_config(args) if args.config else {}
+    names = [entry.name for entry in _OPTIONS]
+    values |= {name: value for name in (*names, "module", "script") if (value := getattr(args, name)) is not None}
     if args.args:
         values["args"] = args.args
     if not values.get("script"):
@@ -94,41 +74,52 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.kind == "compose":
         values.setdefault("nodes", 2)
-    config = JobConfig(**values)
-    if args.kind in ("kubernetes", "compose") and config.image is None:
-        raise PantherError(f"{args.kind} needs --image: name a container image with Panther in it")
-    kinds: dict[str, dict[str, Callable[[JobConfig], str]]] = {
-        "slurm": {"slurm.sbatch": slurm},
-        "kubernetes": {"job.yaml": job, "pytorchjob.yaml": pytorchjob},
-        "torchrun": {"torchrun.sh": torchrun},
-        "compose": {"compose.yaml": compose},
-    }
-    writers = kinds[args.kind]
-    texts = {name: write(config) for name, write in writers.items()}
+    job = JobConfig(**values)
+    texts = write_files(args.kind, job)
     folder = check_folder(args.out)
-    there = [name for name in texts if (folder / name).exists()]
-    if there and not args.force:
-        raise PantherError(f"{', '.join(there)} in {folder} would be overwritten: add --force, or give another --out")
+    existing = [name for name in texts if (folder / name).exists()]
+    if existing and not args.force:
+        raise PantherError(
+            f"{', '.join(existing)} in {folder} would be overwritten: add --force, or another --out, before the script"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        path = folder / name
-        path.write_text(text)
-        print(f"{path}: {next(line for line in text.splitlines() if 'panther init. ' in line).partition('init. ')[2]}")
-    if args.kind == "slurm" and config.cpus_per_node is None:
-        several = f" for its {config.processes} processes" if config.processes > 1 else ""
-        print(
-            "panther: note: slurm.sbatch asks for no cores, and Slurm then gives what the cluster is set to, usually "
-            f"one core on each node{several}: add --cpus-per-node N",
-            file=sys.stderr,
-        )
+        (folder / name).write_text(text, "utf-8")
+        print(f"{folder / name}: {text.partition('panther init. ')[2].partition(chr(10))[0]}")
+    _print_notes(args.kind, job, folder)
     return 0
 
 
-def _read(args: argparse.Namespace) -> dict[str, Any]:
-    from dataclasses import fields
+def _check_order(args: argparse.Namespace) -> None:
+    """Raise if options of ``panther init`` follow the script, which would silently get them."""
+    if args.args[:1] == ["--"]:
+        del args.args[0]
+    names = {f"--{entry.name.replace('_', '-')}" for entry in _OPTIONS} | {"--module", "--config", "--out", "--force"}
+    late = [word for word in args.args if word.partition("=")[0] in names]
+    if late and "--" not in args.argv:
+        raise PantherError(
+            f"{', '.join(late)} after {args.script} would be an argument of the script: put options of panther init "
+            f"before the script, or -- after the script if {'it is' if len(late) == 1 else 'they are'} for the script"
+        )
 
-    from panther.cli.init._job import JobConfig
 
+def _print_notes(kind: str, job: JobConfig, folder: Path) -> None:
+    """Print what is probably not intended: a script that does not exist, a Slurm job without cores."""
+    # The file system of an image is not known here; compose mounts the folder of its file into it.
+    script = folder / job.script if kind == "compose" else Path(job.script)
+    unknown = job.module or kind == "kubernetes" or (kind == "compose" and Path(job.script).is_absolute())
+    if not unknown and not script.exists():
+        note(f"{script} does not exist here: check its path if the job runs on this file system")
+    if kind == "slurm" and job.cpus_per_node is None:
+        several = f" for its {job.processes} processes" if job.processes > 1 else ""
+        note(
+            "slurm.sbatch asks for no cores, and Slurm then gives the cluster's default, usually one core on each "
+            f"node{several}: add --cpus-per-node N"
+        )
+
+
+def _read_config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of --config: its table [launch], and ``panther train`` as the script if it names a model."""
     file = args.config
     try:
         with Path(file).open("rb") as stream:
@@ -148,12 +139,12 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
         raise PantherError(
             f"--config {file} has {', '.join(unknown)} in [launch], and known are {', '.join(sorted(known))}"
         )
-    if args.script is not None and (trains or "script" in table):  # whose module and args are not of this script
+    if args.script is not None and (trains or "script" in table):  # module and args belong to the script of the file
         return {key: value for key, value in table.items() if key not in ("script", "module", "args")}
     if trains and "script" not in table:
         more = table.get("args", [])
         if not isinstance(more, list):
-            return table | {"script": "panther"}  # which is refused, with its reason
+            return table | {"script": "panther"}  # JobConfig refuses it, with the reason
         if "data" not in settings and not any(str(part).startswith("data=") for part in more):
             raise PantherError(
                 f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a '
@@ -164,14 +155,14 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _path_there(args: argparse.Namespace) -> str:
-    """The path of --config where the job runs: containers of compose have nothing but the folder of their file."""
+    """Return the path of --config where the job runs: compose mounts the folder of its file only."""
     if args.kind != "compose":
         return str(args.config)
     path, folder = Path(args.config).resolve(), Path(args.out).resolve()
     if not path.is_relative_to(folder):
         away = ", or leave --out away" if path.is_relative_to(Path.cwd()) else ""
         raise PantherError(
-            f"--config {args.config} is not below --out {args.out}, of which alone the containers know: keep the "
-            f"configuration in the folder that --out names{away}"
+            f"--config {args.config} is not below --out {args.out}, the only folder that the containers see: move the "
+            f"configuration there{away}"
         )
     return path.relative_to(folder).as_posix()

@@ -1,0 +1,182 @@
+"""The launch files of ``panther init``: templates, filled with the values of a job.
+
+Every file ends in the same ``panther launch``, except for the one that is for torchrun. In YAML, values are written as
+JSON, which YAML reads the same way; in shell scripts, arguments are quoted by shlex.
+"""
+
+__all__ = ["write_files"]
+
+import json
+import shlex
+import string
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from panther.cli.init._job import JobConfig
+from panther.errors import PantherError
+
+_TO_LEAVE_S = 30  # in addition to the grace time, for the processes to end and the job to be queued again
+_LONGEST_NOTICE_S = 65535  # of sbatch's --signal
+
+
+def write_files(kind: str, job: JobConfig) -> dict[str, str]:
+    """Return the text of each file of a kind: slurm, torchrun, kubernetes or compose.
+
+    Raises:
+        PantherError: If the values of the job do not allow it.
+    """
+    if kind in ("kubernetes", "compose") and job.image is None:
+        raise PantherError(f"{kind} needs --image: name a container image with Panther in it")
+    writers: dict[str, dict[str, Callable[[JobConfig], str]]] = {
+        "slurm": {"slurm.sbatch": _slurm},
+        "torchrun": {"torchrun.sh": _torchrun},
+        "kubernetes": {"job.yaml": _job, "pytorchjob.yaml": _pytorchjob},
+        "compose": {"compose.yaml": _compose},
+    }
+    return {name: write(job) for name, write in writers[kind].items()}
+
+
+class _Template(string.Template):
+    delimiter = "@@"  # $, @ and % have meanings in bash and sbatch
+
+
+def _fill(template: str, /, **values: Any) -> str:
+    return _Template(files(__package__).joinpath("templates", template).read_text("utf-8")).substitute(values)
+
+
+def _slurm(job: JobConfig) -> str:
+    """Return an sbatch script: a launcher on each node, with time to save and a requeue before the time limit."""
+    notice = job.grace + _TO_LEAVE_S
+    if notice > _LONGEST_NOTICE_S:
+        raise PantherError(
+            f"--grace {job.grace} must be at most {_LONGEST_NOTICE_S - _TO_LEAVE_S}: Slurm's signal comes at most "
+            f"{_LONGEST_NOTICE_S} s before the time limit, and {_TO_LEAVE_S} s are for leaving"
+        )
+    limit = 0 if job.time is None else _seconds(job.time)
+    if 0 < limit <= notice:  # Slurm takes 0 for no limit
+        raise PantherError(
+            f"--time {job.time} is {limit} s and must be more than --grace {job.grace} and {_TO_LEAVE_S} s for "
+            f"leaving, {notice} s in all: give a longer --time, or a shorter --grace"
+        )
+    given = {
+        "cpus-per-task": job.cpus_per_node,
+        "gpus-per-node": job.gpus_per_node or None,
+        "mem": job.memory,
+        "time": job.time,
+        "partition": job.partition,
+    }
+    words = job.options('"$head_node"', rdzv_id=f'{job.name}-"$SLURM_JOB_ID"')
+    return _fill(
+        "slurm.sbatch",
+        name=job.name,
+        nodes=job.nodes,
+        signal=f"USR1@{notice}",
+        directives="".join(f"#SBATCH --{name}={value}\n" for name, value in given.items() if value is not None),
+        arguments="\n".join(f"    {word}" for word in (*words, *map(shlex.quote, job.command))),
+    )
+
+
+def _seconds(time: str) -> int:
+    """Return a time limit as Slurm reads it: two numbers are minutes and seconds, but hours and minutes after days."""
+    days, _, rest = time.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+
+
+def _torchrun(job: JobConfig) -> str:
+    """Return a shell script that starts torchrun on a node."""
+    usage, rendezvous = "bash torchrun.sh", ["--standalone"]
+    if job.nodes > 1:
+        usage = f"MASTER_ADDR=HOST bash torchrun.sh, on each of {job.nodes} nodes, HOST being one of them"
+        endpoint = f'--rdzv-endpoint="${{MASTER_ADDR:?set it to the name of one node, on all}}:{job.port}"'
+        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-id={job.name}", endpoint]
+    sizes = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.processes}", f"--max-restarts={job.max_restarts}"]
+    # torchrun takes ${local_rank} in arguments for a macro, and $$ for a $.
+    command = [shlex.quote(word.replace("$", "$$")) for word in job.command]
+    return _fill(
+        "torchrun.sh",
+        usage=usage,
+        grace=job.grace,
+        backend=f"export PANTHER_BACKEND={job.backend}\n" if job.backend else "",
+        arguments=" \\\n".join(f"    {word}" for word in (*sizes, *rendezvous, *command)),
+    )
+
+
+def _job(job: JobConfig) -> str:
+    """Return an Indexed Job, each index a node, and the Service by which they find each other."""
+    return _fill("job.yaml", **_pod(job, f"{job.name}-0.{job.name}", "NODE_RANK", indent=8))
+
+
+def _pytorchjob(job: JobConfig) -> str:
+    """Return a PyTorchJob, for clusters with Kubeflow's training operator."""
+    workers = f"\n    Worker:\n      replicas: {job.nodes - 1}\n      restartPolicy: OnFailure\n      template: *pod"
+    return _fill(
+        "pytorchjob.yaml",
+        processes=json.dumps(str(job.processes)),
+        workers=workers if job.nodes > 1 else "",
+        **_pod(job, f"{job.name}-master-0", "RANK", indent=12),
+    )
+
+
+def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str, Any]:
+    """Return the values of the templates for Kubernetes; ``indent`` is that of the container's fields."""
+    # $(NAME) is a variable to Kubernetes, and $$ a dollar sign.
+    words = job.options(host, f"$({rank_variable})") + [word.replace("$", "$$") for word in job.command]
+    limits = {
+        "nvidia.com/gpu": job.gpus_per_node or None,
+        "cpu": job.cpus_per_node,
+        "memory": f"{job.memory}i" if job.memory else None,
+    }
+    # The shared memory that a container has by default is too small for the workers of data loaders.
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    if job.volume:
+        claim, _, path = job.volume.partition(":")
+        mounts.append({"name": "kept", "mountPath": path})
+        volumes.append({"name": "kept", "persistentVolumeClaim": {"claimName": claim}})
+    return {
+        "name": json.dumps(job.name),
+        "image": json.dumps(job.image),
+        "nodes": job.nodes,
+        "port": job.port,
+        "failures": job.nodes * job.max_restarts,
+        "stop_s": job.grace + _TO_LEAVE_S,
+        "arguments": _sequence(words, indent),
+        "limits": json.dumps({name: value for name, value in limits.items() if value is not None}),
+        "mounts": json.dumps(mounts),
+        "volumes": json.dumps(volumes),
+    }
+
+
+def _compose(job: JobConfig) -> str:
+    """Return a compose file in which each node is a service of one machine."""
+    limits = {"mem_limit": job.memory and job.memory.lower(), "cpus": job.cpus_per_node}
+    services = ""
+    for rank in range(job.nodes):
+        # compose takes $ for a variable, and $$ for a dollar sign.
+        words = ["panther", "launch", *job.options("node0", str(rank)), *(w.replace("$", "$$") for w in job.command)]
+        services += f"\n  node{rank}:\n    <<: *node\n    hostname: node{rank}\n    command:{_sequence(words, 4)}"
+        if job.gpus_per_node:  # each node gets GPUs of its own
+            ids = [str(rank * job.gpus_per_node + number) for number in range(job.gpus_per_node)]
+            device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
+            services += f"\n    deploy: {json.dumps({'resources': {'reservations': {'devices': [device]}}})}"
+    return _fill(
+        "compose.yaml",
+        name=json.dumps(job.name),
+        image=json.dumps(job.image),
+        stop_s=job.grace + _TO_LEAVE_S,
+        limits="".join(f"\n  {name}: {json.dumps(value)}" for name, value in limits.items() if value),
+        services=services,
+    )
+
+
+def _sequence(words: Sequence[str], indent: int) -> str:
+    """Return strings as a YAML sequence, each on a line."""
+    return "".join(f"\n{' ' * indent}- {_quoted(word)}" for word in words)
+
+
+def _quoted(word: str) -> str:
+    # In ASCII, JSON writes characters beyond U+FFFF as two that YAML does not join.
+    return json.dumps(word, ensure_ascii=not word.isprintable())
