@@ -107,7 +107,7 @@ def _measure(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:
 
 
 def _problem(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A, b and, in float64, the solution and the norms of its residuals."""
+    """Return A, b and, in float64, the solution and the norms of its residuals."""
     torch.manual_seed(0)
     m, n, p = case.m, case.n, case.p
     sigma = torch.logspace(0, -math.log10(case.condition), n, dtype=torch.float64)

@@ -58,7 +58,7 @@ def in_turns(steps: Mapping[str, Step], budget_s: float, min_rounds: int = 5) ->
 
 
 def overhead_rows(case: str, width: int, batch: int, budget_s: float) -> list[dict[str, Any]]:
-    """A row for each alternative of a case: its times, and their ratios to the first, medians with their quartiles."""
+    """Return a row for each alternative of a case: its times, and their ratios to the first, medians with their quartiles."""
     samples = launch(_overhead, case, width, batch, budget_s, nproc=_RANKS, start_method="fork")
     wall = {name: [max(pair) for pair in _pairs(samples, name, 0)] for name in samples[0]}
     cpu = {name: [sum(pair) for pair in _pairs(samples, name, 1)] for name in samples[0]}
@@ -82,7 +82,7 @@ def overhead_rows(case: str, width: int, batch: int, budget_s: float) -> list[di
 
 
 def scaling_rows(width: int, sketch_size: int, batch: int, budget_s: float) -> list[dict[str, Any]]:
-    """Samples a second with one process and with two, each with ``batch`` of them, under DDP."""
+    """Count samples a second with one process and with two, each with ``batch`` of them, under DDP."""
     samples = launch(_scaling, width, sketch_size, batch, budget_s, nproc=_RANKS, start_method="fork")
     rows = []
     for kind in ("SKLinear", "nn.Linear"):
@@ -121,7 +121,7 @@ def _scaling(width: int, sketch_size: int, batch: int, budget_s: float) -> dict[
 
 
 def _idle() -> None:
-    """What the second process does while the first is alone: it waits at the next barrier."""
+    """Let the second process wait at the next barrier while the first is alone."""
 
 
 def _ddp(model: nn.Module, x: Tensor) -> dict[str, Step]:
@@ -175,7 +175,7 @@ def _pipeline(model: nn.Sequential, x: Tensor) -> dict[str, Step]:
 
 
 def _advanced(model: nn.Module, x: Tensor) -> dict[str, Step]:
-    """An epoch of some batches, clipped; Join, which serves ranks with other numbers of batches, is torch's."""
+    """Train an epoch of some batches, clipped; Join, which serves ranks with other numbers of batches, is torch's."""
     batches = [(x, x)] * _BATCHES
 
     def by_hand(*, join: bool = False) -> Step:
@@ -207,7 +207,7 @@ def _advanced(model: nn.Module, x: Tensor) -> dict[str, Step]:
 
 
 def _hybrid(model: nn.Module, x: Tensor) -> dict[str, Step]:
-    """The trainer returns the mean loss over ranks, which is one message more; so does a loop by hand."""
+    """Step by the trainer; the mean loss over ranks is one message more, for it and for a loop by hand."""
     trainer = HybridParallelTrainer(copy.deepcopy(model), {})
     optimizer = torch.optim.SGD(trainer.model.parameters(), 1e-3)
     return {
@@ -256,7 +256,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _step(model: nn.Module, x: Tensor, *, over_ranks: bool = False) -> Step:
-    """A step of training, ending in the loss as a number, this rank's or the mean over ranks."""
+    """Take a step of training, ending in the loss as a number, this rank's or the mean over ranks."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
     def step() -> float:
@@ -282,7 +282,7 @@ def _measured(step: Step, repeats: int) -> tuple[float, float]:
 
 
 def _told(value: float) -> float:
-    """The value of rank 0, on every rank: they must go on together."""
+    """Return the value of rank 0 on every rank, for they must continue together."""
     told = torch.tensor(float(value))
     dist.broadcast(told, 0)
     return told.item()

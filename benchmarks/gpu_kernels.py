@@ -64,7 +64,7 @@ def _hadamard(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> P
 
 
 def sparse_problems(device: str, tiny: bool = False) -> Iterator[tuple[dict[str, Any], Build]]:
-    """A sparse sketch of a tall matrix, four entries a column, and CountSketch, one."""
+    """Time a sparse sketch of a tall matrix, four entries a column, and CountSketch, one."""
     for dtype in ("float32", "bfloat16"):
         for m, n, d in ((64, 4, 8),) if tiny else ((65536, 512, 1024), (1 << 20, 64, 4096), (65536, 512, 16384)):
             for vec_nnz in (4, 1):
@@ -170,7 +170,7 @@ def _attention(length: int, features: int, dim: int, dtype: torch.dtype, device:
 def _call(
     function: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor, backward: bool
 ) -> Callable[[], Sequence[Tensor]]:
-    """The function without gradients, or its gradients."""
+    """Return the function without gradients, or its gradients."""
 
     def inference() -> Sequence[Tensor]:
         with torch.no_grad():

@@ -27,7 +27,7 @@ Build = Callable[[], Problem]
 
 
 def sklinear_problems(device: str, tiny: bool = False) -> Iterator[tuple[dict[str, Any], Build]]:
-    """What to measure: the columns that say what it is, and a function that makes it."""
+    """Return the cases to measure: the columns that say what it is, and a function that makes it."""
     for dtype, precision, rate in PRECISIONS:
         for backward in (False, True):
             for width, terms, rank in _TINY_SHAPES if tiny else SHAPES:
@@ -101,7 +101,7 @@ def _inference(
 
 
 def _on_path(path: str, call: Callable[[], Any], R: int, device: str) -> Callable[[], Any] | str:
-    """The call with its sketched products forced onto a path, or why that cannot be."""
+    """Return the call with its sketched products forced onto a path, or why that cannot be."""
     if path in ("pair", "fused") and device != "cuda":
         return "this path runs on a GPU"
     if path == "fused" and R > _MAX_FUSED_RANK:

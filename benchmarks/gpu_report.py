@@ -56,7 +56,7 @@ AIMS = (
 
 
 def stamp(device: str, commit: str) -> dict[str, str]:
-    """What the figures were measured on, and by what."""
+    """Say what the figures were measured on, and by what."""
     name, driver = platform.processor() or platform.machine(), ""
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -94,7 +94,7 @@ class Recorder:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows recorded so far."""
+    """Return the rows recorded so far."""
     if not path.exists():
         return []
     with open(path, newline="", encoding="utf-8") as file:
@@ -102,7 +102,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def verdict(aim: Aim, rows: Sequence[Mapping[str, str]]) -> tuple[str, str]:
-    """The figure and whether it is enough."""
+    """Return the figure and whether it is enough."""
     for row in rows:
         if row["dtype"] == "bfloat16" and all(
             row[name] == getattr(aim, name) for name in ("section", "case", "alternative", "mode", "direction")
@@ -114,7 +114,7 @@ def verdict(aim: Aim, rows: Sequence[Mapping[str, str]]) -> tuple[str, str]:
 
 
 def markdown(rows: Sequence[Mapping[str, str]], stamped: Mapping[str, str], rehearsal: bool) -> str:
-    """The page: what it ran on, the aims, the tests, the card's ceilings, a table a section."""
+    """Write the page: what it ran on, the aims, the tests, the card's ceilings, a table a section."""
     lines = ["# GPU results", ""]
     if rehearsal:
         lines += ["**A rehearsal on the CPU at tiny sizes. No figure here says anything about a GPU.**", ""]

@@ -120,7 +120,7 @@ def _run_tests(recorder: Recorder, options: argparse.Namespace, deadline: float)
 
 
 def _run_in_process(section: str, recorder: Recorder, options: argparse.Namespace, deadline: float) -> None:
-    """A section in a process of its own, begun again after a case that broke the device."""
+    """Run a section in a process of its own, begun again after a case that broke the device."""
     command = [sys.executable, str(Path(__file__).resolve()), "--section", section, "--deadline", str(deadline)]
     command += ["--out", str(options.out), "--commit", options.commit, *(["--dry-run"] if options.dry_run else [])]
     while True:

@@ -74,7 +74,7 @@ class Timer:
         return {name: Timing(tuple(values)) for name, values in samples.items()}
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The call as a CUDA graph to replay."""
+        """Record the call as a CUDA graph to replay."""
         if self.device != "cuda":
             raise UnavailableError("CUDA graphs need a GPU")
         stream = torch.cuda.Stream()

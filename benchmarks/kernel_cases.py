@@ -36,7 +36,7 @@ class Case:
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory; its pointer counts as aligned, as those of torch's allocator are."""
+    """Make a tensor without memory; its pointer counts as aligned, as those of torch's allocator are."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -83,7 +83,7 @@ def transform(N: int, columns: int, batch: int = 4096) -> Launch:
 
 
 def gather(m: int, n: int, d: int, vec_nnz: int, transposed: bool = False) -> Launch:
-    """A sparse sketch; its entries are float64 where the other operand is."""
+    """Make a sparse sketch; its entries are float64 where the other operand is."""
 
     def launch(t: torch.dtype) -> None:
         A = meta(n, m, dtype=t).mT if transposed else meta(m, n, dtype=t)

@@ -155,7 +155,7 @@ def _name(kernel: Any) -> str:
 
 
 def launches(case: Case, dtype: torch.dtype, precision: str, target: Target = TARGETS[1]) -> set[str]:
-    """The kernels that a case launches, none of them compiled."""
+    """Return the kernels that a case launches, none of them compiled."""
     found = set()
     driver.set_active(_Driver(target))
     torch.set_float32_matmul_precision(precision)
@@ -211,7 +211,7 @@ def compile_case(
 
 
 def _read(compiled: Any) -> dict[str, Any]:
-    """The resources of a compiled kernel, as fields of a :class:`Variant`."""
+    """Return the resources of a compiled kernel, as fields of a :class:`Variant`."""
     metadata, parameters = compiled.metadata, compiled.src.fn.params
     constants = {index[0]: value for index, value in compiled.src.constants.items() if len(index) == 1}
     config = {p.name: constants.get(p.num) for p in parameters if p.is_constexpr}
@@ -267,7 +267,7 @@ def _most_frequent(instructions: list[str]) -> dict[str, Any]:
 
 
 def violations(variant: Variant) -> list[str]:
-    """The rules that a compiled kernel breaks, one sentence each."""
+    """Return the rules that a compiled kernel breaks, one sentence each."""
     broken = []
     if variant.error:
         broken.append(f"does not compile: {variant.error}")
@@ -348,7 +348,7 @@ def summary(variants: Sequence[Variant]) -> list[dict[str, Any]]:
 
 
 def _read_table(cases: Sequence[str]) -> list[Variant]:
-    """What the table has of these cases."""
+    """Read what the table has of these cases."""
     if not _TABLE.exists():
         return []
     types = {field.name: int if field.type == "int" or field.type is int else str for field in fields(Variant)}

@@ -80,7 +80,7 @@ class TextModel(nn.Module):
 
 
 def twin(shape: Shape, kept: float) -> Shape:
-    """The narrower shape of as many numbers in all as ``shape`` has once its layers keep ``kept`` of theirs."""
+    """Return the narrower shape of as many numbers in all as ``shape`` has once its layers keep ``kept`` of theirs."""
     layers = kept * (4 * shape.width**2 + 2 * shape.width * shape.hidden)
     room = layers + 5 * shape.width + shape.hidden + (SYMBOLS + shape.context) * shape.width / shape.layers
     width = int(shape.width * math.sqrt(kept)) // shape.heads * shape.heads
@@ -89,7 +89,7 @@ def twin(shape: Shape, kept: float) -> Shape:
 
 
 def gather(limit: int | None = None) -> tuple[Tensor, Tensor]:
-    """The text as symbols, to train on and held out; at most ``limit`` documents, for a quick run."""
+    """Return the text as symbols, to train on and held out; at most ``limit`` documents, for a quick run."""
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = (path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts))
     licences = LICENCES.iterdir() if LICENCES.is_dir() else ()
@@ -160,7 +160,7 @@ def train(
 def trained(
     shape: Shape, text: Tensor, *, steps: int, lr: float = 2e-3, cache: Path | None = None, seed: int = 0
 ) -> tuple[TextModel, float]:
-    """A trained model and the CPU seconds its training took, from the cache if it is there."""
+    """Return a trained model and the CPU seconds its training took, from the cache if it is there."""
     torch.manual_seed(seed)
     model = TextModel(shape)
     digest = hashlib.sha256(text.to(torch.uint8).numpy().tobytes()).hexdigest()[:8]

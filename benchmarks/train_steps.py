@@ -35,7 +35,7 @@ _NEVER = 10**9
 
 
 def overhead_rows(case: str, nproc: int, *, logging: bool, rounds: int) -> list[dict[str, Any]]:
-    """A row for the loop by hand, its second copy and the Trainer: times a step, and ratios to the first."""
+    """Return a row for the loop by hand, its second copy and the Trainer: times a step, and ratios to the first."""
     if nproc == 1:
         samples = [_overhead(case, logging, rounds)]
     else:
@@ -114,7 +114,7 @@ def _now() -> tuple[float, float]:
 
 
 def _by_hand(model: nn.Module, data: TensorDataset, batch: int) -> Callable[[], float]:
-    """A step of a loop on torch alone, which has the loss as a number at its end."""
+    """Take a step of a loop on torch alone, which has the loss as a number at its end."""
     world = get_world_size()
     sampler: DistributedSampler[Any] | None = DistributedSampler(data, world, get_rank()) if world > 1 else None
     loader = DataLoader(data, batch, sampler=sampler, shuffle=sampler is None)
@@ -190,7 +190,7 @@ def _checkpoints(size: Any, repeats: int) -> dict[str, Any]:
 
 
 def _shared(folder: str) -> str:
-    """The first rank's folder, on all of them."""
+    """Return the first rank's folder, on all of them."""
     told = [folder]
     if get_world_size() > 1:
         dist.broadcast_object_list(told)

@@ -38,7 +38,7 @@ class DigitNet(nn.Module):
 
 
 def twin(kept: float) -> tuple[int, int, int]:
-    """The most channels in the original's proportions whose layers hold at most the kept fraction of its numbers."""
+    """Return the most channels, in the original's proportions, that hold at most the kept fraction of its numbers."""
 
     def numbers(channels: tuple[int, int, int]) -> int:
         a, b, c = channels

@@ -63,7 +63,7 @@ def _row(outcome: Any) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What became of those that were killed, by moment."""
+    """Count what became of those that were killed, by moment."""
     found = []
     for moment in (*dict.fromkeys(row["moment"] for row in rows), "all"):
         here = [row for row in rows if row["killed"] and moment in (row["moment"], "all")]

@@ -65,7 +65,7 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
         self.pieces = pieces
 
     def __len__(self) -> int:
-        """Number of pieces."""
+        """Return the number of sequences."""
         return len(self.pieces)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
 
 
 def dense() -> nn.Sequential:
-    """The dense twin; its last layer is not tied to the embedding, which a pipeline would have on another process."""
+    """Build the dense twin; its last layer is not tied to the embedding, which a pipeline may have on another rank."""
     shape = Shape(**_read()["shape"])
     head = nn.Linear(shape.width, SYMBOLS, bias=False)
     nn.init.normal_(head.weight, std=0.02)
@@ -85,7 +85,7 @@ def dense() -> nn.Sequential:
 
 
 def sketched() -> nn.Sequential:
-    """The same with SKLinear for the six matrices of a block, of a quarter of the numbers."""
+    """Build the same with SKLinear for the six matrices of a block, of a quarter of the numbers."""
     model = dense()
     for name, layer in list(model.named_modules()):
         parent, _, attribute = name.rpartition(".")
@@ -209,7 +209,7 @@ def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str,
 
 
 def _family(pid: int) -> list[int]:
-    """A process and those below it; the workers of a launcher are in sessions of their own."""
+    """Return a process and those below it; the workers of a launcher are in sessions of their own."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -221,7 +221,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _steps(place: Path) -> int:
-    """The last step that the log has."""
+    """Return the last step that the log has."""
     path = place / "log.jsonl"
     whole = (
         [line for line in path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
@@ -241,7 +241,7 @@ def _chosen(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(kind: str, place: Path) -> list[Tensor]:
-    """The weights and the optimizer's state of a run's last checkpoint."""
+    """Return the weights and the optimizer's state of a run's last checkpoint."""
     model = _KINDS[kind]()
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoint.load(place, model, optimizer)
