@@ -89,7 +89,7 @@ def _sketches(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _tensor_parallel(sizes: Sizes, kind: str) -> list[dict[str, Any]]:
-    """Count a pair that is sharded column-wise and row-wise: one sum forward, behind the second layer, and one backward."""
+    """Count a pair, sharded column-wise and row-wise: one sum forward, behind the second layer, and one backward."""
     sketched = kind == "SKLinear"
     pair = nn.Sequential(sizes.layer(kind), sizes.layer(kind))
     plan: dict[str, ParallelStyle] = (

@@ -58,7 +58,7 @@ def in_turns(steps: Mapping[str, Step], budget_s: float, min_rounds: int = 5) ->
 
 
 def overhead_rows(case: str, width: int, batch: int, budget_s: float) -> list[dict[str, Any]]:
-    """Return a row for each alternative of a case: its times, and their ratios to the first, medians with their quartiles."""
+    """Return a row for each alternative of a case: its times, their ratios to the first, medians and quartiles."""
     samples = launch(_overhead, case, width, batch, budget_s, nproc=_RANKS, start_method="fork")
     wall = {name: [max(pair) for pair in _pairs(samples, name, 0)] for name in samples[0]}
     cpu = {name: [sum(pair) for pair in _pairs(samples, name, 1)] for name in samples[0]}
