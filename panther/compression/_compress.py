@@ -4,9 +4,9 @@ __all__ = ["compress", "sketch_layers_"]
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from panther.compression.survey import Loss, survey_targets
 from panther.compression.targets import Selector, Survey, replace_modules, select_targets, swap_modules
 from panther.errors import CompressionError, PerformanceWarning, check_size
 from panther.sketch import check_seed
+
+if TYPE_CHECKING:
+    from panther.compression.healing import Healed
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
@@ -159,22 +162,10 @@ def compress(
             healed = healing.heal(runner, replacement, heal, seed=seed)
         elif heal is not None:
             notes.append("nothing was compressed, so there is nothing to heal")
-        encoders = _nested_encoders(model, replacement)
-        notes += [
-            f"use_nested_tensor is off in {name or 'the model'!r}: with it torch reads the dense weight of sketched "
-            "layers where padding is masked"
-            for name in encoders
-        ]
-        report = _report(
-            model, survey, fits, allocation, replacement, measured, seeded=seeded, method=method, notes=tuple(notes),
-            healed=healed and healed.result, healed_error=healed and healed.error, seed=seed,
+        return _finish(
+            model, survey, fits, allocation, replacement, measured, seeded=seeded, method=method, notes=notes,
+            healed=healed, seed=seed,
         )  # fmt: skip
-        _warn_of_slower(report)
-        # Last, and only assignments: whatever failed before has left the model as it was.
-        if healed is not None:
-            healed.write_()
-        _place(model, replacement, encoders)
-    return report
 
 
 def sketch_layers_(
@@ -221,51 +212,34 @@ def sketch_layers_(
         own = target_seed(seed, index)
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
     allocation = Allocation(dict.fromkeys(survey.targets, config.rank), "fixed")
-    encoders = _nested_encoders(model, replacement)
-    report = _report(
-        model,
-        survey,
-        Fits(),
-        allocation,
-        replacement,
-        Measured(),
-        seeded=seeded,
-        method=config.init,
-        notes=(),
-        seed=seed,
-    )
-    _place(model, replacement, encoders)
-    return report
+    return _finish(
+        model, survey, Fits(), allocation, replacement, Measured(), seeded=seeded, method=config.init, notes=[],
+        healed=None, seed=seed,
+    )  # fmt: skip
 
 
 def _error(runner: Runner, replacement: Replacement) -> float:
     return runner.errors([partial(replace_modules, runner.model, replacement)], "error")[0]
 
 
-def _nested_encoders(model: nn.Module, replacement: Replacement) -> dict[str, nn.TransformerEncoder]:
-    """Return the encoders that must not use nested tensors: torch would then read ``weight`` of a sketched layer."""
-    return {
+def _finish(
+    model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
+    *, seeded: bool, method: str, notes: list[str], healed: "Healed | None", seed: int,
+) -> CompressionReport:  # fmt: skip
+    """Put the new layers into the model, and return the report."""
+    # With nested tensors torch would read `weight` of a sketched layer, which forms the dense matrix.
+    encoders = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.TransformerEncoder)
         and module.use_nested_tensor
         and any(child in replacement for child in module.modules())
     }
-
-
-def _place(model: nn.Module, replacement: Replacement, encoders: Mapping[str, nn.TransformerEncoder]) -> None:
-    """Put the new layers into the model."""
-    inherit_flags(replacement)
-    swap_modules(model, replacement)
-    for encoder in encoders.values():
-        encoder.use_nested_tensor = False
-
-
-def _report(
-    model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
-    *, seeded: bool, **more: Any,
-) -> CompressionReport:  # fmt: skip
-    """Return the report of a model in which the new layers are not placed yet."""
+    notes += [
+        f"use_nested_tensor is off in {repr(name) if name else 'the model'}: with it torch reads the dense weight of sketched "
+        "layers where padding is masked"
+        for name in encoders
+    ]
     with replace_modules(model, replacement):
         bytes_after = model_bytes(model)
     work_before = work_after = 0.0
@@ -273,24 +247,25 @@ def _report(
         times, rank = fits.positions.get(target, 1.0), allocation.ranks[target]
         work_before += times * target.dense_numbers
         work_after += times * (target.dense_numbers if rank is None else target.numbers(rank))
-    return CompressionReport(
+    report = CompressionReport(
         layers=layer_reports(survey, fits, allocation.ranks, replacement, measured, seeded=seeded),
         skipped=survey.skipped,
+        method=method,
         allocate=allocation.allocate,
+        notes=tuple(notes),
         bytes_before=model_bytes(model),
         bytes_after=bytes_after,
         predicted_error=predicted_loss(fits.tails, allocation.ranks) ** 0.5 if fits.comparable else None,
         measured_error=measured.error,
         uniform_error=allocation.uniform_error,
+        healed=None if healed is None else healed.result,
+        healed_error=None if healed is None else healed.error,
         predicted_speedup=work_before / work_after if work_after else None,
         measured_speedup=measured.speedup,
         passes=fits.passes,
         extra_bytes=fits.extra_bytes,
-        **more,
+        seed=seed,
     )
-
-
-def _warn_of_slower(report: CompressionReport) -> None:
     slow = [layer.names[0] for layer in report.layers if layer.speedup is not None and layer.speedup < _SLOWER]
     if slow:
         warnings.warn(
@@ -299,6 +274,14 @@ def _warn_of_slower(report: CompressionReport) -> None:
             PerformanceWarning,
             stacklevel=3,
         )
+    # Last, and only assignments: whatever failed before, an error made of a warning too, has left the model as it was.
+    if healed is not None:
+        healed.write_()
+    inherit_flags(replacement)
+    swap_modules(model, replacement)
+    for encoder in encoders.values():
+        encoder.use_nested_tensor = False
+    return report
 
 
 def _check_model(model: Any) -> None:

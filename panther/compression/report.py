@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from panther._text import format_bytes, format_table
+from panther._text import counted, format_bytes, format_table
 from panther.compression.fits import Fits
 from panther.compression.measurement import Measured
 from panther.compression.ranks import Ranks
@@ -164,7 +164,7 @@ class CompressionReport:
         """Return the totals, then the table."""
         lines = [
             f"whole model  {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)} ({self.ratio:.1%})",
-            f"its {len(self.layers)} eligible layers  {format_bytes(self.eligible_bytes_before)} -> "
+            f"its {counted(len(self.layers), 'eligible layer')}  {format_bytes(self.eligible_bytes_before)} -> "
             f"{format_bytes(self.eligible_bytes_after)} ({self.eligible_ratio:.1%}), method={self.method}, "
             f"allocate={self.allocate}",
         ]
