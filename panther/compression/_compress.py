@@ -236,8 +236,8 @@ def _finish(
         and any(child in replacement for child in module.modules())
     }
     notes += [
-        f"use_nested_tensor is off in {repr(name) if name else 'the model'}: with it torch reads the dense weight of sketched "
-        "layers where padding is masked"
+        f"use_nested_tensor is off in {repr(name) if name else 'the model'}: with it torch reads the dense weight of "
+        "sketched layers where padding is masked"
         for name in encoders
     ]
     with replace_modules(model, replacement):
