@@ -82,12 +82,11 @@ def _text(plan: Any) -> str:
 
 
 def _stats(args: argparse.Namespace) -> Any:
-    import torch
     from torch import nn
 
     from panther.distributed import ModelStats
 
-    half = torch.bfloat16 if args.bf16 else None
+    half = "bf16" if args.bf16 else None
     kind, _, size = args.model.partition("/")
     if kind == "transformer":
         if size not in _SIZES:

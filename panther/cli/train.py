@@ -164,7 +164,7 @@ def _train(
 
     from panther.distributed import get_rank
     from panther.train import TrainConfig, Trainer
-    from panther.train.control import join
+    from panther.train.coordination import join_process_group
 
     config = TrainConfig.from_dict(settings)
     torch.manual_seed(config.seed)
@@ -174,7 +174,7 @@ def _train(
     train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     metrics = call(functions["metrics"]) if "metrics" in functions else None
     loss, optimizer = _loss(functions.get("loss")), _optimizer(functions.get("optimizer"))
-    join(config.timeout_s)
+    join_process_group(config.timeout_s)
     trainer = Trainer(model, optimizer, loss, config, metrics=metrics)
     history = trainer.fit(train, validation)
     if export is not None:

@@ -113,11 +113,11 @@ class HealConfig:
             max_steps=self.max_steps,
             learning_rate=self.learning_rate,
             gradient_clipping=self.gradient_clipping,
-            precision="fp16" if scaled else self.mixed_precision or "fp32",
+            mixed_precision="fp16" if scaled else self.mixed_precision,
             strategy="ddp",
             find_unused_parameters=True,  # a layer that a batch does not reach, as in a mixture of experts
-            schedule="own",  # set by the callback, which halves the rate where healing diverges
-            nonfinite="skip",
+            schedule="callback",  # set by the callback, which halves the rate where healing diverges
+            on_nonfinite="skip",
             validate_every_n_steps=self.validate_every_n_steps,
             log_every_n_steps=1,
             checkpoint_dir=self.checkpoint_dir,  # type: ignore[arg-type]

@@ -28,12 +28,11 @@ from panther.compression.report import HealResult
 from panther.compression.runner import Runner, calibrating
 from panther.compression.targets import replace_modules
 from panther.distributed import get_world_size
-from panther.distributed.comm._agreement import agree, gather_objects, in_words
+from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.train import Callback, Trainer
-from panther.train.control import on_first
-from panther.train.drawing import kept_generators
-from panther.train.schedules import rate_factor
+from panther.train.optimizer import learning_rate_factor
+from panther.train.random_state import preserved_generators
 
 _WARM_UP = 0.1  # of all steps
 _BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 steps than with 0.999
@@ -90,7 +89,7 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
     # The gradients of float16 overflow and underflow unless the loss is scaled, which the Trainer does under autocast.
     scaled = any(p.dtype is torch.float16 for p in trained.values())
     settings = config.train_config(seed=seed, progress=runner.show, scaled=scaled)
-    with calibrating(runner.model, seed), kept_generators():
+    with calibrating(runner.model, seed), preserved_generators():
         distillation = Distillation(
             runner, replacement, trained, hidden=config.match == "hidden", seed=seed,
             autocast=not scaled or config.mixed_precision is not None,
@@ -221,7 +220,8 @@ class _Course(Callback):
         """Set the learning rate of the next step: halved by each rollback, and warmed up again after it."""
         total = self.config.max_steps
         warm_up = max(1, round(_WARM_UP * total))
-        rate = self.config.learning_rate * 0.5**self.rollbacks * rate_factor("cosine", trainer.step, total, warm_up)
+        factor = learning_rate_factor("cosine", trainer.step, total, warm_up)
+        rate = self.config.learning_rate * 0.5**self.rollbacks * factor
         if self.rollbacks:
             rate *= min(1.0, (trainer.step - self.restarted + 1) / warm_up)
         for group in trainer.optimizer.param_groups:
@@ -255,7 +255,7 @@ def _check_identity(distillation: Distillation, trained: Mapping[str, nn.Paramet
         return
     counts = len(distillation.runner.batches), len(distillation.runner.held_out)
     identity["batches"] = repr(gather_objects(counts, None))
-    on_first(partial(_check_folder, Path(folder), identity))
+    run_on_first_rank(partial(_check_folder, Path(folder), identity), None)
 
 
 def _check_folder(folder: Path, identity: dict[str, str]) -> None:

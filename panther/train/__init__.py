@@ -1,4 +1,4 @@
-"""Training: a trainer, its settings, and what it leaves behind."""
+"""Training: the Trainer, its settings and its history."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .history import History
     from .trainer import Callback, Trainer
 
-# PEP 562: a trainer needs torch's engines, and a config needs nothing.
+# PEP 562: importing the Trainer loads torch's distributed engines, which a TrainConfig does not need.
 _HOME = {"Callback": "trainer", "History": "history", "TrainConfig": "config", "Trainer": "trainer"}
 
 __all__ = ["Callback", "History", "TrainConfig", "Trainer"]

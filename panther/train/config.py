@@ -1,4 +1,4 @@
-"""What a training run is told: one frozen record, from Python, JSON or TOML."""
+"""The settings of a training run, from Python, JSON or TOML."""
 
 __all__ = ["TrainConfig"]
 
@@ -18,171 +18,198 @@ from typing import Any, Literal, Self
 
 from panther.errors import ConfigError
 
+# The fields that replace a setting's name in other libraries, where spelling alone does not lead to it.
+_NAMES_ELSEWHERE = {
+    "lr": "learning_rate",
+    "amp": "mixed_precision",
+    "bf16": "mixed_precision",
+    "fp16": "mixed_precision",
+    "max_norm": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping",
+    "output_dir": "checkpoint_dir",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a :class:`Trainer`; checked when it is made, and never changed.
+    """Settings of a :class:`Trainer`, checked when the object is made and constant afterwards.
 
     Raises:
-        ConfigError: If a value is of another type, outside of its range, or does not go with another.
+        ConfigError: If a name is unknown, a value has the wrong type or is out of range, or two settings contradict
+            each other.
 
     Example:
         >>> config = TrainConfig(epochs=3, learning_rate=1e-3)
-        >>> TrainConfig.from_dict({"epochs": 3, "learning_rat": 1e-3})
+        >>> TrainConfig(epochs=3, lr=1e-3)
         Traceback (most recent call last):
-        panther.errors.ConfigError: 'learning_rat' is no setting: did you mean 'learning_rate'?
+        panther.errors.ConfigError: 'lr' is not a setting of TrainConfig: did you mean 'learning_rate'?
     """
 
     epochs: int | None = None
-    """Passes over the training data; either this or ``max_steps``, one epoch with neither."""
+    """Number of passes over the training data. Set either this or ``max_steps``; with neither it is 1."""
 
     max_steps: int | None = None
-    """Steps of the optimizer after which training ends, in the middle of an epoch too."""
+    """Number of optimizer steps after which training ends, also in the middle of an epoch."""
 
     batch_size: int | None = None
-    """Samples a process and batch, where a Dataset is given instead of a DataLoader."""
+    """Samples per batch and process. It is needed where the data is a Dataset and not a DataLoader."""
 
     gradient_accumulation_steps: int = 1
-    """Batches whose gradients make one step of the optimizer; they are averaged over ranks once a step."""
+    """Number of batches whose gradients are added for one optimizer step. Ranks exchange gradients once per step."""
 
     gradient_clipping: float | None = None
-    """Largest norm of the gradient of the whole model; None does not clip."""
+    """Largest allowed norm of the gradient of the whole model. None does not clip."""
 
     strategy: Literal["auto", "ddp", "fsdp", "zero1", "replicate", "tp", "pp", "hybrid"] = "auto"
-    """How the model is spread over the processes: copied (``ddp``), sharded (``fsdp``), copied with the optimizer's
-    states shared out (``zero1``), layers cut (``tp``), cut into stages (``pp``), or several at once (``hybrid``).
-    ``auto`` asks :func:`panther.distributed.plan_parallelism`, and cuts layers only where nothing else fits."""
+    """How the model is distributed over the processes: replicated (``ddp``; ``replicate`` does the same with FSDP2),
+    sharded (``fsdp``), replicated with a sharded optimizer state (``zero1``), tensor parallelism (``tp``), pipeline
+    parallelism (``pp``), or several of them (``hybrid``). ``auto`` follows
+    :func:`panther.distributed.plan_parallelism`, and uses tensor parallelism only if nothing else fits."""
 
     data_parallel_size: int | None = None
-    """Processes along the axis of data parallelism; None is what the other two leave of the world."""
+    """Number of data-parallel ranks. None is the world size divided by the other two sizes."""
 
     tensor_parallel_size: int | None = None
-    """Processes that share layers; None is the world for ``tp``, else 1."""
+    """Number of ranks that share each layer. None is the world size for ``tp``, otherwise 1."""
 
     pipeline_parallel_size: int | None = None
-    """Stages of a pipeline; None is the world for ``pp``, else 1."""
+    """Number of ranks that a pipeline extends over. None is the world size for ``pp``, otherwise 1."""
 
     pipeline_layers: str | None = None
-    """Name of the ModuleList at whose elements the model is cut into stages; an nn.Sequential needs none."""
+    """Name of the ModuleList between whose modules the model is split into stages. An nn.Sequential needs none."""
 
-    pipeline_microbatches: int | None = None
-    """Pieces of a batch in a pipeline; None is as many as there are stages."""
+    num_microbatches: int | None = None
+    """Number of microbatches that a pipeline splits each batch into. None is ``pipeline_parallel_size``."""
 
     pipeline_schedule: str = "1f1b"
-    """As in :func:`panther.distributed.make_schedule`."""
+    """Schedule of the pipeline, one of those of :func:`panther.distributed.make_schedule`."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What products are computed in; parameters stay as they are. fp16 scales the loss."""
+    mixed_precision: Literal["bf16", "fp16"] | None = None
+    """Dtype of matrix products under autocast; parameters keep theirs. ``fp16`` also scales the loss. None computes in
+    the dtype of the parameters."""
 
     learning_rate: float | None = None
-    """Of the largest step, in every group of parameters; None leaves the optimizer's own, or AdamW's 1e-3 where none
-    is given."""
+    """Peak learning rate of every parameter group. None keeps the optimizer's own (1e-3 for the default AdamW)."""
 
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How the learning rate grows with the number of data-parallel processes."""
+    """How the learning rate grows with the number of data-parallel ranks."""
 
     warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly from 0."""
+    """Number of steps in which the learning rate rises linearly from 0 to its peak."""
 
-    schedule: Literal["constant", "linear", "cosine", "own"] = "constant"
-    """How the learning rate falls to 0 after that, by the last step; ``own`` leaves it to a callback."""
+    schedule: Literal["constant", "linear", "cosine", "callback"] = "constant"
+    """How the learning rate develops after the warm-up: it stays constant, or falls to 0 until the last step.
+    ``callback`` leaves it to a scheduler in a callback."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What is computed again in backward: nothing, all but the products of matrices, or blocks as a whole."""
+    """What the backward pass recomputes to save memory: nothing, everything except matrix products, or whole blocks."""
 
     compile: bool = False
-    """Whether the model goes through torch.compile."""
+    """Whether the model is compiled by ``torch.compile``."""
 
     seed: int = 0
-    """Of weights made later, of the order of samples, and of dropout."""
+    """Seed of weights that are drawn after ``fit`` begins, of the order of the samples, and of dropout."""
 
     deterministic: bool = False
-    """Whether torch may use only algorithms that give the same bits every time; others raise."""
+    """Whether torch may only use algorithms that give the same bits in every run. Operations without one raise."""
 
-    nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do about a loss or gradient that is not finite: stop with an error, or leave out and count the step."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens when a loss or a gradient is infinite or NaN: training stops with an error, or the step is skipped
+    and counted."""
 
     checkpoint_dir: str | None = None
-    """Where checkpoints, the log and the trackers' files go; None writes nothing."""
+    """Directory of checkpoints, the log and the files of trackers. None writes nothing."""
 
     checkpoint_every_n_steps: int | None = None
-    """Steps between two checkpoints; there is always one at the end."""
+    """Number of steps between checkpoints. The last step is always saved."""
 
     checkpoint_every_n_epochs: int | None = None
-    """Epochs between two checkpoints."""
+    """Number of epochs between checkpoints."""
 
     checkpoint_asynchronously: bool = True
-    """Whether training goes on while a checkpoint is written."""
+    """Whether training continues while a checkpoint is being written."""
 
     keep_checkpoints: int | None = 3
-    """Checkpoints that are left; None leaves all."""
+    """Number of checkpoints to keep; older ones are removed. None keeps all."""
 
     resume: str = "auto"
-    """``"auto"`` goes on from the latest sound checkpoint of ``checkpoint_dir``, if there is one; ``"never"`` starts
-    anew, and refuses a directory with checkpoints; else the path of a checkpoint."""
+    """Where training starts: ``"auto"`` continues from the latest undamaged checkpoint of ``checkpoint_dir`` if there
+    is one, ``"never"`` starts anew and refuses a directory with checkpoints, any other value is the path of the
+    checkpoint to continue from."""
 
     log_every_n_steps: int = 10
-    """Steps between two records of the history and the trackers."""
+    """Number of steps between records of the history and the trackers."""
 
     validate_every_n_steps: int | None = None
-    """Steps between two passes over the validation data; None is once an epoch."""
+    """Number of steps between passes over the validation data. None validates once per epoch."""
 
     trackers: tuple[Literal["jsonl", "tensorboard", "mlflow"], ...] = ("jsonl",)
-    """Where records go besides the history; on the first rank only."""
+    """Where the first rank writes records, in addition to the history."""
 
     run_name: str = "run"
-    """How trackers call the run."""
+    """Name of the run in the trackers."""
 
     progress: bool = True
-    """Whether the first rank shows a progress bar, if it writes to a terminal."""
+    """Whether the first rank shows a progress bar when its output is a terminal."""
 
     profile: bool = False
-    """Whether the first steps are profiled to ``checkpoint_dir/profile``."""
+    """Whether the first steps are profiled into ``checkpoint_dir/profile``."""
 
     find_unused_parameters: bool = False
-    """For DDP: whether forwards may leave parameters unused."""
+    """For DDP, whether a forward pass may leave some parameters unused."""
 
     bucket_cap_mb: float | None = None
-    """For DDP: megabytes of gradients that are sent together; None is torch's choice."""
+    """For DDP, the size in megabytes of the buckets in which gradients are sent. None keeps torch's default."""
 
     comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
-    """For DDP: what gradients are compressed by."""
+    """For DDP, how gradients are compressed before they are sent. None sends them unchanged."""
 
     timeout_s: float = 300.0
     """Seconds to wait for other ranks."""
 
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Whatever the user wants to keep with the run; stored in checkpoints and trackers."""
+    """Anything else to keep with the run, of types that JSON has. It is stored in checkpoints and trackers."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Refuse unknown names before ``__init__`` does, which could not suggest the right one."""
+        known = [entry.name for entry in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = [_NAMES_ELSEWHERE.get(name, ""), *difflib.get_close_matches(name, known, 1)]
+                suggestion = next(filter(None, near), None)
+                hint = f"did you mean {suggestion!r}?" if suggestion else f"use some of {', '.join(known)}"
+                raise ConfigError(f"{name!r} is not a setting of TrainConfig: {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check every value, and the pairs that exclude each other."""
+        """Convert and check every value, and refuse settings that contradict each other."""
         for name, kind in _types().items():
             value = getattr(self, name)
             if isinstance(value, list):  # JSON and TOML have no tuples
                 object.__setattr__(self, name, tuple(value))
-            elif isinstance(value, str) and typing.get_origin(kind) is tuple:  # one, and a comma for more
+            elif isinstance(value, str) and typing.get_origin(kind) is tuple:  # "a,b", from the command line
                 object.__setattr__(self, name, tuple(value.split(",")))
             elif isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
             elif isinstance(value, int) and not isinstance(value, bool) and float in (*typing.get_args(kind), kind):
                 object.__setattr__(self, name, float(value))
             _check(name, getattr(self, name), kind)
-        for name, least in _LEAST.items():
+        for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ConfigError(f"{name}={value} must be at least {least}")
+            if value is not None and not value >= minimum:
+                raise ConfigError(f"{name}={value} must be at least {minimum}")
         for name in ("gradient_clipping", "learning_rate", "bucket_cap_mb", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name}={value} must be positive and finite")
         if self.epochs is not None and self.max_steps is not None:
             raise ConfigError(f"epochs={self.epochs} and max_steps={self.max_steps} exclude each other: give one")
-        if self.schedule == "own" and self.warmup_steps:
-            raise ConfigError(f"schedule='own' and warmup_steps={self.warmup_steps} exclude each other: give one")
+        if self.schedule == "callback" and self.warmup_steps:
+            raise ConfigError(f"schedule='callback' and warmup_steps={self.warmup_steps} exclude each other: give one")
         if self.seed >= 1 << 63:
             raise ConfigError(f"seed={self.seed} must be below 2^63")
         if len(set(self.trackers)) < len(self.trackers):
-            raise ConfigError(f"trackers={list(self.trackers)} names one twice: name each once")
+            raise ConfigError(f"trackers={list(self.trackers)} repeats a tracker: name each once")
         for name in ("run_name", "resume", "checkpoint_dir"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty")
@@ -191,35 +218,29 @@ class TrainConfig:
         try:
             json.dumps(dict(self.extra))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"extra={self.extra!r} must be what JSON can hold ({error})") from None
+            raise ConfigError(f"extra={self.extra!r} must hold only values that JSON can represent ({error})") from None
         saving = self.checkpoint_every_n_steps or self.checkpoint_every_n_epochs
         if saving and self.checkpoint_dir is None:
-            raise ConfigError("checkpoints are asked for and checkpoint_dir is None: name a directory")
+            raise ConfigError(
+                "checkpoint_every_n_steps and checkpoint_every_n_epochs need checkpoint_dir, which is None: set it"
+            )
         if self.profile and self.checkpoint_dir is None:
-            raise ConfigError("profile=True and checkpoint_dir=None: name a directory to write the profile to")
+            raise ConfigError("profile=True needs checkpoint_dir, which is None: set it")
         beside = set(self.trackers) & {"tensorboard", "mlflow"}
         if beside and self.checkpoint_dir is None:
-            raise ConfigError(
-                f"the trackers {', '.join(sorted(beside))} write to checkpoint_dir, which is None: name one"
-            )
+            raise ConfigError(f"trackers={sorted(beside)} need checkpoint_dir, which is None: set it")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Make one from a mapping.
+        """Return the configuration with these settings.
 
         Raises:
-            ConfigError: If a key is unknown, with the nearest known one, or a value does not fit.
+            ConfigError: If a key is unknown or a value is invalid.
         """
-        known = [entry.name for entry in dataclasses.fields(cls)]
-        for key in settings:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(known)}"
-                raise ConfigError(f"{key!r} is no setting: {hint}")
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings, as JSON has them."""
+        """Return all settings in types that JSON has."""
         return {
             entry.name: list(value) if isinstance(value := getattr(self, entry.name), tuple) else _plain(value)
             for entry in dataclasses.fields(self)
@@ -227,20 +248,20 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a TOML or JSON file; of one with a table ``train``, that table.
+        """Read a TOML or JSON file. If it has a table ``train``, only that is used.
 
         Raises:
-            ConfigError: If it cannot be read, or a setting is wrong.
+            ConfigError: If the file cannot be read, or a setting is invalid.
         """
         settings = read_settings(path)
         inner = settings.get("train")
         return cls.from_dict(inner if isinstance(inner, Mapping) else settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a TOML or JSON file, by the name's ending; settings that are None are left out of TOML.
+        """Write a TOML or JSON file, depending on the suffix. TOML omits settings that are None.
 
         Raises:
-            ConfigError: If the name ends in something else.
+            ConfigError: If the suffix is neither .toml nor .json.
         """
         path, settings = Path(path), self.to_dict()
         if path.suffix == ".json":
@@ -253,27 +274,27 @@ class TrainConfig:
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a TOML or JSON file holds, which must be a table.
+    """Return the table in a TOML or JSON file.
 
     Raises:
-        ConfigError: If it cannot be read.
+        ConfigError: If the file cannot be read or does not hold a table.
     """
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{path} must be TOML or JSON, and be called so: give a name that ends in .toml or .json")
+        raise ConfigError(f"{path} must end in .toml or .json")
     try:
         text = path.read_text(encoding="utf-8")
         settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give a TOML or JSON file") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no sound {path.suffix[1:].upper()} ({error})") from None
+        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()} ({error})") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a table of settings")
     return settings
 
 
-_LEAST = {
+_MINIMUM = {
     "epochs": 1,
     "max_steps": 1,
     "batch_size": 1,
@@ -281,7 +302,7 @@ _LEAST = {
     "data_parallel_size": 1,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
-    "pipeline_microbatches": 1,
+    "num_microbatches": 1,
     "warmup_steps": 0,
     "seed": 0,
     "checkpoint_every_n_steps": 1,
@@ -293,7 +314,7 @@ _LEAST = {
 
 
 def asks_for_text(name: str) -> bool:
-    """Whether a setting is a text, or may be."""
+    """Return whether a setting is, or may be, a string; the command line then does not parse it."""
     kind = _types().get(name)
     return kind is str or (typing.get_origin(kind) is types.UnionType and str in typing.get_args(kind))
 
@@ -332,7 +353,10 @@ def _plain(value: Any) -> Any:
 
 
 def _to_toml(settings: Mapping[str, Any]) -> str:
-    """Settings as TOML: of its types, JSON's strings, numbers, booleans and arrays of them are written alike."""
+    """Return settings as TOML.
+
+    The standard library only reads TOML. Strings, numbers, booleans and arrays are written as in JSON.
+    """
     tables = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
     lines = [f"{_key(key)} = {_value(key, value)}" for key, value in settings.items() if key not in tables]
     for name, table in tables.items():

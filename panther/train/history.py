@@ -1,4 +1,4 @@
-"""What happened in a run, as rows; to a table, a file or a plot."""
+"""The history of a run: its records, as a table, a file or a plot."""
 
 __all__ = ["History", "peak_memory"]
 
@@ -14,15 +14,15 @@ import torch
 from panther.errors import require_extra
 
 _ABSENT = object()
-_KINDS: dict[Any, int] = {_ABSENT: 0, None: 2}  # of a cell; 1 is a number
+_KINDS: dict[Any, int] = {_ABSENT: 0, None: 2}  # kinds of table cells; 1 is a number
 
 
 class History:
-    """Records of a run: every one a mapping with ``step``, ``epoch``, and what was measured then.
+    """The records of a run, each a mapping with ``step``, ``epoch`` and quantities.
 
-    Training records have ``loss`` (the mean over the samples since the last one, over all ranks), ``learning_rate``,
-    ``gradient_norm``, ``samples_per_s``, ``memory_bytes`` (the most this process has had) and ``skipped``; validation
-    records ``validation_loss`` and ``validation_<metric>``.
+    Training records have ``loss`` (the mean over the samples of all ranks since the last record), ``learning_rate``,
+    ``gradient_norm``, ``samples_per_s``, ``memory_bytes`` (this process's peak memory) and ``skipped``; validation
+    records have ``validation_loss`` and ``validation_<metric>``.
 
     Example:
         >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}])
@@ -40,37 +40,37 @@ class History:
         self._records.append(dict(record))
 
     def __len__(self) -> int:
-        """Number of records."""
+        """Return the number of records."""
         return len(self._records)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The records, in order."""
+        """Iterate over the records in order."""
         return iter(self._records)
 
     def __getitem__(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one quantity.
+        """Return steps and values of one quantity.
 
         Raises:
             KeyError: If no record has it.
         """
         rows = [row for row in self._records if row.get(name) is not None]
         if not rows:
-            raise KeyError(f"no record has {name!r}: there are {', '.join(self.names)}")
+            raise KeyError(f"no record has {name!r}: choose one of {', '.join(self.names)}")
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     @property
     def names(self) -> list[str]:
-        """All quantities, in the order in which they first came."""
+        """All quantities, in the order of their first record."""
         return list(dict.fromkeys(name for row in self._records for name in row))
 
     @property
     def last(self) -> dict[str, Any]:
-        """The latest value of everything."""
+        """The latest value of each quantity."""
         return {name: value for row in self._records for name, value in row.items() if value is not None}
 
     @property
     def best(self) -> dict[str, Any]:
-        """The record of the least validation loss; of the least training loss where nothing was validated.
+        """The record with the lowest validation loss, or with the lowest training loss if nothing was validated.
 
         Raises:
             ValueError: If there are no records.
@@ -82,11 +82,11 @@ class History:
         raise ValueError("the history has no records: train first")
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The records, for :class:`History` to be made from again."""
+        """Return the records, from which :class:`History` can be made again."""
         return [dict(record) for record in self._records]
 
     def state_dict(self) -> dict[str, Any]:
-        """The records by columns, as tensors: a checkpoint of a long run takes them in little time."""
+        """Return the records as tensors by column, which a checkpoint stores faster than one entry per value."""
         names = self.names
         cells = [[row.get(name, _ABSENT) for name in names] for row in self._records]
         whole = [all(isinstance(row.get(name, 0), int) for row in self._records) for name in names]
@@ -102,7 +102,7 @@ class History:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """What :meth:`state_dict` was taken of."""
+        """Return the history whose :meth:`state_dict` this is."""
         casts = [int if whole else float for whole in state["whole"]]
         columns = list(zip(state["names"], casts, strict=True))
         return cls(
@@ -117,17 +117,17 @@ class History:
         )
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write a row a record, and a column a quantity; what a record lacks is empty."""
+        """Write one row per record and one column per quantity; missing values are empty."""
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.names)
             writer.writeheader()
             writer.writerows(self._records)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw the losses, and beside them the metrics, over the steps.
+        """Plot the losses, and in a second panel the metrics, over the steps.
 
         Args:
-            path: Image to write; None writes nothing.
+            path: Image file to write; None writes nothing.
 
         Returns:
             The matplotlib Figure.
@@ -157,7 +157,7 @@ class History:
 
 
 def peak_memory() -> int:
-    """The most bytes this process has had, on its GPU if it uses one."""
+    """Return this process's peak memory in bytes: the GPU's if it uses one, else resident memory."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,46 +1,50 @@
-"""Where records of a run go: a progress bar, JSON lines, TensorBoard, MLflow; on the first rank only."""
+"""Trackers of a run's records: a progress bar, JSON lines, TensorBoard and MLflow, on the first rank only."""
 
-__all__ = ["open_trackers"]
+__all__ = ["Tracker", "open_trackers"]
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from panther.distributed.comm._agreement import run_on_first_rank
 from panther.errors import TrainingError, require_extra
 from panther.train.config import TrainConfig
-from panther.train.control import on_first
+
+_log = logging.getLogger(__name__)
 
 
-class _Tracker:
-    """One place; does nothing by itself."""
+class Tracker:
+    """Base class of trackers; by default its methods do nothing."""
 
-    def expect(self, total: int | None, step: int) -> None:
-        """The run has so many steps, and begins after ``step``."""
+    def begin(self, total: int | None, step: int) -> None:
+        """Note that the run continues after ``step``, and how many steps it has in total."""
 
     def advance(self, step: int, loss: float) -> None:
-        """A step is over."""
+        """Note a finished step."""
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """A record was made."""
+        """Write a record."""
 
     def close(self, status: str = "FINISHED") -> None:
-        """The run is over: ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
+        """End the run as ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
 
 
-class _All(_Tracker):
-    def __init__(self, trackers: list[_Tracker]) -> None:
+class _Trackers(Tracker):
+    """Several trackers as one."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
         self.trackers = trackers
 
-    def expect(self, total: int | None, step: int) -> None:
+    def begin(self, total: int | None, step: int) -> None:
         for tracker in self.trackers:
-            tracker.expect(total, step)
+            tracker.begin(total, step)
 
     def advance(self, step: int, loss: float) -> None:
         for tracker in self.trackers:
@@ -51,15 +55,16 @@ class _All(_Tracker):
             tracker.record(record)
 
 
-class _Bar(_Tracker):
-    """tqdm, where it is installed and the output is a terminal."""
+class _Bar(Tracker):
+    """A progress bar of tqdm, which shows nothing unless the output is a terminal."""
 
     def __init__(self) -> None:
         self._tqdm = require_extra("tqdm", "demo").tqdm
-        self._tqdm.set_lock(threading.RLock())  # its default is a semaphore, which outlives a process that is killed
+        # The default lock is a named semaphore, which a killed process would leave in the system.
+        self._tqdm.set_lock(threading.RLock())
         self._bar: Any = None
 
-    def expect(self, total: int | None, step: int) -> None:
+    def begin(self, total: int | None, step: int) -> None:
         self._bar = self._tqdm(total=total, initial=step, unit="step", disable=None)
 
     def advance(self, step: int, loss: float) -> None:
@@ -71,8 +76,8 @@ class _Bar(_Tracker):
             self._bar.close()
 
 
-class _JsonLines(_Tracker):
-    """One line a record in ``log.jsonl``; records after the step from which a run goes on are taken out."""
+class _JsonLines(Tracker):
+    """One line per record in ``log.jsonl``. On resuming, records of later steps are removed."""
 
     def __init__(self, path: Path, step: int) -> None:
         try:
@@ -100,7 +105,7 @@ class _JsonLines(_Tracker):
 def _before(line: str, step: int) -> bool:
     try:
         return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):  # half a line, from a process that was killed
+    except (ValueError, KeyError, TypeError):  # a killed process may leave half a line
         return False
 
 
@@ -108,8 +113,8 @@ def _finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-class _TensorBoard(_Tracker):
-    """Event files in ``tensorboard/``; what a run that goes on repeats is hidden by TensorBoard's purge_step."""
+class _TensorBoard(Tracker):
+    """Event files in ``tensorboard/``. On resuming, ``purge_step`` hides the steps that are repeated."""
 
     def __init__(self, folder: Path, step: int) -> None:
         module = require_extra("torch.utils.tensorboard", "tensorboard")
@@ -123,8 +128,8 @@ class _TensorBoard(_Tracker):
         self._writer.close()
 
 
-class _MLflow(_Tracker):
-    """A run in ``mlflow.db``, or where MLFLOW_TRACKING_URI says; its name is kept, and a restart goes on with it."""
+class _MLflow(Tracker):
+    """A run in ``mlflow.db`` or at MLFLOW_TRACKING_URI. Its identifier is stored, so that a restart continues it."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -143,9 +148,9 @@ class _MLflow(_Tracker):
                 kept.write_text(self._run, encoding="utf-8")
         except mlflow.exceptions.MlflowException as error:
             why = str(error).splitlines()[0]
-            fix = f"remove {kept} to begin another run there" if known else "see MLFLOW_TRACKING_URI"
+            fix = f"remove {kept} to start another run there" if known else "see MLFLOW_TRACKING_URI"
             raise TrainingError(
-                f"MLflow at {uri} does not take the run ({why}): {fix}, or leave 'mlflow' out of trackers"
+                f"MLflow at {uri} refuses the run ({why}): {fix}, or leave 'mlflow' out of trackers"
             ) from None
 
     def _begin(self, config: TrainConfig) -> str:
@@ -172,21 +177,21 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def open_trackers(config: TrainConfig, step: int) -> Iterator[_All]:
-    """The trackers that the configuration names, on the first rank; elsewhere none.
+def open_trackers(config: TrainConfig, step: int) -> Iterator[Tracker]:
+    """Open the trackers that the configuration names on the first rank; other ranks have none.
 
     Args:
         config: The settings.
-        step: Where the run begins.
+        step: The step after which the run continues.
     """
-    found: list[_Tracker] = []
+    found: list[Tracker] = []
 
     def make() -> None:
         if config.progress and importlib.util.find_spec("tqdm"):
             found.append(_Bar())
         if config.checkpoint_dir is not None:
             folder = Path(config.checkpoint_dir)
-            makers: dict[str, Callable[[], _Tracker]] = {
+            makers: dict[str, Callable[[], Tracker]] = {
                 "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),
                 "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
                 "mlflow": lambda: _MLflow(config, folder),
@@ -196,8 +201,8 @@ def open_trackers(config: TrainConfig, step: int) -> Iterator[_All]:
 
     status = "FAILED"
     try:
-        on_first(make)
-        yield _All(found)
+        run_on_first_rank(make, None)
+        yield _Trackers(found)
         status = "FINISHED"
     except SystemExit:
         status = "KILLED"
@@ -206,5 +211,5 @@ def open_trackers(config: TrainConfig, step: int) -> Iterator[_All]:
         for tracker in found:
             try:
                 tracker.close(status)
-            except Exception as error:  # how the run ended is more than what a tracker says of it
-                warnings.warn(f"a tracker could not be closed: {type(error).__name__}: {error}", stacklevel=3)
+            except Exception as error:  # it must not hide how the run ended
+                _log.warning("a tracker could not be closed: %s: %s", type(error).__name__, error)

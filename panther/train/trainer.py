@@ -1,10 +1,14 @@
-"""One trainer from a laptop to many ranks: torch's engines do the work, this is the loop around them."""
+"""The Trainer: the loop around torch's engines, the same on a laptop and on many ranks.
+
+Every decision that ranks take in the loop (to stop, to skip a step, to save) follows from numbers that
+:class:`StepExchange` has summed over all of them, so that no rank waits in a collective that others do not enter.
+"""
 
 __all__ = ["Callback", "Trainer"]
 
+import logging
 import math
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,65 +20,68 @@ import torch
 from torch import Tensor, nn
 
 from panther.distributed import checkpoint, get_rank, get_world_size
+from panther.distributed.comm._agreement import run_on_first_rank
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
-from panther.train.arguments import check_arguments
 from panther.train.batches import Batch, Feed
+from panther.train.checks import check_arguments
 from panther.train.config import TrainConfig
-from panther.train.control import Control, agree, join, on_first, signals
-from panther.train.drawing import deterministic, kept_generators, seed_generators
+from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
 from panther.train.history import History, peak_memory
-from panther.train.layout import Built, Optimizer, build
-from panther.train.locking import locked
-from panther.train.profiling import profiled
-from panther.train.schedules import rate_factor
-from panther.train.trackers import open_trackers
+from panther.train.optimizer import Optimizer, learning_rate_factor
+from panther.train.random_state import deterministic_algorithms, preserved_generators, seed_generators
+from panther.train.run_directory import locked_directory, profiled_steps
+from panther.train.strategies import TrainingSetup, set_up
+from panther.train.trackers import Tracker, open_trackers
+
+_log = logging.getLogger(__name__)
 
 
 class Callback:
-    """What a user adds to a run; every method is called on every rank, and does nothing by itself.
+    """Base class of what is called during a run. Every method is called on every rank; by default it does nothing.
 
-    One with ``state_dict`` and ``load_state_dict`` has its state in checkpoints.
+    If it has the methods ``state_dict`` and ``load_state_dict``, its state is stored in checkpoints.
     """
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Before the first step, after resuming."""
+        """Run before the first step, after resuming."""
 
     def on_step(self, trainer: "Trainer", loss: float) -> None:
-        """After every step of the optimizer, with the mean loss of its window over all ranks."""
+        """Run after every optimizer step, with the mean loss of its window over all ranks."""
 
     def on_skip(self, trainer: "Trainer") -> None:
-        """After a step that was left out as not finite, with ``nonfinite="skip"``; ``trainer.step`` counts it."""
+        """Run after a step that was skipped because of ``on_nonfinite="skip"``; ``trainer.step`` counts it."""
 
     def on_record(self, trainer: "Trainer", record: Mapping[str, Any]) -> None:
-        """After every record of the history."""
+        """Run after every new record of the history."""
 
     def on_epoch(self, trainer: "Trainer") -> None:
-        """After every epoch."""
+        """Run after every epoch."""
 
     def on_checkpoint(self, trainer: "Trainer") -> None:
-        """When a checkpoint of this step was asked for; an asynchronous one is still being written."""
+        """Run when saving a checkpoint has begun; an asynchronous one is still being written."""
 
 
 class Trainer:
     """Train a model, on one process or on all that a launcher started.
 
     Args:
-        model: Built alike on every rank. It is wrapped, cut or sharded as the configuration says.
-        optimizer: Made from ``model.parameters()``; or a function of parameters, a class or a
-            :func:`functools.partial` of one; None is AdamW.
-        loss_fn: ``loss_fn(output, target)`` for batches ``(input, target)``; None for models that return their loss, or
-            have it in the attribute or under the key ``loss``.
+        model: The model, built alike on every rank. It is wrapped or sharded in place by the strategy.
+        optimizer: An optimizer made from ``model.parameters()``, or a function of parameters that makes one, such as a
+            class or a :func:`functools.partial` of it. None is AdamW.
+        loss_fn: ``loss_fn(output, target)`` for batches ``(input, target)``. None for a model that returns its loss, or
+            an output with the attribute or key ``loss``.
         config: The settings.
-        callbacks: What is told of steps, records, epochs and checkpoints.
-        metrics: ``metric(output, target)`` by name, each the mean over a batch's samples; for validation.
+        callbacks: Called at steps, records, epochs and checkpoints.
+        metrics: Functions ``metric(output, target)`` by name, each a mean over a batch's samples, for validation.
 
     Attributes:
-        model: The model as the strategy made it, after ``fit`` has begun; a list of this rank's stages in a pipeline.
-        optimizer: Its optimizer.
-        history: What happened.
-        step: Steps of the optimizer so far.
-        epoch: Epochs that are over.
-        stop: Set it to True, in a callback on all ranks, to end after the present step.
+        model: The model as the strategy wrapped it, once ``fit`` has begun; with a pipeline, the list of this rank's
+            stages.
+        optimizer: The optimizer.
+        history: The records so far.
+        step: Number of optimizer steps so far.
+        epoch: Number of completed epochs.
+        stop: Set it to True, in a callback and on all ranks, to end training after the present step.
 
     Example:
         >>> import torch, panther as pr
@@ -107,87 +114,87 @@ class Trainer:
         self.step = self.epoch = 0
         self.stop = False
         self.skipped = 0
-        """Steps that were left out because they were not finite."""
-        self._place = 0  # windows of the present epoch that are behind
-        self._windows: int | None = None  # of an epoch, if it is known
-        self._built: Built | None = None
-        self._sums = [0.0, 0.0, 0.0]  # of losses, samples and steps since the last record
+        """Number of steps that were skipped because a loss or gradient was not finite."""
+        self._windows_done = 0  # in the present epoch
+        self._windows_per_epoch: int | None = None  # None for streams, which do not tell
+        self._setup: TrainingSetup | None = None
+        self._sums = [0.0, 0.0, 0.0]  # losses, samples and steps since the last record
         self._pending: Any = None
         self._validated_at = -1
         self._saved_at: tuple[int, ...] = ()
 
     def fit(self, train: Any, validation: Any = None) -> History:
-        """Train.
+        """Train the model.
 
         Args:
-            train: A DataLoader, or a Dataset with ``batch_size`` in the configuration. Its samples are shared out over
-                the data-parallel ranks; batches are of a rank.
-            validation: The same, for the loss and the metrics beside training.
+            train: A DataLoader, or a Dataset with ``batch_size`` in the configuration. Its samples are divided among
+                the data-parallel ranks; the batch size is that of one rank.
+            validation: The same, for computing the loss and the metrics during training.
 
         Returns:
-            The history, alike on every rank.
+            The history, the same on every rank.
 
         Raises:
-            ConfigError: If settings, model and data do not go together.
-            TrainingError: On every rank, if a loss is not finite: step, rank and samples are named; or another run has
-                the checkpoint directory.
-            CheckpointError: If a checkpoint cannot be written; those before it stay.
-            SystemExit: On every rank, with 128 and the signal's number, after SIGTERM or SIGINT: the step is finished
-                and a checkpoint written, from which the same call goes on.
+            ConfigError: If the settings do not suit the model or the data.
+            TrainingError: On every rank, if a loss is not finite (step, rank and samples are named), or another run
+                uses the checkpoint directory.
+            CheckpointError: If a checkpoint cannot be written. Earlier ones stay.
+            SystemExit: On every rank, with 128 plus the signal's number, after SIGTERM or SIGINT. The step is finished
+                and a checkpoint written first, from which the same call continues.
         """
         with ExitStack() as stack:
-            join(self.config.timeout_s)
+            join_process_group(self.config.timeout_s)
             self.stop = False
             if self.config.checkpoint_dir is not None:
-                stack.enter_context(locked(Path(self.config.checkpoint_dir)))
+                stack.enter_context(locked_directory(Path(self.config.checkpoint_dir)))
             stack.callback(self._finish_saving)
             if self.config.deterministic:
-                stack.enter_context(deterministic())
-            control = stack.enter_context(signals())
+                stack.enter_context(deterministic_algorithms())
+            exchange = stack.enter_context(catch_signals())
             self._start(train)
             feed = self._feed(train)
             self._resume(feed)
-            with open_trackers(self.config, self.step) as trackers, profiled(self.config) as profile:
+            with open_trackers(self.config, self.step) as trackers, profiled_steps(self.config) as profile_step:
                 for callback in self.callbacks:
                     callback.on_start(self)
-                self._train(
-                    feed, None if validation is None else self._feed(validation, False), control, trackers, profile
-                )
+                validation_feed = None if validation is None else self._feed(validation, False)
+                self._train(feed, validation_feed, exchange, trackers, profile_step)
         return self.history
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Loss and metrics of the model as it is, weighted by samples; every rank must call it.
+        """Return loss and metrics of the model as it is, as means over all samples. Every rank must call it.
 
-        A checkpoint is taken up by ``fit`` alone.
+        It does not load a checkpoint; only ``fit`` does.
         """
-        join(self.config.timeout_s)
+        join_process_group(self.config.timeout_s)
         self._start(data)
         return self._evaluate(self._feed(data, False))
 
     def export(self, directory: str) -> Path:
-        """Write the whole model for inference, from any layout; every rank must call it."""
+        """Write the whole model for inference, from any layout. Every rank must call it."""
         return checkpoint.export(self.model, directory)
 
-    # Beginning
+    # Starting and resuming
 
     def _start(self, data: Any) -> None:
-        if self._built is not None:
+        if self._setup is not None:
             return
         seed_generators(self.config.seed)
 
-        def sample() -> Any:
+        def sample_batch() -> Any:
             feed = Feed(data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
-            with kept_generators():
+            with preserved_generators():
                 return next(feed.windows(0))[0].data
 
-        self._built = build(self.model, self.optimizer, self.loss_fn, self.config, sample)
-        self.model, self.optimizer = self._built.engine.parts, self._built.optimizer
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        torch.manual_seed(self.config.seed + self._built.engine.rank)  # ranks that see other samples drop other entries
+        self._setup = set_up(self.model, self.optimizer, self.loss_fn, self.config, sample_batch)
+        self.model, self.optimizer = self._setup.engine.model, self._setup.optimizer
+        self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+        # Dropout differs between ranks with different samples, and agrees between ranks that share layers.
+        torch.manual_seed(self.config.seed + self._setup.engine.rank)
 
     def _feed(self, data: Any, training: bool = True) -> Feed:
-        assert self._built is not None
-        engine, config = self._built.engine, self.config
+        assert self._setup is not None
+        engine, config = self._setup.engine, self.config
         if not training:
             engine.check_evaluation()
         return Feed(
@@ -207,91 +214,104 @@ class Trainer:
             return
         directory = Path(config.checkpoint_dir or "")
         if config.resume == "never":
-            if found := on_first(lambda: list(map(str, checkpoint.checkpoints(directory)))):
-                raise ConfigError(
-                    f"resume='never' and {directory} has checkpoints, {found[-1]} say: name another directory"
-                )
+            if found := run_on_first_rank(lambda: list(map(str, checkpoint.checkpoints(directory))), None):
+                raise ConfigError(f"resume='never', but {directory} has checkpoints ({found[-1]}): use another one")
             return
         if config.resume != "auto":
-            self._take_up(Path(config.resume), feed)
-            later = on_first(lambda: [p.name for p in checkpoint.checkpoints(directory) if _step_of(p) > self.step])
-            if config.checkpoint_dir is not None and later:
+            self._load(Path(config.resume), feed)
+            if config.checkpoint_dir is not None and (later := run_on_first_rank(self._later_checkpoints, None)):
                 raise ConfigError(
-                    f"the run goes on from step {self.step}, and {directory} has {later[-1]}, which the next run would "
+                    f"the run resumes from step {self.step}, but {directory} has {later[-1]}, which the next run would "
                     "take for the latest: name another checkpoint_dir, or remove the later checkpoints"
                 )
             return
-        for path in reversed(on_first(lambda: checkpoint.checkpoints(directory))):
+        for path in reversed(run_on_first_rank(lambda: checkpoint.checkpoints(directory), None)):
             try:
-                self._take_up(path, feed)
+                self._load(path, feed)
                 return
             except FormatError as error:
                 warnings.warn(f"{path} is passed over: {error}", UserWarning, stacklevel=3)
 
-    def _take_up(self, path: Path, feed: Feed) -> None:
-        assert self._built is not None
-        self._built.engine.settle(lambda: next(feed.windows(0), None))
-        restored = checkpoint.load(path, self.model, self.optimizer)
-        extra = restored.extra
-        if not isinstance(extra, Mapping) or "place" not in extra:
+    def _later_checkpoints(self) -> list[str]:
+        names = [path.name for path in checkpoint.checkpoints(Path(self.config.checkpoint_dir or ""))]
+        return [name for name in names if int(name.partition("-")[2].partition(".")[0]) > self.step]
+
+    def _load(self, path: Path, feed: Feed) -> None:
+        assert self._setup is not None
+        self._setup.engine.prepare_resume(lambda: next(feed.windows(0), None))
+        loaded = checkpoint.load(path, self.model, self.optimizer)
+        extra = loaded.extra
+        if not isinstance(extra, Mapping) or "windows_done" not in extra:
             raise CheckpointError(
-                f"{path} is no Trainer's: load it by panther.distributed.checkpoint.load, and begin anew"
+                f"{path} was not written by a Trainer: load it by panther.distributed.checkpoint.load, and train anew"
             )
-        self.step, self.epoch, self._place = restored.step, extra["epoch"], extra["place"]
+        self.step, self.epoch, self._windows_done = loaded.step, extra["epoch"], extra["windows_done"]
         self.skipped, self._sums, self._validated_at = extra["skipped"], extra["sums"], extra["validated_at"]
         self.history = History.from_state_dict(extra["history"])
         self._saved_at = (self.step, self.epoch, len(self.history))
-        if self._built.scaler is not None and extra["scaler"] is not None:
-            self._built.scaler.load_state_dict(extra["scaler"])
-        if restored.rank_extra is not None:
-            feed.load_state_dict(restored.rank_extra["feed"])
-        if feed.window_samples and extra["samples"]:  # windows may have another size now: no sample is left out
-            self._place = self._place * extra["samples"] // feed.window_samples
-        kept, found = extra["callbacks"], [type(one).__name__ for one in self._stateful()]
-        if [name for name, _ in kept] != found:
+        if self._setup.scaler is not None and extra["scaler"] is not None:
+            self._setup.scaler.load_state_dict(extra["scaler"])
+        if loaded.per_rank_extra is not None:
+            feed.load_state_dict(loaded.per_rank_extra["feed"])
+        if feed.window_samples and extra["samples"]:
+            # Windows may have another size now. Rounding down repeats some samples and leaves none out.
+            self._windows_done = self._windows_done * extra["samples"] // feed.window_samples
+        saved, found = extra["callbacks"], [type(one).__name__ for one in self._stateful()]
+        if [name for name, _ in saved] != found:
             raise CheckpointError(
-                f"{path} has the states of the callbacks {[name for name, _ in kept]}, and the run has {found}: pass "
-                "the same ones, in their order"
+                f"{path} has states of the callbacks {[name for name, _ in saved]}, but the run has {found}: pass the "
+                "same callbacks in the same order"
             )
-        for callback, (_, state) in zip(self._stateful(), kept, strict=True):
+        for callback, (_, state) in zip(self._stateful(), saved, strict=True):
             callback.load_state_dict(state)
+        if get_rank() == 0:
+            _log.info("resuming from step %d (%s)", self.step, path)
 
     def _stateful(self) -> list[Any]:
         return [one for one in self.callbacks if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
 
     # The loop
 
-    def _train(self, feed: Feed, validation: Feed | None, control: Control, trackers: Any, profile: Any) -> None:
+    def _train(
+        self,
+        feed: Feed,
+        validation: Feed | None,
+        exchange: StepExchange,
+        trackers: Tracker,
+        profile_step: Callable[[], None],
+    ) -> None:
         config = self.config
-        steps = self._windows = feed.steps()
-        last_epoch = config.epochs or (math.inf if config.max_steps else 1)
-        total = config.max_steps or (None if steps is None else steps * int(last_epoch))
+        windows_per_epoch = self._windows_per_epoch = feed.windows_per_epoch()
+        epochs = config.epochs or (math.inf if config.max_steps else 1)
+        total = config.max_steps or (None if windows_per_epoch is None else windows_per_epoch * int(epochs))
         if total is None and config.schedule in ("linear", "cosine"):
             raise ConfigError(f"schedule={config.schedule!r} needs to know the last step: set max_steps")
-        trackers.expect(total, self.step)
-        self._clock, self._seen = time.perf_counter(), 0.0
-        if (self.epoch >= last_epoch or self._over()) and get_rank() == 0:
-            print(f"panther: step {self.step} was the last already: give more epochs or max_steps", file=sys.stderr)
-        if self._place and self._place == steps:  # a signal came between an epoch's last step and its end
+        trackers.begin(total, self.step)
+        self._clock, self._samples_seen = time.perf_counter(), 0.0
+        if (self.epoch >= epochs or self._is_over()) and get_rank() == 0:
+            _log.warning("training is finished (step %d): raise epochs or max_steps to continue", self.step)
+        # A signal may have come between the last step of an epoch and the end of that epoch.
+        if self._windows_done and self._windows_done == windows_per_epoch:
             self._end_epoch(feed, validation, trackers)
-        while self.epoch < last_epoch and not self._over():
-            with kept_generators():
-                windows = feed.windows(self.epoch, self._place)
-            began = self._place
-            for window in self._agreed_windows(windows, feed):
-                self._step(window, control, trackers, total)
-                profile.step()
-                if validation is not None and self._due(config.validate_every_n_steps):
+        while self.epoch < epochs and not self._is_over():
+            with preserved_generators():
+                windows = feed.windows(self.epoch, self._windows_done)
+            first = self._windows_done
+            for window in self._common_windows(windows, feed):
+                self._step(window, exchange, trackers, total)
+                profile_step()
+                if validation is not None and self._is_due(config.validate_every_n_steps):
                     self._validate(validation, trackers)
-                if control.stopped:
-                    self._leave(feed, control)
-                if self._due(config.checkpoint_every_n_steps) and self._place != steps:  # else after the epoch's end
+                if exchange.stop_signal:
+                    self._leave(feed, exchange.stop_signal)
+                # The last step of an epoch is saved at its end, so that resuming does not repeat that.
+                if self._is_due(config.checkpoint_every_n_steps) and self._windows_done != windows_per_epoch:
                     self._save(feed)
-                if self._over():
+                if self._is_over():
                     break
-            if self._place == began == 0:
-                raise feed.nothing("training")
-            if self._over() and (steps is None or self._place < steps):
+            if self._windows_done == first == 0:
+                raise feed.no_windows_error("training")
+            if self._is_over() and (windows_per_epoch is None or self._windows_done < windows_per_epoch):
                 break
             self._end_epoch(feed, validation, trackers)
         if self._sums[2]:
@@ -302,73 +322,76 @@ class Trainer:
             self._save(feed)
             self._finish_saving()
 
-    def _end_epoch(self, feed: Feed, validation: Feed | None, trackers: Any) -> None:
-        self.epoch, self._place = self.epoch + 1, 0
+    def _end_epoch(self, feed: Feed, validation: Feed | None, trackers: Tracker) -> None:
+        self.epoch, self._windows_done = self.epoch + 1, 0
         if validation is not None and self.config.validate_every_n_steps is None:
             self._validate(validation, trackers)
         for callback in self.callbacks:
             callback.on_epoch(self)
         every = self.config.checkpoint_every_n_epochs
-        if self._due(self.config.checkpoint_every_n_steps) or (every and self.epoch % every == 0):
+        if self._is_due(self.config.checkpoint_every_n_steps) or (every and self.epoch % every == 0):
             self._save(feed)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         return self.stop or (self.config.max_steps is not None and self.step >= self.config.max_steps)
 
-    def _due(self, every: int | None) -> bool:
+    def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
 
-    def _agreed_windows(self, windows: Iterator[list[Batch]], feed: Feed) -> Iterator[list[Batch]]:
-        """Windows; of streams only while every rank has one, with the share of each in all their samples."""
-        if not feed.streams or feed.size == 1:
+    def _common_windows(self, windows: Iterator[list[Batch]], feed: Feed) -> Iterator[list[Batch]]:
+        """Yield windows; with streams only as long as every rank has one, and with the share of each rank's samples."""
+        if not feed.is_stream or feed.size == 1:
             yield from windows
             return
         while True:
             window = next(windows, None)
-            counts = agree([0 if window is None else 1, sum(b.samples for b in window or ())])
+            counts = sum_over_ranks([0 if window is None else 1, sum(b.samples for b in window or ())])
             if window is None or counts[0] < get_world_size():
                 return
-            everyone = counts[1] / (get_world_size() // feed.size)
+            samples = counts[1] / (get_world_size() // feed.size)  # ranks that share layers count the same samples
             for batch in window:
-                batch.share = batch.samples / everyone
+                batch.share = batch.samples / samples
             yield window
 
-    def _step(self, window: list[Batch], control: Control, trackers: Any, total: int | None) -> None:
-        assert self._built is not None
-        config, engine, scaler = self.config, self._built.engine, self._built.scaler
-        factor = rate_factor(config.schedule, self.step, total, config.warmup_steps)
-        if config.schedule != "own":
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * factor
+    def _step(self, window: list[Batch], exchange: StepExchange, trackers: Tracker, total: int | None) -> None:
+        assert self._setup is not None
+        config, engine, scaler = self.config, self._setup.engine, self._setup.scaler
+        if config.schedule != "callback":
+            factor = learning_rate_factor(config.schedule, self.step, total, config.warmup_steps)
+            for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+                group["lr"] = peak * factor
         self.optimizer.zero_grad()
         samples = sum(batch.samples for batch in window)
-        engine.run(window, lambda loss: control.start(loss, samples, engine.speaks))
-        loss, seen = control.finish()
-        if not math.isfinite(loss) and not self._skip(window, control):
+        engine.forward_backward(window, lambda loss_sum: exchange.start(loss_sum, samples, engine.reports_loss))
+        loss, seen = exchange.finish()
+        if not math.isfinite(loss):
+            self._skip_or_stop(window, exchange)
             return
         logs = (self.step + 1) % config.log_every_n_steps == 0
+        # Whether this step may be saved: parameters of a gradient that is not finite must not reach a checkpoint.
         saves = config.checkpoint_dir is not None and (
-            self._windows in (None, self._place + 1)
+            self._windows_per_epoch in (None, self._windows_done + 1)
             or self.step + 1 == config.max_steps
             or (self.step + 1) % (config.checkpoint_every_n_steps or self.step + 2) == 0
-            or control.stopped
+            or exchange.stop_signal
         )
         norm = None
-        if config.gradient_clipping is not None or logs or saves or config.nonfinite == "skip":
+        if config.gradient_clipping is not None or logs or saves or config.on_nonfinite == "skip":
             if scaler is not None:
                 scaler.unscale_(self.optimizer)
             norm = engine.gradient_norm()
-            if scaler is None and not torch.isfinite(norm) and not self._skip(window, control):
+            if scaler is None and not torch.isfinite(norm):  # a scaler skips such steps itself, and lowers its scale
+                self._skip_or_stop(window, exchange)
                 return
             if config.gradient_clipping is not None:
-                engine.clip(config.gradient_clipping, norm)
+                engine.clip_gradients(config.gradient_clipping, norm)
         if scaler is None:
             self.optimizer.step()
         else:
             scaler.step(self.optimizer)
             scaler.update()
-        self.step, self._place = self.step + 1, self._place + 1
-        self._seen += seen
+        self.step, self._windows_done = self.step + 1, self._windows_done + 1
+        self._samples_seen += seen
         for i, value in enumerate((loss * seen, seen, 1)):
             self._sums[i] += value
         trackers.advance(self.step, loss)
@@ -377,24 +400,23 @@ class Trainer:
         if logs:
             self._record(trackers, {"gradient_norm": None if norm is None or not norm.isfinite() else norm.item()})
 
-    def _skip(self, window: list[Batch], control: Control) -> bool:
-        """Leave a step out, or stop; False tells the caller not to go on with it."""
-        where = control.nonfinite(window)
-        if self.config.nonfinite == "stop":
+    def _skip_or_stop(self, window: list[Batch], exchange: StepExchange) -> None:
+        """Skip a step that is not finite, or raise TrainingError, depending on ``on_nonfinite``."""
+        where = exchange.describe_nonfinite(window)
+        if self.config.on_nonfinite == "stop":
             raise TrainingError(
-                f"step {self.step + 1} is not finite: {where}; the parameters are as before it: lower the learning "
-                "rate, clip gradients, look at these samples, or set nonfinite='skip'"
+                f"step {self.step + 1} is not finite: {where}; the parameters are as before the step: lower the "
+                "learning rate, clip gradients, check these samples, or set on_nonfinite='skip'"
             )
         self.skipped += 1
-        self.step, self._place = self.step + 1, self._place + 1
+        self.step, self._windows_done = self.step + 1, self._windows_done + 1
         self.optimizer.zero_grad()
         for callback in self.callbacks:
             callback.on_skip(self)
-        return False
 
-    # What is written
+    # Records and checkpoints
 
-    def _record(self, trackers: Any, more: Mapping[str, Any]) -> None:
+    def _record(self, trackers: Tracker, more: Mapping[str, Any]) -> None:
         losses, samples, _ = self._sums
         now = time.perf_counter()
         record = {
@@ -403,58 +425,58 @@ class Trainer:
             "loss": losses / max(samples, 1),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             **more,
-            "samples_per_s": self._seen / max(now - self._clock, 1e-9),
+            "samples_per_s": self._samples_seen / max(now - self._clock, 1e-9),
             "memory_bytes": peak_memory(),
             "skipped": self.skipped,
         }
-        self._sums, self._clock, self._seen = [0.0, 0.0, 0.0], now, 0.0
-        self._tell(trackers, record)
+        self._sums, self._clock, self._samples_seen = [0.0, 0.0, 0.0], now, 0.0
+        self._append(trackers, record)
 
-    def _tell(self, trackers: Any, record: dict[str, Any]) -> None:
+    def _append(self, trackers: Tracker, record: dict[str, Any]) -> None:
         self.history.append(record)
         trackers.record(record)
         for callback in self.callbacks:
             callback.on_record(self, record)
 
-    def _validate(self, validation: Feed, trackers: Any) -> None:
-        begun = time.perf_counter()
+    def _validate(self, validation: Feed, trackers: Tracker) -> None:
+        begin = time.perf_counter()
         values = self._evaluate(validation)
         self._validated_at = self.step
-        self._clock += time.perf_counter() - begun  # the samples a second are those of training
+        self._clock += time.perf_counter() - begin  # samples_per_s is the speed of training alone
         record = {"step": self.step, "epoch": self.epoch}
-        self._tell(trackers, record | {f"validation_{name}": value for name, value in values.items()})
+        self._append(trackers, record | {f"validation_{name}": value for name, value in values.items()})
 
     def _evaluate(self, feed: Feed) -> dict[str, float]:
-        assert self._built is not None
-        engine = self._built.engine
+        assert self._setup is not None
+        engine = self._setup.engine
         modes = [(module, module.training) for part in engine.modules() for module in part.modules()]
         sums = torch.zeros(len(self.metrics) + 2, dtype=torch.float64)
         try:
             for part in engine.modules():
                 part.eval()
-            with torch.no_grad(), kept_generators():
-                for window in self._agreed_windows(feed.windows(0), feed):
+            with torch.no_grad(), preserved_generators():
+                for window in self._common_windows(feed.windows(0), feed):
                     for batch in window:
                         sums += engine.evaluate(batch, self.metrics)
         finally:
             for module, training in modes:
                 module.training = training
-        *values, samples = agree(sums.tolist())
+        *values, samples = sum_over_ranks(sums.tolist())
         if not samples:
-            raise feed.nothing("validation")
+            raise feed.no_windows_error("validation")
         return {name: value / samples for name, value in zip(("loss", *self.metrics), values, strict=True)}
 
     def _save(self, feed: Feed) -> None:
-        assert self._built is not None
+        assert self._setup is not None
         assert self.config.checkpoint_dir is not None
         state = (self.step, self.epoch, len(self.history))
         if self._saved_at == state:
             return
         self._saved_at = state
-        scaler = self._built.scaler
+        scaler = self._setup.scaler
         extra = {
             "epoch": self.epoch,
-            "place": self._place,
+            "windows_done": self._windows_done,
             "samples": feed.window_samples,
             "skipped": self.skipped,
             "sums": self._sums,
@@ -471,7 +493,7 @@ class Trainer:
             self.optimizer,
             step=self.step,
             extra=extra,
-            rank_extra={"feed": feed.state_dict()},
+            per_rank_extra={"feed": feed.state_dict()},
             keep=self.config.keep_checkpoints,
         )
         self._pending = None if isinstance(saved, Path) else saved
@@ -483,22 +505,14 @@ class Trainer:
         if pending is not None:
             pending.result()
 
-    def _leave(self, feed: Feed, control: Control) -> None:
-        """Save and end all ranks, after a signal to one of them."""
+    def _leave(self, feed: Feed, stop_signal: int) -> None:
+        """Save, and end the process on every rank, because one of them received a signal."""
         if self.config.checkpoint_dir is not None:
             self._save(feed)
             self._finish_saving()
-            kept = f"a checkpoint is in {self.config.checkpoint_dir}, and the same command goes on from it"
+            outcome = f"a checkpoint is in {self.config.checkpoint_dir}, and the same command resumes from it"
         else:
-            kept = "nothing is kept, as checkpoint_dir is not set"
+            outcome = "nothing is saved, because checkpoint_dir is not set"
         if get_rank() == 0:
-            print(
-                f"panther: stopped by {signal.Signals(control.stopped).name} after step {self.step}: {kept}",
-                file=sys.stderr,
-            )
-        raise SystemExit(128 + control.stopped)
-
-
-def _step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(path.name.partition("-")[2].partition(".")[0])
+            _log.warning("stopped by %s after step %d: %s", signal.Signals(stop_signal).name, self.step, outcome)
+        raise SystemExit(128 + stop_signal)

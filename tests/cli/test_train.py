@@ -75,7 +75,7 @@ def log():
     return [json.loads(line) for line in Path("runs/log.jsonl").read_text().splitlines()]
 
 
-def test_a_file_and_settings_over_it(work, capsys):
+def test_a_file_and_settings_over_it(work, capsys, caplog):
     assert main(["train", "--config", "run.toml", "epochs=3", f"metrics={work}:metrics", "log_every_n_steps=1"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("step 18  epoch 3  loss 0.")
@@ -83,7 +83,7 @@ def test_a_file_and_settings_over_it(work, capsys):
     assert [row["step"] for row in log() if "loss" in row] == list(range(1, 19))
     assert checkpoint.checkpoints("runs")[-1].name == "step-00000018"
     assert main(["train", "--config", "run.toml", "epochs=3"]) == 0
-    assert "panther: step 18 was the last already: give more epochs or max_steps" in capsys.readouterr().err
+    assert "training is finished (step 18): raise epochs or max_steps to continue" in caplog.text
 
 
 def test_without_a_file(work, capsys):
@@ -107,7 +107,7 @@ def test_export(work):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["epoch=3"], "'epoch' is no setting: did you mean 'epochs'?"),
+        (["epoch=3"], "'epoch' is not a setting of TrainConfig: did you mean 'epochs'?"),
         (["modle=x:y"], "'modle' is no setting: did you mean 'model'?"),
         (["epochs=many"], "epochs='many' must be a whole number, not str"),
         (["epochs"], "'epochs' is no setting: write key=value"),
@@ -162,7 +162,7 @@ def test_bad_files_and_flags(capsys):
     Path("run.toml").write_text("train = 3")
     Path("run.yaml").write_text("epochs: 3")
     assert main(["train", "--config", "run.yaml"]) == 2
-    assert "run.yaml must be TOML or JSON" in capsys.readouterr().err
+    assert "run.yaml must end in .toml or .json" in capsys.readouterr().err
     assert main(["train", "--config", "run.toml"]) == 2
     assert "'train' in run.toml must be a table" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit:

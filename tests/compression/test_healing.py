@@ -682,7 +682,7 @@ def test_bad_input():
     before = state(model)
     with pytest.raises(CompressionError, match="is nan before the first step and must be finite"):
         healed(model, new, held_out=[data(1)[0] * math.nan])
-    with pytest.raises(ConfigError, match="the loss depends on no trained parameter"):
+    with pytest.raises(ConfigError, match="the loss depends on no trainable parameter"):
         healed(model, new, match="output", call=lambda model, x: model(x).detach())
     with pytest.raises(CompressionError, match="without a floating tensor"):
         healed(model, new, call=lambda model, x: model(x).argmax(-1))

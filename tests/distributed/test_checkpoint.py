@@ -190,9 +190,9 @@ def test_every_rank_gets_its_own_generators_and_values_back(tmp_path):
         model = nn.Linear(3, 3)
         if save:
             torch.manual_seed(10 + rank)
-            checkpoint.save(tmp_path, model, step=1, rank_extra={"place": torch.tensor([rank, 5])})
+            checkpoint.save(tmp_path, model, step=1, per_rank_extra={"place": torch.tensor([rank, 5])})
             return torch.rand(2).tolist()
-        found = checkpoint.load(tmp_path, model).rank_extra
+        found = checkpoint.load(tmp_path, model).per_rank_extra
         return torch.rand(2).tolist(), None if found is None else found["place"].tolist()
 
     expected = on_ranks(run, 2, True)
@@ -403,12 +403,12 @@ def test_a_directory_that_is_a_file_is_said(tmp_path):
 def test_ranks_with_what_cannot_be_stored_all_hear_of_it(tmp_path):
     def run():
         with pytest.raises(CheckpointError) as caught:
-            checkpoint.save(tmp_path, nn.Linear(2, 2), step=1, rank_extra=print if dist.get_rank() else 1)
+            checkpoint.save(tmp_path, nn.Linear(2, 2), step=1, per_rank_extra=print if dist.get_rank() else 1)
         return str(caught.value)
 
     first, second = on_ranks(run)
     assert first == second
-    assert first.startswith("rank 1: rank_extra.1. is a builtin_function_or_method")
+    assert first.startswith("rank 1: per_rank_extra.1. is a builtin_function_or_method")
     assert not list(tmp_path.iterdir())
 
 

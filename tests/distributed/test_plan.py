@@ -84,7 +84,7 @@ def plan_of(kind, world):
     cluster = ClusterSpec.preset("cpu", world, gpus_per_node=min(world, 2))
     x, _ = batch_of(kind, 2)
     return plan_parallelism(
-        make(), cluster, batch=BATCH, sample_input=x, loss=loss, schedules=("gpipe", "1f1b", "interleaved")
+        make(), cluster, batch=BATCH, sample_input=x, loss_fn=loss, schedules=("gpipe", "1f1b", "interleaved")
     )
 
 
@@ -184,7 +184,7 @@ def test_ranking_explanations_and_memory():
     room = 1.2 * least
     tight = ClusterSpec.preset("cpu", 4, gpus_per_node=2, memory_bytes=room, usable=1.0)
     x, _ = batch_of("perceptron", 2)
-    small = plan_parallelism(make(), tight, batch=BATCH, sample_input=x, loss=loss, schedules=("gpipe", "1f1b"))
+    small = plan_parallelism(make(), tight, batch=BATCH, sample_input=x, loss_fn=loss, schedules=("gpipe", "1f1b"))
     fits = [option.fits for option in small.options]
     assert fits == sorted(fits, reverse=True)
     assert not fits[-1]
@@ -237,7 +237,7 @@ def pretended(world, rank=0):
 @cache
 def wide_stats():
     return ModelStats.of(
-        perceptron(1024, 4096, 8), torch.ones(1, 1024), loss=lambda y: F.mse_loss(y, torch.zeros_like(y))
+        perceptron(1024, 4096, 8), torch.ones(1, 1024), loss_fn=lambda y: F.mse_loss(y, torch.zeros_like(y))
     )
 
 

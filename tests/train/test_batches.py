@@ -96,7 +96,7 @@ def test_planning_draws_nothing_from_the_generators_of_the_run():
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     for make in LOADERS.values():
         one = feed(make(20))
-        assert one.steps() == 7
+        assert one.windows_per_epoch() == 7
         list(one.windows(1))
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
@@ -125,11 +125,11 @@ def test_persistent_workers_read_every_epoch():
 
 def test_what_is_no_data_is_said():
     assert list(feed(DataLoader(numbers(0), 3)).windows(0)) == []
-    assert str(feed(DataLoader(numbers(0), 3)).nothing("training")) == "the training data is empty"
+    assert str(feed(DataLoader(numbers(0), 3)).no_windows_error("training")) == "the training data is empty"
     small = feed(DataLoader(numbers(5), 3, drop_last=True), 0, 2)
-    assert small.steps() == 0
-    assert "the training data's 5 samples are fewer than a batch on all processes has (6)" in str(
-        small.nothing("training")
+    assert small.windows_per_epoch() == 0
+    assert "the training data's 5 samples do not fill a batch on every process (together 6)" in str(
+        small.no_windows_error("training")
     )
     with pytest.raises(ConfigError, match="batch_size=None has no batches"):
         feed(DataLoader(numbers(5), None))

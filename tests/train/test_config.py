@@ -26,9 +26,9 @@ VALUES = {
     "tensor_parallel_size": (2, [0, "2"]),
     "pipeline_parallel_size": (2, [0, False]),
     "pipeline_layers": ("blocks", [1]),
-    "pipeline_microbatches": (4, [0, 0.5]),
+    "num_microbatches": (4, [0, 0.5]),
     "pipeline_schedule": ("gpipe", [None, 1]),
-    "precision": ("bf16", ["fp8", None]),
+    "mixed_precision": ("bf16", ["fp8", "fp32"]),
     "learning_rate": (0.1, [0.0, -0.1, float("inf"), "0.1", True]),
     "learning_rate_scaling": ("sqrt", ["square"]),
     "warmup_steps": (5, [-1, 0.1]),
@@ -37,7 +37,7 @@ VALUES = {
     "compile": (True, [1, "yes"]),
     "seed": (7, [-1, 1 << 63, 0.5]),
     "deterministic": (True, [0]),
-    "nonfinite": ("skip", ["ignore"]),
+    "on_nonfinite": ("skip", ["ignore"]),
     "checkpoint_dir": ("somewhere", [3]),
     "checkpoint_every_n_steps": (10, [0, 1.0]),
     "checkpoint_every_n_epochs": (1, [0]),
@@ -93,17 +93,26 @@ def test_a_wrong_value_is_named(name, value):
     ("given", "message"),
     [
         ({"epochs": 1, "max_steps": 2}, "epochs=1 and max_steps=2 exclude each other: give one"),
-        ({"checkpoint_every_n_steps": 2}, "checkpoints are asked for and checkpoint_dir is None: name a directory"),
-        ({"checkpoint_every_n_epochs": 2}, "checkpoints are asked for and checkpoint_dir is None"),
-        ({"profile": True}, "profile=True and checkpoint_dir=None: name a directory"),
-        ({"trackers": ("mlflow",)}, "the trackers mlflow write to checkpoint_dir, which is None: name one"),
-        ({"schedule": "own", "warmup_steps": 1}, "schedule='own' and warmup_steps=1 exclude each other"),
+        (
+            {"checkpoint_every_n_steps": 2},
+            "checkpoint_every_n_steps and checkpoint_every_n_epochs need checkpoint_dir, which is None",
+        ),
+        (
+            {"checkpoint_every_n_epochs": 2},
+            "checkpoint_every_n_steps and checkpoint_every_n_epochs need checkpoint_dir",
+        ),
+        ({"profile": True}, "profile=True needs checkpoint_dir, which is None: set it"),
+        ({"trackers": ("mlflow",)}, "trackers=['mlflow'] need checkpoint_dir, which is None: set it"),
+        ({"schedule": "callback", "warmup_steps": 1}, "schedule='callback' and warmup_steps=1 exclude each other"),
         ({"learning_rate": "fast"}, "learning_rate='fast' must be a number, not str"),
         ({"compile": 1}, "compile=1 must be true or false, not int"),
         ({"epochs": True}, "epochs=True must be a whole number, not bool"),
         ({"strategy": "dpp"}, "strategy='dpp' is unknown: use one of 'auto', 'ddp', 'fsdp'"),
-        ({"trackers": ("jsonl", "jsonl")}, "names one twice: name each once"),
-        ({"extra": {"a": {1}}}, "must be what JSON can hold (Object of type set is not JSON serializable)"),
+        ({"trackers": ("jsonl", "jsonl")}, "repeats a tracker: name each once"),
+        (
+            {"extra": {"a": {1}}},
+            "must hold only values that JSON can represent (Object of type set is",
+        ),
     ],
 )
 def test_messages(given, message):
@@ -121,15 +130,17 @@ def test_messages(given, message):
         ("checkpoint_every_n_step", "checkpoint_every_n_steps"),
         ("tracker", "trackers"),
         ("bucket_cap", "bucket_cap_mb"),
+        ("lr", "learning_rate"),
+        ("precision", "mixed_precision"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key, near):
-    with pytest.raises(ConfigError, match=f"'{key}' is no setting: did you mean '{near}'"):
-        TrainConfig.from_dict({key: 1})
+    with pytest.raises(ConfigError, match=f"'{key}' is not a setting of TrainConfig: did you mean '{near}'"):
+        TrainConfig(**{key: 1})
 
 
 def test_a_key_near_to_nothing_lists_all():
-    with pytest.raises(ConfigError, match=r"'zzz' is no setting: use some of epochs, max_steps, .*, extra"):
+    with pytest.raises(ConfigError, match=r"'zzz' is not a setting .*: use some of epochs, max_steps, .*, extra"):
         TrainConfig.from_dict({"zzz": 1})
 
 
@@ -160,12 +171,12 @@ def test_a_file_may_have_a_table(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("run.toml", "epochs = ", r"run\.toml is no sound TOML"),
-        ("run.json", "{", r"run\.json is no sound JSON"),
+        ("run.toml", "epochs = ", r"run\.toml is not valid TOML"),
+        ("run.json", "{", r"run\.json is not valid JSON"),
         ("run.json", "[1]", r"run\.json must hold a table of settings"),
-        ("run.toml", "\xff", r"run\.toml is no sound TOML"),
-        ("run.toml", "epochs = 1\nepochs = 2", r"run\.toml is no sound TOML"),
-        ("run.toml", "epoch = 1", "'epoch' is no setting: did you mean 'epochs'"),
+        ("run.toml", "\xff", r"run\.toml is not valid TOML"),
+        ("run.toml", "epochs = 1\nepochs = 2", r"run\.toml is not valid TOML"),
+        ("run.toml", "epoch = 1", "'epoch' is not a setting of TrainConfig: did you mean 'epochs'"),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path, name, text, message):

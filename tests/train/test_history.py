@@ -24,7 +24,7 @@ def test_columns():
     assert len(history) == 5
     assert history.last["step"] == 30
     assert history.last["gradient_norm"] == 3.0
-    with pytest.raises(KeyError, match="no record has 'accuracy': there are step, epoch, loss"):
+    with pytest.raises(KeyError, match="no record has 'accuracy': choose one of step, epoch, loss"):
         history["accuracy"]
 
 

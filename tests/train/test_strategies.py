@@ -187,7 +187,7 @@ def test_what_does_not_go_together_is_refused():
     def run():
         messages = []
         for settings in (
-            {"strategy": "tp", "precision": "fp16"},
+            {"strategy": "tp", "mixed_precision": "fp16"},
             {"strategy": "fsdp", "comm_hook": "fp16"},
             {"strategy": "ddp", "data_parallel_size": 1},
             {"strategy": "hybrid", "tensor_parallel_size": 3},
@@ -198,7 +198,7 @@ def test_what_does_not_go_together_is_refused():
         with pytest.raises(ConfigError, match="a pipeline needs loss_fn"):
             Trainer(build(), config=TrainConfig(strategy="pp")).fit(DataLoader(samples(), 4))
         model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4))).double()
-        config = TrainConfig(strategy="pp", pipeline_schedule="zbv", pipeline_microbatches=4)
+        config = TrainConfig(strategy="pp", pipeline_schedule="zbv", num_microbatches=4)
         trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config)
         with pytest.raises(ConfigError, match="pipeline_schedule='zbv' cannot be evaluated by torch"):
             trainer.fit(DataLoader(samples(8), 4), DataLoader(samples(8), 4))
@@ -206,7 +206,7 @@ def test_what_does_not_go_together_is_refused():
         return messages
 
     messages, _ = on_ranks(run)
-    assert messages[0] == "precision='fp16' and strategy='tp' do not go together: use 'bf16'"
+    assert messages[0] == "mixed_precision='fp16' scales the loss, which strategy='tp' does not support: use 'bf16'"
     assert messages[1].startswith("comm_hook='fp16' is for strategy='ddp'")
     assert messages[2].startswith("data_parallel_size=1 must be the world size (2)")
     assert messages[3] == "tensor_parallel_size * pipeline_parallel_size = 3 * 1 must divide the world size (2)"
@@ -238,7 +238,9 @@ class Counts(nn.Module):
 def test_the_advisor_chooses(monkeypatch):
     def run():
         first = Trainer(Counts(), loss_fn=nn.CrossEntropyLoss())
-        with pytest.warns(UserWarning, match="strategy='auto' is 'ddp', for the advisor cannot read the model") as seen:
+        with pytest.warns(
+            UserWarning, match="strategy='auto' uses 'ddp', because the advisor cannot read the model"
+        ) as seen:
             first.fit(DataLoader(samples(8), 4))
         second = Trainer(build(), loss_fn=nn.CrossEntropyLoss())
         second.fit(DataLoader(samples(8), 4))
@@ -248,7 +250,7 @@ def test_the_advisor_chooses(monkeypatch):
         small = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 4)).double()  # would be faster cut
         fourth = Trainer(small, loss_fn=nn.CrossEntropyLoss())
         fourth.fit(DataLoader(samples(8), 4))
-        return len(seen), [trainer._built.strategy for trainer in (first, second, third, fourth)]
+        return len(seen), [trainer._setup.strategy for trainer in (first, second, third, fourth)]
 
     results = on_ranks(run, fresh=True)
     assert results[0][1][:2] == ["ddp", "ddp"]
@@ -282,6 +284,6 @@ def test_buffers_are_the_first_rank_s_everywhere(tmp_path, settings):
 def test_later_checkpoints_of_another_branch_are_not_left_in_the_way(tmp_path):
     train(12, tmp_path / "run", checkpoint_every_n_steps=2, keep_checkpoints=None)
     first = checkpoint.checkpoints(tmp_path / "run")[0]
-    with pytest.raises(ConfigError, match=r"the run goes on from step 2, and .* has step-00000009, which the next run"):
+    with pytest.raises(ConfigError, match=r"the run resumes from step 2, but .* has step-00000009, which the next run"):
         train(12, tmp_path / "run", resume=str(first))
     assert train(12, tmp_path / "other", resume=str(first)).step == 9

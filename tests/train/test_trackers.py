@@ -142,17 +142,15 @@ def test_a_lost_mlflow_store_is_said_with_the_fix(tmp_path):
     pytest.importorskip("sqlalchemy", reason="the extra mlflow is not installed")
     train(tmp_path, max_steps=2, trackers=("mlflow",))
     (tmp_path / "mlflow.db").unlink()
-    with pytest.raises(TrainingError, match=r"does not take the run .*: remove .*mlflow-run to begin another run"):
+    with pytest.raises(TrainingError, match=r"refuses the run .*: remove .*mlflow-run to start another run"):
         train(tmp_path, max_steps=4, trackers=("mlflow",))
 
 
-def test_what_a_tracker_says_at_the_end_does_not_hide_how_the_run_ended(tmp_path, monkeypatch):
+def test_what_a_tracker_says_at_the_end_does_not_hide_how_the_run_ended(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("panther.train.trackers._Bar.close", lambda self, status: 1 / 0)
-    with (
-        pytest.warns(UserWarning, match="a tracker could not be closed: ZeroDivisionError"),
-        pytest.raises(BrokenError),
-    ):
+    with pytest.raises(BrokenError):
         train(tmp_path, [Breaks(3)])
+    assert "a tracker could not be closed: ZeroDivisionError" in caplog.text
 
 
 def test_a_log_that_cannot_be_written_is_said(tmp_path):

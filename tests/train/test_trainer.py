@@ -182,7 +182,7 @@ def test_models_that_return_their_loss_take_mappings():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns(precision, tmp_path):
-    config = TrainConfig(epochs=8, precision=precision, learning_rate=0.02, checkpoint_dir=str(tmp_path))
+    config = TrainConfig(epochs=8, mixed_precision=precision, learning_rate=0.02, checkpoint_dir=str(tmp_path))
     trainer = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config)
     history = trainer.fit(DataLoader(samples(), 10, shuffle=True))
     assert history["loss"][1][-1] < history["loss"][1][0]
@@ -191,7 +191,7 @@ def test_half_precision_learns(precision, tmp_path):
     again.fit(DataLoader(samples(), 10, shuffle=True))
     assert again.step == trainer.step
     if precision == "fp16":
-        assert again._built.scaler.state_dict() == trainer._built.scaler.state_dict()
+        assert again._setup.scaler.state_dict() == trainer._setup.scaler.state_dict()
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -258,7 +258,7 @@ class Skips(Callback):
 
 def test_steps_that_are_not_finite_are_left_out_and_counted():
     model, skips = nn.Linear(24, 3), Skips()
-    config = TrainConfig(epochs=2, nonfinite="skip")
+    config = TrainConfig(epochs=2, on_nonfinite="skip")
     trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config, callbacks=[skips])
     history = trainer.fit(poisoned())
     assert (trainer.step, trainer.skipped, history.last["skipped"]) == (10, 2, 2)
@@ -277,15 +277,17 @@ class Signals(Callback):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_and_the_same_call_goes_on(tmp_path, number, capsys):
+def test_a_signal_saves_and_ends_and_the_same_call_goes_on(tmp_path, number, caplog):
     expected = run("shuffled")
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as caught:
         run("shuffled", tmp_path, [Signals(number, 5)])
     assert caught.value.code == 128 + number
     assert signal.getsignal(number) is before
-    assert f"stopped by {number.name} after step 6: a checkpoint is in {tmp_path}" in capsys.readouterr().err
-    trainer = run("shuffled", tmp_path, seed=3)
+    assert f"stopped by {number.name} after step 6: a checkpoint is in {tmp_path}" in caplog.text
+    with caplog.at_level("INFO", "panther.train"):
+        trainer = run("shuffled", tmp_path, seed=3)
+    assert f"resuming from step 6 ({tmp_path / 'step-00000006'})" in caplog.text
     assert all(map(torch.equal, trainer.model.state_dict().values(), expected.model.state_dict().values()))
 
 
@@ -362,7 +364,7 @@ def test_the_latest_sound_checkpoint_is_taken(tmp_path):
 
 def test_where_a_run_begins(tmp_path):
     run("shuffled", tmp_path / "a", max_steps=4, schedule="constant")
-    with pytest.raises(ConfigError, match=r"resume='never' and .* has checkpoints"):
+    with pytest.raises(ConfigError, match=r"resume='never', but .* has checkpoints"):
         run("shuffled", tmp_path / "a", resume="never")
     path = str(checkpoint.latest(tmp_path / "a"))
     assert run("shuffled", tmp_path / "b", resume=path).history["loss"][0] == [3, 4, 6, 9, 10]
@@ -402,7 +404,7 @@ def test_what_cannot_be_trained_is_said():
     assert "the model returned a dict without a loss" in message(
         _Dicts(), DataLoader(TensorDataset(torch.ones(4, 24)), 2)
     )
-    assert "the loss has shape (8, 3)" in message(
+    assert "the loss has shape (8, 3) and must be a scalar" in message(
         build(), DataLoader(samples(), 8), loss_fn=lambda output, target: output
     )
     stream = DataLoader(Stream(), 8)
@@ -482,7 +484,7 @@ class Counting(Callback):
 
 def test_states_of_callbacks_go_to_the_same_classes(tmp_path):
     run("shuffled", tmp_path, [Counting()], max_steps=4, schedule="constant")
-    with pytest.raises(CheckpointError, match=r"has the states of the callbacks \['Counting'\], and the run has \[\]"):
+    with pytest.raises(CheckpointError, match=r"has states of the callbacks \['Counting'\], but the run has \[\]"):
         run("shuffled", tmp_path)
     callback = Counting()
     run("shuffled", tmp_path, [Epochs(), callback])
@@ -492,17 +494,17 @@ def test_states_of_callbacks_go_to_the_same_classes(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"loss_fn": nn.CrossEntropyLoss}, r"loss_fn is the class CrossEntropyLoss: make one"),
+        ({"loss_fn": nn.CrossEntropyLoss}, r"loss_fn is the class CrossEntropyLoss: pass an object"),
         ({"loss_fn": "cross_entropy"}, "loss_fn must be a function of output and target, not a str"),
         ({"optimizer": "adam"}, r"optimizer must be an optimizer, or a function of parameters .* not a str"),
         ({"config": {"epochs": 2}}, "config must be a TrainConfig, not a dict"),
         ({"callbacks": Callback()}, "callbacks must be a list"),
         ({"metrics": [len]}, "metrics must be a mapping"),
-        ({"metrics": {"loss": len}}, "a metric is called 'loss'"),
+        ({"metrics": {"loss": len}}, "a metric must not be named 'loss'"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "there is nothing to train"),
-        ({"loss_fn": lambda y, t: (y.sum(), 1)}, "loss_fn returned a tuple: it must return a tensor"),
+        ({"loss_fn": lambda y, t: (y.sum(), 1)}, "loss_fn returned a tuple: it must return one tensor"),
         ({"loss_fn": lambda y, t: y.sum().item()}, "loss_fn returned a float"),
-        ({"loss_fn": lambda y, t: y.sum().detach()}, "the loss depends on no trained parameter"),
+        ({"loss_fn": lambda y, t: y.sum().detach()}, "the loss depends on no trainable parameter"),
     ],
 )
 def test_arguments_of_another_kind_are_said(arguments, message):

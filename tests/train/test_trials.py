@@ -68,7 +68,7 @@ class Decay(Callback):
 
 
 def test_a_users_scheduler_goes_on(tmp_path):
-    settings = {"max_steps": 9, "schedule": "own", "learning_rate": 0.1, "log_every_n_steps": 1}
+    settings = {"max_steps": 9, "schedule": "callback", "learning_rate": 0.1, "log_every_n_steps": 1}
     whole = trainer_of([Decay()], torch.optim.SGD, **settings)
     rates = whole.fit(shuffled())["learning_rate"][1]
     assert rates == pytest.approx([0.1 * 0.8**i for i in range(1, 10)])  # the record comes after the callback
@@ -109,11 +109,11 @@ def test_a_callback_that_raises_leaves_a_trainer_that_goes_on():
     assert same(whole, broken)
 
 
-def test_a_finished_run_says_so(capsys):
+def test_a_finished_run_says_so(caplog):
     trainer = trainer_of(epochs=1)
     rows = len(trainer.fit(shuffled()))
     assert len(trainer.fit(shuffled())) == rows
-    assert capsys.readouterr().err == "panther: step 7 was the last already: give more epochs or max_steps\n"
+    assert caplog.messages == ["training is finished (step 7): raise epochs or max_steps to continue"]
 
 
 def test_another_batch_size_leaves_no_sample_out(tmp_path):
@@ -142,14 +142,14 @@ def test_another_batch_size_leaves_no_sample_out(tmp_path):
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     model = build()
     checkpoint.save(tmp_path, model, torch.optim.AdamW(model.parameters()), step=3)
-    with pytest.raises(CheckpointError, match=r"step-00000003 is no Trainer's"):
+    with pytest.raises(CheckpointError, match=r"step-00000003 was not written by a Trainer"):
         trainer_of(checkpoint_dir=str(tmp_path)).fit(shuffled())
 
 
 def test_what_a_trainer_cannot_use_is_said():
     with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times a step"):
         trainer_of(optimizer=torch.optim.LBFGS).fit(shuffled())
-    with pytest.raises(ConfigError, match=r"samples are fewer than a batch on all processes has \(8\)"):
+    with pytest.raises(ConfigError, match=r"samples do not fill a batch on every process \(together 8\)"):
         trainer_of().fit(shuffled(5, drop_last=True))
 
 

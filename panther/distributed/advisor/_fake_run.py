@@ -148,7 +148,7 @@ def run(
     elements: list[tuple[str, nn.Module]],
     inputs: Any,
     batch: int,
-    loss: Callable[[Any], Tensor] | None,
+    loss_fn: Callable[[Any], Tensor] | None,
     mode: FakeTensorMode,
 ) -> Run:
     """Run a fake model forward and backward, and record."""
@@ -214,7 +214,7 @@ def run(
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             output = _call(model, inputs)
-            scalar = loss(output) if loss is not None else _sum(output)
+            scalar = loss_fn(output) if loss_fn is not None else _sum(output)
             before = flops.get_total_flops(), traffic.bytes, traffic.calls
             scalar.backward()
             backward_enters(0)

@@ -21,6 +21,7 @@ from functools import lru_cache
 from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.model_stats import ModelStats, TensorStats
+from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.pipeline._balance import balanced_cuts
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError
@@ -42,7 +43,7 @@ class Layout:
     """:func:`data_parallel`'s; None where nothing is to be done along dp."""
     schedule: str | None = None
     """:func:`make_schedule`'s, of a pipeline."""
-    microbatches: int = 1
+    num_microbatches: int = 1
 
     @property
     def world(self) -> int:
@@ -54,7 +55,7 @@ class Layout:
         sharding = "" if self.strategy is None else f" {self.strategy}"
         parts = [f"replicate={self.replicate}"] if self.replicate > 1 else []
         parts += [f"dp={self.dp}{sharding}"] if self.dp > 1 else []
-        parts += [f"pp={self.pp} {self.schedule} m={self.microbatches}"] if self.pp > 1 else []
+        parts += [f"pp={self.pp} {self.schedule} m={self.num_microbatches}"] if self.pp > 1 else []
         parts += [f"tp={self.tp}"] if self.tp > 1 else []
         return ", ".join(parts) or "one rank"
 
@@ -146,14 +147,15 @@ def estimate(
     held = {tensor.element for tensor in stats.tensors if tensor.trained}
     if any(held.isdisjoint(stage) for stage in stages):
         raise ShapeError(f"of {len(stages)} stages one would have no parameters to train")
-    samples = batch / (layout.dp * layout.replicate * layout.microbatches)
-    order = order_of(layout.schedule, layout.pp, layout.microbatches) if layout.schedule else None
+    samples = batch / (layout.dp * layout.replicate * layout.num_microbatches)
+    order = order_of(layout.schedule, layout.pp, layout.num_microbatches) if layout.schedule else None
     ranks = [_Rank(stats, layout, stages, rank, samples, order, optimizer_states) for rank in range(layout.pp)]
     memory = tuple(rank.memory() for rank in ranks)
     traffic = [max((rank.along(axis, cluster) for rank in ranks), key=lambda t: t.seconds) for axis in ("tp", "pp")]
     along_dp = max((rank.data_parallel(cluster) for rank in ranks), key=lambda ts: sum(t.seconds for t in ts))
-    size = stats.mixed_precision.itemsize if stats.mixed_precision else _itemsize(stats)
-    compute = max(rank.flops() for rank in ranks) * layout.microbatches / cluster.flops(size)
+    dtype = compute_dtype(stats.mixed_precision)
+    size = dtype.itemsize if dtype else _itemsize(stats)
+    compute = max(rank.flops() for rank in ranks) * layout.num_microbatches / cluster.flops(size)
     tp, pp = (t.seconds for t in traffic)
     bubble = order.bubble if order else 0.0
     dp = sum(t.seconds for t in along_dp)
@@ -267,7 +269,7 @@ class _Rank:
         """A pipeline's buffers, one a microbatch, for what stages receive, and the outputs that wait for backward."""
         if self.order is None:
             return 0.0
-        last, m = len(self.stages) - 1, self.layout.microbatches
+        last, m = len(self.stages) - 1, self.layout.num_microbatches
         received = sum(self._input(s) + (self._output(s) if s < last else 0.0) for s in self.mine)
         results = 2 * self._output(last) if last in self.mine else 0.0  # in parts, then as one
         waiting = self._peak([self._output(s) if s < last else 0.0 for s in range(last + 1)])
@@ -285,7 +287,7 @@ class _Rank:
 
     def _full(self, unit: list[TensorStats], *, reduced: bool = False) -> float:
         """Bytes of a unit gathered, with the padding, or of its gradients as they are summed."""
-        half = self.stats.mixed_precision
+        half = compute_dtype(self.stats.mixed_precision)
         chosen = [t for t in unit if t.trained] if reduced else unit
         sizes = [half.itemsize if half and not reduced else t.itemsize for t in chosen]
         return sum(shard_numel(t, self.shards) * self.shards * size for t, size in zip(chosen, sizes, strict=True))
@@ -304,7 +306,7 @@ class _Rank:
 
     def along(self, axis: str, cluster: ClusterSpec) -> Traffic:
         """What is sent along tp or pp."""
-        layout, m = self.layout, self.layout.microbatches
+        layout, m = self.layout, self.layout.num_microbatches
         if axis == "tp":
             n = layout.tp
             handed = m * sum(e.tp_forward.at(self.samples) + e.tp_backward.at(self.samples) for e in self.elements)

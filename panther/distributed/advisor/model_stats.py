@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from panther.distributed.advisor._fake_run import Run, fake_inputs, make_fake_, meta_copy, pretended_mesh, run
+from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.tensor.parallelize import tensor_parallel
-from panther.errors import PerformanceWarning, ShapeError, check_floating, check_size
+from panther.errors import PerformanceWarning, ShapeError, check_size
 from panther.nn import SKLinear
 from panther.nn._sketched import SketchedModule
 
@@ -106,7 +107,7 @@ class ModelStats:
     """Ranks that share the layers; the figures are those of one of them, with the largest part."""
     whole: tuple[tuple[str, str], ...] = ()
     """Modules that tensor parallelism leaves whole, and why."""
-    mixed_precision: torch.dtype | None = None
+    mixed_precision: str | None = None
     """What it computes in, if not in the dtype of its parameters."""
     _cut: Callable[[int], "ModelStats"] | None = field(default=None, repr=False, compare=False)
 
@@ -143,8 +144,8 @@ class ModelStats:
         model: nn.Module,
         sample_input: Any,
         *,
-        loss: Callable[[Any], Tensor] | None = None,
-        mixed_precision: torch.dtype | None = None,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        mixed_precision: str | None = None,
     ) -> "ModelStats":
         """Measure a model by running it on tensors without values, which takes neither its weights nor memory.
 
@@ -152,23 +153,23 @@ class ModelStats:
             model: On any device, meta too; it is left as it is.
             sample_input: What forward takes: a tensor, a tuple of arguments or a mapping of keywords. Tensors whose
                 first size is that of the first one are taken to be of samples.
-            loss: What makes a number of the output, to count what it keeps; None adds the output up, which keeps
-                nothing.
+            loss_fn: Computes a scalar from the output, so that what it saves for backward is counted. None sums the
+                output, which saves nothing.
             mixed_precision: What to compute in, as :func:`data_parallel`'s.
 
         Raises:
             ShapeError: If the sample input has no batch, or the output depends on no trained parameter.
-            DTypeError: If ``mixed_precision`` is not floating.
+            ValueError: If ``mixed_precision`` is unknown.
 
         Cost: two passes without arithmetic, of one and two times the batch, and two more for every size of the tp axis
         that is asked for.
         """
-        check_floating("mixed_precision", mixed_precision)
+        compute_dtype(mixed_precision)
         known: dict[int, ModelStats] = {}
 
         def cut(tp: int) -> ModelStats:
             if tp not in known:
-                known[tp] = _measure(model, sample_input, loss, mixed_precision, tp, cut)
+                known[tp] = _measure(model, sample_input, loss_fn, mixed_precision, tp, cut)
             return known[tp]
 
         return cut(1)
@@ -184,7 +185,7 @@ class ModelStats:
         vocab: int,
         sequence: int,
         sketch: int | None = None,
-        mixed_precision: torch.dtype | None = None,
+        mixed_precision: str | None = None,
     ) -> "ModelStats":
         """The figures of a plain transformer: an embedding, layers of torch's, normed first, and a linear head.
 
@@ -220,12 +221,12 @@ class ModelStats:
             warnings.simplefilter("ignore", PerformanceWarning)
             model = _transformer(hidden, min(layers, 2), heads, ffn, vocab, sketch)
 
-        def loss(logits: Tensor) -> Tensor:
+        def loss_fn(logits: Tensor) -> Tensor:
             target = torch.zeros(logits.shape[:2].numel(), dtype=torch.int64, device="cpu")
             return F.cross_entropy(logits.flatten(0, 1), target)
 
         tokens = torch.empty(1, sequence, dtype=torch.int64, device="meta")
-        short = cls.of(model, tokens, loss=loss, mixed_precision=mixed_precision)
+        short = cls.of(model, tokens, loss_fn=loss_fn, mixed_precision=mixed_precision)
         return _lengthened(short, layers) if layers > 2 else short
 
 
@@ -272,27 +273,27 @@ def _transformer(hidden: int, layers: int, heads: int, ffn: int, vocab: int, ske
 def _measure(
     model: nn.Module,
     sample_input: Any,
-    loss: Callable[[Any], Tensor] | None,
-    compute_dtype: torch.dtype | None,
+    loss_fn: Callable[[Any], Tensor] | None,
+    mixed_precision: str | None,
     tp: int,
     cut: Callable[[int], ModelStats],
 ) -> ModelStats:
-    mode, made = FakeTensorMode(), meta_copy(model)
+    mode, made, dtype = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
     with pretended_mesh(tp) if tp > 1 else nullcontext() as mesh:
         placed = tensor_parallel(made, mesh).placed if mesh is not None else ()
         tensors = _tensors(made)
-        make_fake_(made, mode, compute_dtype)
+        make_fake_(made, mode, dtype)
         runs = []
         for times in (1, 2):
-            inputs, batch = fake_inputs(sample_input, times, mode, compute_dtype)
-            runs.append(run(made, _elements(made), inputs, batch, loss, mode))
+            inputs, batch = fake_inputs(sample_input, times, mode, dtype)
+            runs.append(run(made, _elements(made), inputs, batch, loss_fn, mode))
     return ModelStats(
         tensors,
         tuple(_element(i, name, runs) for i, (name, _) in enumerate(_elements(made))),
         isinstance(model, nn.Sequential),
         tp,
         tuple((entry.name, entry.reason) for entry in placed if entry.action == "copied"),
-        compute_dtype,
+        mixed_precision,
         cut,
     )
 

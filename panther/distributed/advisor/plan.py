@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from panther._text import format_bytes, format_seconds, format_table
@@ -51,7 +50,7 @@ class ParallelismPlan:
     objective: str
     notes: tuple[str, ...]
     """What was not tried, and why."""
-    mixed_precision: torch.dtype | None = None
+    mixed_precision: str | None = None
 
     @property
     def best(self) -> Option:
@@ -134,7 +133,7 @@ class ParallelismPlan:
                 "tensor_parallel_size": layout.tp,
                 "pipeline_parallel_size": layout.pp,
                 "data_parallel_size": layout.dp,
-                "num_microbatches": layout.microbatches,
+                "num_microbatches": layout.num_microbatches,
                 "schedule": layout.schedule,
                 "data_parallel": layout.strategy,
             }
@@ -145,8 +144,7 @@ class ParallelismPlan:
             tensor_parallel(model, mesh["tp"])
         if layout.strategy is None:
             return model
-        names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        half: dict[str, Any] = {"mixed_precision": names[self.mixed_precision]} if self.mixed_precision else {}
+        half: dict[str, Any] = {"mixed_precision": self.mixed_precision} if self.mixed_precision else {}
         axes = mesh["replicate", "dp"] if copies else mesh["dp"]
         return data_parallel(model, axes, layout.strategy, **half)
 
@@ -158,8 +156,8 @@ def plan_parallelism(
     batch: int,
     objective: str = "time",
     sample_input: Any = None,
-    loss: Callable[[Any], Tensor] | None = None,
-    mixed_precision: torch.dtype | None = None,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    mixed_precision: str | None = None,
     optimizer_states: int = 2,
     schedules: Sequence[str] = _SCHEDULES,
 ) -> ParallelismPlan:
@@ -176,7 +174,7 @@ def plan_parallelism(
         objective: ``"time"``, the shortest step, or ``"memory"``, the fewest bytes on a rank; of equal ones the other
             decides. What does not fit comes last.
         sample_input: For a module, what its forward takes, with a batch of any size; see :meth:`ModelStats.of`.
-        loss: For a module, what makes a number of its output.
+        loss_fn: For a module, computes a scalar from its output.
         mixed_precision: For a module, what to compute in, as :func:`data_parallel`'s.
         optimizer_states: Copies of the trained parameters that the optimizer keeps: 2 with Adam, 0 with SGD.
         schedules: Of pipelines, to be tried.
@@ -199,7 +197,7 @@ def plan_parallelism(
         >>> print(plan.best.layout)
         dp=4 ddp
     """
-    stats = _stats(model, sample_input, loss, mixed_precision)
+    stats = _stats(model, sample_input, loss_fn, mixed_precision)
     check_size("batch", batch, least=1)
     check_size("optimizer_states", optimizer_states, least=0)
     if objective not in _OBJECTIVES:
@@ -239,18 +237,20 @@ def plan_parallelism(
 def _stats(
     model: nn.Module | ModelStats,
     sample_input: Any,
-    loss: Callable[[Any], Tensor] | None,
-    mixed_precision: torch.dtype | None,
+    loss_fn: Callable[[Any], Tensor] | None,
+    mixed_precision: str | None,
 ) -> ModelStats:
     if isinstance(model, ModelStats):
-        if sample_input is not None or loss is not None or mixed_precision is not None:
-            raise ValueError("sample_input, loss and mixed_precision are for a module: ModelStats have them in already")
+        if sample_input is not None or loss_fn is not None or mixed_precision is not None:
+            raise ValueError(
+                "sample_input, loss_fn and mixed_precision are for a module: ModelStats already include them"
+            )
         return model
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or ModelStats, not {type(model).__name__}")
     if sample_input is None:
         raise TypeError("a module needs sample_input, what its forward takes, to see what autograd keeps")
-    return ModelStats.of(model, sample_input, loss=loss, mixed_precision=mixed_precision)
+    return ModelStats.of(model, sample_input, loss_fn=loss_fn, mixed_precision=mixed_precision)
 
 
 def _layouts(
@@ -279,7 +279,7 @@ def _layouts(
                     if pp * SCHEDULES[schedule].stages_per_rank > len(stats.elements):
                         continue
                     for m in _microbatches(batch // dp, pp):
-                        yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, microbatches=m)
+                        yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, num_microbatches=m)
 
 
 def _unpiped(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> Iterator[Layout]:

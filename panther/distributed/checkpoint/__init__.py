@@ -7,13 +7,21 @@ leaves the checkpoints before it as they were. All ranks see the same directory.
 """
 
 __all__ = [
-    "PendingSave", "Restored", "async_save", "checkpoints", "export", "latest", "load", "prune",
-    "restore_architecture", "save",
+    "LoadedCheckpoint",
+    "PendingSave",
+    "async_save",
+    "checkpoints",
+    "export",
+    "latest",
+    "load",
+    "prune",
+    "restore_architecture",
+    "save",
 ]  # fmt: skip
 
 from panther.distributed.checkpoint._api import (
+    LoadedCheckpoint,
     PendingSave,
-    Restored,
     async_save,
     checkpoints,
     export,

@@ -1,8 +1,16 @@
 """The public functions of `panther.distributed.checkpoint`: each is one exchange between all ranks."""
 
 __all__ = [
-    "PendingSave", "Restored", "async_save", "checkpoints", "export", "latest", "load", "prune",
-    "restore_architecture", "save",
+    "LoadedCheckpoint",
+    "PendingSave",
+    "async_save",
+    "checkpoints",
+    "export",
+    "latest",
+    "load",
+    "prune",
+    "restore_architecture",
+    "save",
 ]  # fmt: skip
 
 import os
@@ -32,14 +40,14 @@ _pending: list[tuple[dist.ProcessGroup | None, "PendingSave"]] = []
 
 
 @dataclass(frozen=True)
-class Restored:
+class LoadedCheckpoint:
     """What :func:`load` found beside the model and the optimizer."""
 
     path: Path
     step: int
     extra: Any
     """What :func:`save` was given on the first rank."""
-    rank_extra: Any
+    per_rank_extra: Any
     """What this rank gave; None where the world has another size now."""
     world_size: int
     """Ranks that wrote the checkpoint."""
@@ -92,7 +100,7 @@ def save(
     *,
     step: int,
     extra: Any = None,
-    rank_extra: Any = None,
+    per_rank_extra: Any = None,
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
@@ -108,7 +116,7 @@ def save(
         step: Steps trained so far, which names the folder.
         extra: Numbers, strings, None, tensors, and lists, tuples and dicts of them: a scheduler's state_dict, say. The
             first rank's is stored.
-        rank_extra: The same, of every rank: its place in the data, say.
+        per_rank_extra: The same, of every rank: its place in the data, say.
         keep: How many checkpoints to leave in the directory, those of the latest steps; this one stays in any case.
             None leaves all.
         group: Process group; None is the world, or this process alone.
@@ -132,7 +140,7 @@ def save(
         >>> path.name, restored.step, restored.extra
         ('step-00000100', 100, {'epoch': 3})
     """
-    state = _collect(directory, model, optimizer, step, extra, rank_extra, keep, group)
+    state = _collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group)
     return ranks.write(Path(directory), state, keep, group)
 
 
@@ -143,7 +151,7 @@ def async_save(
     *,
     step: int,
     extra: Any = None,
-    rank_extra: Any = None,
+    per_rank_extra: Any = None,
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
@@ -164,7 +172,7 @@ def async_save(
         ...     pending.result().name
         'step-00000001'
     """
-    state = _collect(directory, model, optimizer, step, extra, rank_extra, keep, group)
+    state = _collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group)
     state.tensors = BlockingAsyncStager().stage(state.tensors)
     side = ranks.side_group(group)
     pending = PendingSave(lambda: ranks.write(Path(directory), state, keep, side))
@@ -179,7 +187,7 @@ def load(
     *,
     random_state: bool = True,
     group: dist.ProcessGroup | None = None,
-) -> Restored:
+) -> LoadedCheckpoint:
     """Read a checkpoint into a model, and its optimizer, in whatever layout they are; every rank must call it.
 
     Everything is read and checked, on all ranks, before anything is changed. Sketched layers must be in the model as
@@ -216,7 +224,7 @@ def load(
         targets, same = states.model_targets(own, manifest["aliases"])
         saved_names.update(same)
         for name, entry in manifest["tensors"].items():
-            of_rank = name.startswith((f"random.{rank}.", f"rank_extra.{rank}."))
+            of_rank = name.startswith((f"random.{rank}.", f"per_rank_extra.{rank}."))
             if name.startswith("extra") or (of_rank and same_world):
                 targets[name] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         if optimizer is not None:
@@ -238,11 +246,11 @@ def load(
             states.set_random_state(states.decode(manifest["random"][rank], targets))
 
     run_on_all_ranks(fill, group)
-    return Restored(
+    return LoadedCheckpoint(
         path=folder,
         step=manifest["step"],
         extra=states.decode(manifest["extra"], targets),
-        rank_extra=states.decode(manifest["rank_extra"][rank], targets) if same_world else None,
+        per_rank_extra=states.decode(manifest["per_rank_extra"][rank], targets) if same_world else None,
         world_size=manifest["world_size"],
     )
 
@@ -378,7 +386,7 @@ def _collect(
     optimizer: torch.optim.Optimizer | None,
     step: int,
     extra: Any,
-    rank_extra: Any,
+    per_rank_extra: Any,
     keep: int | None,
     group: dist.ProcessGroup | None,
 ) -> ranks.Collected:
@@ -388,7 +396,7 @@ def _collect(
     if keep is not None:
         check_size("keep", keep, least=1)
     where = os.fspath(directory)
-    return ranks.collect(model, optimizer, step, extra, rank_extra, group, directory=where, keep=keep)
+    return ranks.collect(model, optimizer, step, extra, per_rank_extra, group, directory=where, keep=keep)
 
 
 def _finish_pending(group: dist.ProcessGroup | None) -> None:

@@ -51,7 +51,7 @@ def collect(
     optimizer: torch.optim.Optimizer | None,
     step: int,
     extra: Any,
-    rank_extra: Any,
+    per_rank_extra: Any,
     group: Group,
     **arguments: Any,
 ) -> Collected:
@@ -87,7 +87,7 @@ def collect(
             "optimizer": trained,
             "random": generator_values,
             "extra": extras,
-            "rank_extra": states.encode(rank_extra, f"rank_extra.{rank}.", tensors),
+            "per_rank_extra": states.encode(per_rank_extra, f"per_rank_extra.{rank}.", tensors),
         }
 
     tensors, mine = run_on_all_ranks(own, group)
@@ -113,7 +113,7 @@ def collect(
         "optimizer": _merged_optimizer([one["optimizer"] for one in every if one["optimizer"] is not None]),
         "random": [one["random"] for one in every],
         "extra": every[0]["extra"],
-        "rank_extra": [one["rank_extra"] for one in every],
+        "per_rank_extra": [one["per_rank_extra"] for one in every],
     }
     return Collected(step, tensors, header)
 

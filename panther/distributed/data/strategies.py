@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
@@ -29,7 +30,6 @@ from panther.nn._sketched import SketchedModule
 
 _STRATEGIES = ("ddp", "fsdp", "replicate")
 _HOOKS = ("fp16", "bf16", "powersgd")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _POWERSGD_RANK, _POWERSGD_START = 4, 10
 
 
@@ -103,7 +103,7 @@ def data_parallel(
     mesh = _mesh_of(mesh, strategy)
     for axis in range(mesh.ndim):  # along one axis, then the other
         send_model(model, mesh.get_group(axis), "data_parallel")
-    dtype = _DTYPES[mixed_precision] if mixed_precision else None
+    dtype = compute_dtype(mixed_precision)
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
@@ -130,8 +130,7 @@ def _check(
         raise ValueError(f"comm_hook={comm_hook!r} is unknown: use one of {', '.join(map(repr, _HOOKS))}, or None")
     if comm_hook is not None and strategy != "ddp":
         raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
-    if mixed_precision is not None and mixed_precision not in _DTYPES:
-        raise ValueError(f"mixed_precision={mixed_precision!r} is unknown: use 'bf16', 'fp16' or None")
+    compute_dtype(mixed_precision)
     if (mixed_precision is not None or cpu_offload) and strategy == "ddp":
         option = "cpu_offload" if cpu_offload else "mixed_precision"
         raise ValueError(f"{option} is for strategy='fsdp': with 'ddp' use torch.autocast, or ZeroRedundancyOptimizer")

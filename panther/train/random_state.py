@@ -1,6 +1,6 @@
-"""The generators that a run draws from: torch's, Python's and NumPy's."""
+"""The random generators of a run: those of torch, Python and NumPy, and deterministic algorithms."""
 
-__all__ = ["deterministic", "kept_generators", "seed_generators"]
+__all__ = ["deterministic_algorithms", "preserved_generators", "seed_generators"]
 
 import os
 import random
@@ -12,15 +12,15 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all of them."""
+    """Seed the global generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+    np.random.seed(seed % (1 << 32))  # NumPy takes 32 bits
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
-    """Leave them as they were; those of GPUs are not looked at."""
+def preserved_generators() -> Iterator[None]:
+    """Restore the states of the CPU's generators on leaving the block."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -31,9 +31,10 @@ def kept_generators() -> Iterator[None]:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
-    """Let torch use only algorithms that give the same bits every time."""
+def deterministic_algorithms() -> Iterator[None]:
+    """Let torch use only algorithms that give the same bits in every run."""
     before = torch.are_deterministic_algorithms_enabled()
+    # cuBLAS reads this once, when its first handle is made, and without it torch refuses matrix products on GPUs.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""What a Trainer is given, looked at before anything is done with it."""
+"""Checks of what a Trainer is given, before anything is done with it."""
 
 __all__ = ["check_arguments", "check_loss"]
 
@@ -15,13 +15,13 @@ from panther.train.config import TrainConfig
 def check_arguments(
     model: Any, optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, metrics: Any, callback_class: type
 ) -> None:
-    """Raise ConfigError with what to pass instead, if an argument is of another kind."""
+    """Raise ConfigError, saying what to pass instead, if an argument has the wrong type."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, not a {_kind(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
     if isinstance(loss_fn, type):
-        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: make one, loss_fn={loss_fn.__name__}()")
+        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an object, loss_fn={loss_fn.__name__}()")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be a function of output and target, not a {_kind(loss_fn)}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
@@ -30,25 +30,23 @@ def check_arguments(
             f"{_kind(optimizer)}"
         )
     if config is not None and not isinstance(config, TrainConfig):
-        raise ConfigError(
-            f"config must be a TrainConfig, not a {_kind(config)}: TrainConfig.from_dict makes one of a dict"
-        )
+        raise ConfigError(f"config must be a TrainConfig, not a {_kind(config)}: use TrainConfig.from_dict for a dict")
     if not isinstance(callbacks, list | tuple) or not all(isinstance(one, callback_class) for one in callbacks):
         raise ConfigError("callbacks must be a list of objects whose classes derive from panther.train.Callback")
     if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
         raise ConfigError("metrics must be a mapping of names to functions of output and target")
     if metrics is not None and "loss" in metrics:
-        raise ConfigError("a metric is called 'loss', which is the loss's name: call it something else")
+        raise ConfigError("a metric must not be named 'loss', which is the name of the loss: choose another name")
 
 
 def check_loss(loss: Any) -> None:
-    """Raise ConfigError unless a loss is one number that depends on the model's parameters."""
+    """Raise ConfigError unless a loss is a scalar tensor that depends on a trainable parameter."""
     if not isinstance(loss, Tensor):
-        raise ConfigError(f"loss_fn returned a {_kind(loss)}: it must return a tensor, and only that")
+        raise ConfigError(f"loss_fn returned a {_kind(loss)}: it must return one tensor and nothing else")
     if loss.dim():
-        raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be one number: reduce it")
+        raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be a scalar: reduce it")
     if not loss.requires_grad:
-        raise ConfigError("the loss depends on no trained parameter: it was detached, or made of numbers")
+        raise ConfigError("the loss depends on no trainable parameter: do not detach it or make it from numbers")
 
 
 def _kind(value: Any) -> str:

@@ -1,0 +1,106 @@
+"""The optimizer of a distributed model, and its learning rate in each step."""
+
+__all__ = ["Optimizer", "learning_rate_factor", "optimizer_builder"]
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from panther.errors import ConfigError
+
+Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+"""What a Trainer takes: an optimizer, a function that makes one from parameters, or None for AdamW."""
+
+
+def learning_rate_factor(schedule: str, step: int, total: int | None, warmup: int) -> float:
+    """Return the factor of the peak learning rate in a step.
+
+    It rises linearly during the warm-up, and then stays 1 or falls to 0 at the last step.
+
+    Args:
+        schedule: ``"linear"`` or ``"cosine"``; with any other value the factor stays 1.
+        step: Number of steps already taken.
+        total: Number of steps of the run; None only where the factor stays 1.
+        warmup: Number of steps of the warm-up.
+
+    Example:
+        >>> [learning_rate_factor("linear", step, 6, 2) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule not in ("linear", "cosine") or total is None:
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def optimizer_builder(
+    optimizer: Optimizer, model: nn.Module
+) -> Callable[[Mapping[str, nn.Parameter], bool, float | None], torch.optim.Optimizer]:
+    """Return a function that makes the optimizer once the model is distributed.
+
+    FSDP and tensor parallelism replace a model's parameters by other objects. The groups of an optimizer that the user
+    made before are therefore noted by name here, and rebuilt from the new parameters.
+
+    Args:
+        optimizer: As given to the Trainer.
+        model: The model before it is distributed.
+
+    Returns:
+        A function of this rank's parameters by their names in ``model``, of whether to shard the optimizer's state over
+        the ranks, and of the learning rate (None keeps the optimizer's own).
+
+    Raises:
+        ConfigError: If the optimizer has state already, or parameters that are not the model's.
+    """
+    groups = _groups_by_name(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else None
+
+    def build(
+        named: Mapping[str, nn.Parameter], shard_state: bool, learning_rate: float | None
+    ) -> torch.optim.Optimizer:
+        kind: Any = optimizer or torch.optim.AdamW
+        parameters: list[Any] = [parameter for parameter in named.values() if parameter.requires_grad]
+        defaults: dict[str, Any] = {}
+        if groups is not None and isinstance(optimizer, torch.optim.Optimizer):
+            kind, defaults = type(optimizer), dict(optimizer.defaults)
+            # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
+            own = [(settings, [named[name] for name in names if name in named]) for settings, names in groups]
+            parameters = [{**settings, "params": here} for settings, here in own if here]
+        if shard_state:
+            # Imported here because its module compiles with torch.jit, which takes a while and warns.
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            made: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, kind, **defaults)
+        elif isinstance(optimizer, torch.optim.Optimizer) and _all_current(optimizer, named):
+            made = optimizer  # callbacks and schedulers of the user may refer to it
+        else:
+            made = kind(parameters, **defaults)
+        for group in made.param_groups if learning_rate is not None else ():
+            group["lr"] = learning_rate
+        return made
+
+    return build
+
+
+def _groups_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the settings and the parameter names of each group."""
+    if optimizer.state:
+        raise ConfigError("the optimizer has already taken steps: pass a new one, or resume from a checkpoint")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(parameter not in names for parameter in group["params"]):
+            raise ConfigError("the optimizer has parameters that are not the model's: make it from model.parameters()")
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append((settings, [names[parameter] for parameter in group["params"]]))
+    return groups
+
+
+def _all_current(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether the optimizer's parameters are still those of the distributed model."""
+    current = {id(parameter) for parameter in named.values()}
+    return all(id(parameter) in current for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,279 @@
+"""Distribute a model over the ranks by the strategy of the configuration, and make its optimizer."""
+
+__all__ = ["TrainingSetup", "choose_strategy", "set_up"]
+
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from panther.distributed import (
+    ClusterSpec,
+    HybridParallelTrainer,
+    ModelStats,
+    data_parallel,
+    get_distributed_info,
+    get_rank,
+    get_world_size,
+    plan_parallelism,
+)
+from panther.distributed.advisor.cost_model import Layout
+from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm._precision import compute_dtype
+from panther.distributed.data.blocks import fsdp_blocks
+from panther.errors import ConfigError
+from panther.train.config import TrainConfig
+from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output
+from panther.train.optimizer import Optimizer, optimizer_builder
+
+_MODEL_PARALLEL = ("tp", "pp", "hybrid")
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A distributed model with its optimizer, ready to train."""
+
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    strategy: str
+
+
+def set_up(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Tensor] | None,
+    config: TrainConfig,
+    sample_batch: Callable[[], Any],
+) -> TrainingSetup:
+    """Distribute a model over the ranks, and make its optimizer.
+
+    Args:
+        model: The model, built alike on every rank.
+        optimizer: An optimizer of the model's parameters, a function that makes one from parameters, or None for AdamW.
+        loss_fn: The loss, or None if the model returns its loss.
+        config: The settings.
+        sample_batch: Returns a batch, for the advisor and for pipelines whose model has to be traced.
+
+    Raises:
+        ConfigError: If the settings contradict each other, or do not suit the number of ranks or the model.
+    """
+    world = get_world_size()
+    config = choose_strategy(model, config, loss_fn, sample_batch)
+    strategy = "single" if world == 1 else config.strategy
+    _check(config, strategy, world, loss_fn)
+    device = get_distributed_info().device if world > 1 else _single_device(model)
+    make_optimizer = optimizer_builder(optimizer, model)  # before the parameters become other objects
+    model.to(device)
+    _checkpoint_activations(model, config.activation_checkpointing)
+    dtype = compute_dtype(config.mixed_precision)
+    scaler = torch.amp.GradScaler(device.type) if config.mixed_precision == "fp16" else None
+    engine: Engine
+    if strategy in _MODEL_PARALLEL:
+        engine = _model_parallel_engine(model, loss_fn, config, strategy, sample_batch, device, dtype)
+    else:
+        if config.compile:
+            model.compile()
+        wrapped = model if strategy == "single" else _data_parallel(model, config, strategy)
+        engine = ModelEngine(
+            wrapped, loss_fn, device=device, rank=get_rank(), size=world, autocast_dtype=dtype, scaler=scaler
+        )
+    made = make_optimizer(_named_parameters(engine), strategy == "zero1", config.learning_rate)
+    if isinstance(made, torch.optim.LBFGS):
+        raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
+    scaling = {"none": 1.0, "sqrt": engine.size**0.5, "linear": float(engine.size)}[config.learning_rate_scaling]
+    for group in made.param_groups:
+        group["lr"] = group["lr"] * scaling
+    return TrainingSetup(engine, made, scaler, strategy)
+
+
+def choose_strategy(
+    model: nn.Module, config: TrainConfig, loss_fn: Any, sample_batch: Callable[[], Any]
+) -> TrainConfig:
+    """Return the configuration with a strategy in place of ``"auto"``: the advisor's, for these ranks and their memory.
+
+    A model that the advisor cannot read is replicated, with a warning that says why.
+    """
+    world = get_world_size()
+    if config.strategy != "auto" or world == 1:
+        return config
+    if config.tensor_parallel_size or config.pipeline_parallel_size:
+        return dataclasses.replace(config, strategy="hybrid")
+    layout, failure = run_on_first_rank(lambda: _advised_layout(model, config, loss_fn, sample_batch), None)
+    if failure is not None:
+        warnings.warn(
+            f"strategy='auto' uses 'ddp', because the advisor cannot read the model: {failure}",
+            UserWarning,
+            stacklevel=4,
+        )
+    if layout is None or (layout.dp == world and layout.strategy == "ddp"):
+        chosen = dataclasses.replace(config, strategy="ddp")
+    elif layout.tp == 1:
+        chosen = dataclasses.replace(config, strategy="fsdp")
+    else:
+        dp = layout.dp * layout.replicate
+        chosen = dataclasses.replace(config, strategy="hybrid", tensor_parallel_size=layout.tp, data_parallel_size=dp)
+    if get_rank() == 0:
+        _log.info("strategy='auto' uses %r%s", chosen.strategy, "" if layout is None else f" ({layout})")
+    return chosen
+
+
+def _advised_layout(
+    model: nn.Module, config: TrainConfig, loss_fn: Any, sample_batch: Callable[[], Any]
+) -> tuple[Layout | None, str | None]:
+    """Return the fastest layout without stages that fits, or None and why there is none.
+
+    Tensor parallelism comes last even where it would be faster: its ranks see the same samples, and n processes should
+    see n times as many as one, whatever layout is chosen.
+    """
+    info, batch = get_distributed_info(), sample_batch()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    if info.device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(info.device).total_memory)
+        cluster = ClusterSpec(gpus=get_world_size(), memory_bytes=memory, gpus_per_node=local)
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local
+        cluster = ClusterSpec.preset("cpu", get_world_size(), memory_bytes=memory, gpus_per_node=local)
+    try:
+        stats = ModelStats.of(
+            model,
+            batch if loss_fn is None else batch[0],
+            loss_fn=loss_of_output if loss_fn is None else None,
+            mixed_precision=config.mixed_precision,
+        )
+        samples = next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+        plan = plan_parallelism(stats, cluster, batch=samples * get_world_size())
+    except Exception as error:  # a forward may do anything; ddp runs all that one process can run
+        return None, f"{type(error).__name__}: {error}"
+    options = [option for option in plan.options if option.layout.pp == 1]
+    options.sort(key=lambda option: (not option.fits, option.layout.tp > 1))  # stable: the fastest stay first
+    return options[0].layout if options else None, None
+
+
+def _check(config: TrainConfig, strategy: str, world: int, loss_fn: Any) -> None:
+    if config.mixed_precision == "fp16" and strategy in (*_MODEL_PARALLEL, "fsdp", "replicate"):
+        raise ConfigError(
+            f"mixed_precision='fp16' scales the loss, which strategy={strategy!r} does not support: use 'bf16'"
+        )
+    if config.comm_hook and strategy not in ("ddp", "zero1", "single"):
+        raise ConfigError(f"comm_hook={config.comm_hook!r} is for strategy='ddp', not {strategy!r}")
+    if strategy in _MODEL_PARALLEL and config.compile:
+        raise ConfigError(f"compile=True and strategy={strategy!r} do not go together: leave it out")
+    if config.data_parallel_size and strategy not in _MODEL_PARALLEL and config.data_parallel_size != world:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size} must be the world size ({world}) with "
+            f"strategy={strategy!r}: leave it out, or use 'hybrid'"
+        )
+
+
+def _data_parallel(model: nn.Module, config: TrainConfig, strategy: str) -> nn.Module:
+    if strategy in ("ddp", "zero1"):
+        options: dict[str, Any] = {"find_unused_parameters": config.find_unused_parameters}
+        if config.bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = config.bucket_cap_mb
+        return data_parallel(model, comm_hook=config.comm_hook, **options)
+    return data_parallel(model, strategy=strategy)
+
+
+def _model_parallel_engine(
+    model: nn.Module,
+    loss_fn: Any,
+    config: TrainConfig,
+    strategy: str,
+    sample_batch: Callable[[], Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Engine:
+    """Combine tensor and pipeline parallelism, with data parallelism over the remaining ranks."""
+    world = get_world_size()
+    tp = config.tensor_parallel_size or (world if strategy == "tp" else 1)
+    pp = config.pipeline_parallel_size or (world if strategy == "pp" else 1)
+    if world % (tp * pp):
+        raise ConfigError(
+            f"tensor_parallel_size * pipeline_parallel_size = {tp} * {pp} must divide the world size ({world})"
+        )
+    settings: dict[str, Any] = {
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "data_parallel_size": config.data_parallel_size or world // (tp * pp),
+        "schedule": config.pipeline_schedule,
+    }
+    if pp == 1:
+        parallel = HybridParallelTrainer(model, settings)
+        mesh = parallel.mesh
+        return ModelEngine(
+            parallel.model,
+            loss_fn,
+            device=device,
+            rank=mesh["dp"].get_local_rank(),
+            size=mesh["dp"].size(),
+            reports_loss=mesh["tp"].get_local_rank() == 0,
+            autocast_dtype=dtype,
+            group=parallel.dp_group,
+        )
+    if loss_fn is None:
+        raise ConfigError("a pipeline needs loss_fn, which its last stage calls")
+    settings["num_microbatches"] = num_microbatches = config.num_microbatches or pp
+    if config.pipeline_layers is not None:
+        data = sample_batch()
+        inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)
+        settings["pipeline_layers"] = config.pipeline_layers
+        settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(device) for x in inputs)
+    parallel = HybridParallelTrainer(model, settings)
+    return PipelineEngine(parallel, loss_fn, device=device, num_microbatches=num_microbatches, autocast_dtype=dtype)
+
+
+def _single_device(model: nn.Module) -> torch.device:
+    """Return the device for one process: the current GPU, or where the model is."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters by their names in the model that the user built."""
+    named = {}
+    for module in engine.modules():
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        for name, parameter in inner.named_parameters():
+            named[name.replace("_checkpoint_wrapped_module.", "")] = parameter  # of activation checkpointing
+    return named
+
+
+def _checkpoint_activations(model: nn.Module, kind: str) -> None:
+    """Recompute blocks in the backward pass: whole blocks, or everything in them except matrix products."""
+    if kind == "none":
+        return
+    blocks = set(fsdp_blocks(model))
+    if not blocks:
+        raise ConfigError(
+            f"activation_checkpointing={kind!r} needs blocks, the modules of a ModuleList or nn.Sequential, and the "
+            "model has none"
+        )
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, **options),
+        check_fn=lambda module: module in blocks,
+    )
