@@ -1,4 +1,4 @@
-"""Checks of what an attention layer is called with, and its masks."""
+"""Checks of the inputs of an attention layer, and its masks."""
 
 __all__ = ["check_inputs", "is_causal_mask", "key_exponent"]
 

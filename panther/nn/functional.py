@@ -60,7 +60,7 @@ def sketched_linear(
         x, S1, U1, S2, U2, bias = (_autocast(tensor) for tensor in (x, S1, U1, S2, U2, bias))  # type: ignore[assignment]
     _check(x, S1, U1, S2, U2, bias)
     if x.is_nested:
-        # Nested tensors support linear, and little else of what is needed here.
+        # Nested tensors support F.linear, but few of the other operations used here.
         if not U1.is_floating_point():
             U1, U2 = unpack_signs(U1, S2.shape[1], S1.dtype), unpack_signs(U2, S1.shape[0], S1.dtype).mT
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)

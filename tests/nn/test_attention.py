@@ -472,10 +472,10 @@ def test_checkpoints_with_one_projection_matrix_for_all_heads():
         attention_of("taylor").load_state_dict({**state, "projection_matrix": shared})
 
 
-@pytest.mark.parametrize(("causal", "kernel"), [(False, "taylor"), (True, "softmax")])
-def test_compile(causal, kernel):
+@pytest.mark.parametrize(("causal", "kernel", "backend"), [(False, "taylor", "eager"), (True, "softmax", "aot_eager")])
+def test_compile(causal, kernel, backend):
     layer = attention_of(kernel, iscausal=causal).eval()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
     for length in (9, 70):
         x = draw(2, length, E)
         assert_close(compiled(x, x, x)[0], layer(x, x, x)[0].detach())
