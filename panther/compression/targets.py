@@ -155,48 +155,41 @@ def select_targets(
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    skipped: list[SkippedLayer] = []
-    sound: dict[nn.Module, None] = {}
+    # In the order of the model; a reason, or None for a layer to compress.
+    reasons: dict[nn.Module, str | None] = {}
     for module, places in names.items():
         if isinstance(module, SketchedModule):
-            skipped.append(SkippedLayer(places[0], type(module).__name__, "is sketched already"))
-        elif (_holds_matrix(module) or _is_quantised(module)) and not isinstance(module, ParametrizationList):
-            reason = _refusal(module, places, wanted, unwanted)
-            if reason is None:
-                sound[module] = None
-            else:
-                skipped.append(SkippedLayer(places[0] or "(the model)", type(module).__name__, reason))
+            reasons[module] = "is sketched already"
+        elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
+            reasons[module] = _refusal(module, places, wanted, unwanted)
 
     # A weight that several layers share becomes one target, so that it is compressed once and stays shared.
-    owners: dict[int, list[nn.Module]] = {}
+    owners: dict[int, dict[nn.Module, None]] = {}
     for module in names:
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append(module)
-    targets, seen = [], set()
-    for module in sound:
-        if module in seen:
+                owners.setdefault(id(parameter), {})[module] = None
+    targets = []
+    for sharing in dict.fromkeys(tuple(owners[id(m.weight)]) for m, reason in reasons.items() if reason is None):
+        sound = [module for module in sharing if reasons.get(module, "") is None]
+        alike = len(sound) == len(sharing) and len({type(module) for module in sharing}) == 1
+        if len(sharing) > 1 and not (alike and isinstance(sound[0], nn.Linear)):
+            for module in sound:  # an owner that is not compressed itself is the better explanation
+                owner = next(m for m in sorted(sharing, key=sound.__contains__) if m is not module)
+                reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
             continue
-        sharing = list(dict.fromkeys(owners[id(module.weight)]))
-        seen.update(sharing)
-        others = [other for other in sharing if other not in sound or type(other) is not type(module)]
-        if others or (len(sharing) > 1 and not isinstance(module, nn.Linear)):
-            others = others or sharing[1:]
-            for one in sharing:
-                if one in sound:
-                    owner = next(other for other in (*others, *sharing) if other is not one)
-                    reason = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
-                    skipped.append(SkippedLayer(names[one][0], type(one).__name__, reason))
-            continue
-        target = _target(tuple(name for one in sharing for name in names[one]), tuple(sharing))
+        target = _target(tuple(name for module in sharing for name in names[module]), sharing)
         least = target.numbers(rank, seeded=seeded)
-        if least >= target.dense_numbers:
-            reason = f"would not shrink: matrix rank {rank} takes {least:,} numbers, the layer {target.dense_numbers:,}"
-            skipped.append(SkippedLayer(target.name, type(module).__name__, reason))
-        else:
+        if least < target.dense_numbers:
             targets.append(target)
-    order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    skipped.sort(key=lambda entry: order.get(entry.name, -1))
+        else:
+            figures = f"matrix rank {rank} takes {least:,} numbers, the layer {target.dense_numbers:,}"
+            reasons[sound[0]] = f"would not shrink: {figures}"
+    skipped = [
+        SkippedLayer(names[module][0] or "(the model)", type(module).__name__, reason)
+        for module, reason in reasons.items()
+        if reason is not None
+    ]
     return Survey(tuple(targets), tuple(skipped))
 
 
@@ -219,14 +212,19 @@ def _matches(selector: Selector, names: Sequence[str], module: nn.Module) -> boo
 
 
 def _holds_matrix(module: nn.Module) -> bool:
-    # The two known kinds also where pruning or weight_norm computes the weight, which is then not in `_parameters`.
-    return isinstance(module, (nn.Linear, nn.Conv2d)) or any(
-        parameter is not None and (is_lazy(parameter) or parameter.dim() > 1)
-        for parameter in module._parameters.values()
+    # The two known kinds also where pruning or weight_norm computes the weight, which is then not in `_parameters`;
+    # torch's quantized layers keep theirs packed.
+    return (
+        isinstance(module, (nn.Linear, nn.Conv2d))
+        or _is_quantized(module)
+        or any(
+            parameter is not None and (is_lazy(parameter) or parameter.dim() > 1)
+            for parameter in module._parameters.values()
+        )
     )
 
 
-def _is_quantised(module: nn.Module) -> bool:
+def _is_quantized(module: nn.Module) -> bool:
     return "quantized" in type(module).__module__ and hasattr(module, "_packed_params")
 
 
@@ -238,7 +236,7 @@ def _refusal(
 ) -> str | None:
     """Return why a module that holds a matrix is kept dense; None if it is to be compressed."""
     kind = type(module)
-    if _is_quantised(module):
+    if _is_quantized(module):
         return "is quantized: compress first, then quantize"
     if not (isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)):
         return "not a Linear, Conv2d or Conv1D layer: kept as it is"
