@@ -35,8 +35,8 @@ def test_two_ranks(capfd, tmp_path):
     title, samples, gradients, training, sent, checks = sections
     assert code == 0
     assert "2 processes of this machine" in title
-    assert "1,347 samples anew in each epoch and deals them to 2 ranks in turn; it repeats 1, so" in samples
-    assert "A step takes 64 samples, 32 of each rank, the last of an epoch 4; an epoch has 22 steps." in samples
+    assert "1,347 samples of an epoch and deals them to 2 ranks in turn; it repeats 1, so" in samples
+    assert "A step has 64 samples, 32 of each rank, the last of an epoch 4; an epoch has 22 steps." in samples
     assert "S1 of the first SKLinear" in gradients
     assert len(training.splitlines()) == 1 + 1 + 2 + 1 + 3 + 1
     assert f"{8 * PARAMETERS:,}" in sent
@@ -57,10 +57,10 @@ def test_two_ranks(capfd, tmp_path):
 def test_three_ranks_of_dense_layers_for_some_steps(capfd, tmp_path):
     code, sections, report = simulate(capfd, tmp_path, "--world", "3", "--dense", "--steps", "3")
     assert code == 0
-    assert "A step takes 63 samples, 21 of each rank, the last of an epoch 24" in sections[1]
+    assert "A step has 63 samples, 21 of each rank, the last of an epoch 24" in sections[1]
     assert "with dense layers" not in sections[4]
     assert report["gradient_bytes"] == 8 * DENSE
-    assert report["checks"][0]["what"] == "no sample is seen by two ranks"
+    assert report["checks"][0]["name"] == "no sample is seen by two ranks"
     assert len(report["losses"]) == 3
     assert all(len(losses) == 3 for losses in report["losses"])
 
@@ -76,8 +76,8 @@ def test_what_does_not_hold_is_an_error(capfd, monkeypatch):
     out, err = capfd.readouterr()
     assert out.count("  NO  ") == 2
     assert err == (
-        "panther: error: what must hold does not (the mean is the gradient of the whole batch; they are those of one "
-        "process): this is a bug, report it\n"
+        "panther: error: checks failed: the mean is the gradient of the whole batch; one process ends with the same "
+        "parameters. This is a bug: please report it\n"
     )
 
 
@@ -88,7 +88,7 @@ def test_a_dry_run_starts_nothing(capfd, tmp_path, monkeypatch):
     assert "1,024 ranks, counted and not run" in sections[0]
     assert "\n...\n1,023" in sections[1]
     assert "repeats 701, so that each of them has 2." in sections[1]
-    assert "Note: Of an epoch's work 34 % would go to repeated samples." in sections[2]
+    assert "Note: 34 % of an epoch would be repeated samples." in sections[2]
     assert report["samples_per_rank"] == report["steps_per_epoch"] == 2
     assert report["gradient_bytes"] == 8 * PARAMETERS
     assert report["dense_gradient_bytes"] == 8 * DENSE
@@ -107,11 +107,11 @@ def test_shards_are_disjoint_and_leave_nothing_out():
 
 
 def test_counted_memory_is_that_of_the_tensors():
-    plan = _estimate.dry_run(settings())
+    plan = _estimate.estimate(settings())
     torch.manual_seed(0)
-    model = _training.build("sketched", 128, 4).double()
-    assert plan.memory["parameters"] == sum(p.nbytes for p in model.parameters()) == 8 * PARAMETERS
-    assert plan.memory["sketches"] == sum(b.nbytes for b in model.buffers())
+    model = settings().build()
+    assert plan["memory"]["parameters"] == sum(p.nbytes for p in model.parameters()) == 8 * PARAMETERS
+    assert plan["memory"]["sketches"] == sum(b.nbytes for b in model.buffers())
     kept = {}
 
     def pack(tensor):
@@ -123,15 +123,15 @@ def test_counted_memory_is_that_of_the_tensors():
             model(torch.randn(32, 64, dtype=torch.float64)), torch.zeros(32, dtype=torch.int64)
         )
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    assert plan.memory["kept for backward"] == sum(size for place, size in kept.items() if place not in own)
+    assert plan["memory"]["kept for backward"] == sum(size for place, size in kept.items() if place not in own)
     assert loss.isfinite()
 
 
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["--world", "2000", "--batch", "64"], "--batch 64 cannot be shared evenly by --world 2000: use --batch 2000"),
-        (["--dense", "--hidden", "10000000"], "the tensors of 1 rank take 6,400,032,320,019,528 bytes"),
+        (["--world", "2000", "--batch", "64"], "--batch 64 cannot be divided evenly by --world 2000: use --batch 2000"),
+        (["--dense", "--hidden", "10000000"], "the tensors of 1 rank need 6,400,032,320,019,528 bytes"),
     ],
 )
 def test_a_dry_run_says_what_does_not_fit(capfd, args, told):
@@ -143,7 +143,7 @@ def test_a_dry_run_notes_what_is_a_waste(capfd, monkeypatch):
     monkeypatch.setattr(_estimate, "_physical_memory", lambda: 10**9)
     assert main(["simulate", "--dry-run", "--world", "2000"]) == 0
     out = capfd.readouterr().out
-    assert "There are more ranks than samples: 653 ranks would see nothing but repeated ones." in out
+    assert "There are more ranks than samples: 653 ranks would see only repeated ones." in out
     assert "The memory of this machine, 1,000,000,000 bytes, is too small for all ranks together." in out
     assert main(["simulate", "--dry-run", "--batch", "4000"]) == 0
     assert "a step would have 1,348 samples, not 4,000." in capfd.readouterr().out
@@ -158,8 +158,8 @@ def test_a_dry_run_notes_what_is_a_waste(capfd, monkeypatch):
         ),
         (["--world", "1"], "--world 1 must be from 2 to 8"),
         (["--world", "2000000", "--dry-run"], "--world 2000000 must be from 1 to 1048576"),
-        (["--world", "4", "--batch", "63"], "--batch 63 cannot be shared evenly by --world 4: use --batch 60 or 64"),
-        (["--world", "3", "--batch", "2"], "--batch 2 cannot be shared evenly by --world 3: use --batch 3"),
+        (["--world", "4", "--batch", "63"], "--batch 63 cannot be divided evenly by --world 4: use --batch 60 or 64"),
+        (["--world", "3", "--batch", "2"], "--batch 2 cannot be divided evenly by --world 3: use --batch 3"),
         (["--report", "nowhere/report.json"], "--report nowhere/report.json cannot be written"),
     ],
 )
@@ -175,7 +175,7 @@ def test_ranks_that_are_too_many_for_the_memory_are_not_started(capfd, monkeypat
     monkeypatch.setattr("panther.distributed.launch", None)
     monkeypatch.setattr(_estimate, "_physical_memory", lambda: 3_000_000)
     assert main(["simulate"]) == 2
-    assert "the tensors of 2 ranks take 4,675,856 bytes" in capfd.readouterr().err
+    assert "the tensors of 2 ranks need 4,675,856 bytes" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
