@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from panther.cli import main
-from panther.cli.profile._recorder import overlap, union
+from panther.cli.profile._recorder import covered
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +96,27 @@ def test_one_process(capsys):
     check_collectives(out, Path("panther-profile/trace.json"))
 
 
+def test_several_processes_run_this_command(monkeypatch):
+    Path("work.py").write_text("")
+    seen = []
+    monkeypatch.setattr("panther.cli.launch.start", lambda arguments, name: seen.append((arguments, name)) or 3)
+    options = ["--nproc-per-node=2", "--backend=gloo", "--steps=4", "--skip=0", "--top=5", "--out=here"]
+    assert main(["profile", *options, "work.py", "--steps=1"]) == 3
+    passed = ["--out=here", "--top=5", "--steps=4", "--skip=0", "work.py", "--steps=1"]
+    assert seen == [
+        (["--nproc-per-node=2", "--backend=gloo", "--module", "panther", "profile", *passed], "work.py"),
+    ]
+
+
+def test_ranks_other_than_0_only_run_the_script(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    Path("work.py").write_text("import sys\nprint('ran')\nsys.exit(4)")
+    assert main(["profile", "work.py"]) == 4
+    assert capsys.readouterr().out == "ran\n"
+    assert not Path("panther-profile").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes(capfd):
     """Rank 0 is recorded, and what it prints is shown."""
@@ -119,8 +140,10 @@ def test_some_steps_only(capsys):
     for skip in ("6", "7"):
         assert main(["profile", "--steps", "2", "--skip", skip, "work.py"]) == 2
         assert f"work.py made 6 optimizer steps, and --skip {skip} leaves none to record" in capsys.readouterr().err
-    assert main(["profile", "--steps", "100", "--top", "3", "work.py"]) == 0
-    assert "Profile of 5 optimizer steps, " in capsys.readouterr().out  # the first is skipped
+    assert main(["profile", "--steps", "30", "--top", "3", "work.py"]) == 0
+    out, err = capsys.readouterr()
+    assert "Profile of 5 optimizer steps, " in out  # the first is skipped
+    assert err == "panther: note: work.py made 6 optimizer steps, fewer than --skip 1 and --steps 30 need\n"
 
 
 def test_module_and_exit_code(capsys, monkeypatch):
@@ -135,7 +158,7 @@ def test_module_and_exit_code(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["nowhere.py"], "the script nowhere.py does not exist"),
-        (["--skip", "2", "work.py"], "--skip 2 goes with --steps"),
+        (["--skip", "2", "work.py"], "--skip 2 needs --steps"),
         (["--out", "work.py", "work.py"], "--out work.py cannot be written to"),
     ],
 )
@@ -143,6 +166,7 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     Path("work.py").write_text("")
     assert main(["profile", *arguments]) == 2
     assert message in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["work.py"]
 
 
 def test_a_script_that_raises_is_not_hidden():
@@ -198,6 +222,6 @@ def test_ranges():
         [tuple(sorted(pair)) for pair in torch.randint(0, 200, (20, 2), generator=generator).tolist()] for _ in range(2)
     )
     cells = [{cell for start, end in ranges for cell in range(start, end)} for ranges in (first, second)]
-    assert sum(end - start for start, end in union(first)) == len(cells[0])
-    assert overlap(union(first), union(second)) == len(cells[0] & cells[1])
-    assert overlap([], union(second)) == 0
+    assert covered(first) == len(cells[0])
+    assert covered(first + second) == len(cells[0] | cells[1])
+    assert covered([]) == 0
