@@ -41,12 +41,11 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def factors(rows: int, width: int, R: int, signs: str, dtype: torch.dtype, odd: int = 0) -> tuple[Any, ...]:
-    """Arguments of a sketched product, its signs ``"dense"``, ``"packed"`` or ``"drawn"``; ``odd`` spoils alignment."""
+    """Arguments of a sketched product, its signs ``"dense"`` or ``"packed"``; ``odd`` spoils alignment."""
     K, N = width + odd, width + 2 * odd
     U = {
         "dense": (meta(R, N, dtype=dtype), meta(K, R, dtype=dtype)),
         "packed": (meta(R, -(-N // 32), dtype=torch.int32), meta(R, -(-K // 32), dtype=torch.int32)),
-        "drawn": (meta(3, dtype=torch.int64), meta(3, dtype=torch.int64)),
     }[signs]
     bias = None if odd else meta(N, dtype=dtype)
     return meta(rows, K, dtype=dtype), meta(K, R, dtype=dtype), U[0], meta(R, N, dtype=dtype), U[1], bias, 0.5
@@ -101,18 +100,14 @@ CASES = [
     Case("signs", lambda t: signs.fill_signs_(meta(100, 1000, dtype=t), 5, 0, 3, 2**40, 0), ALL, FULL),
     Case("fused R 64", fused(8192, 8192, 64)),
     Case("fused R 64, packed", fused(8192, 8192, 64, "packed"), precisions=FULL),
-    Case("fused R 64, drawn", fused(8192, 8192, 64, "drawn"), precisions=FULL),
     Case("fused R 16", fused(8192, 8192, 16), precisions=FULL),
     Case("fused R 16, packed", fused(8192, 8192, 16, "packed"), precisions=FULL),
-    Case("fused R 16, drawn", fused(8192, 8192, 16, "drawn"), precisions=FULL),
     Case("fused R 48, no bias", fused(100, 1008, 48, bias=False), ALL, FULL),
     Case("pair batch 1", pair(1, 8192, 16)),
     Case("pair batch 1, packed", pair(1, 8192, 16, "packed"), precisions=FULL),
-    Case("pair batch 1, drawn", pair(1, 8192, 16, "drawn"), precisions=FULL),
     Case("pair batch 64, R 64", pair(64, 8192, 64)),
     Case("pair batch 16, R 128", pair(16, 4096, 128)),
     Case("pair batch 64, R 128, packed", pair(64, 4096, 128, "packed"), precisions=FULL),
-    Case("pair batch 64, R 128, drawn", pair(64, 4096, 128, "drawn"), precisions=FULL),
     Case("pair batch 512, R 16", pair(512, 8192, 16)),
     Case("pair batch 512, R 64, packed", pair(512, 8192, 64, "packed"), precisions=FULL),
     Case("pair R 33, odd sizes", pair(3, 1000, 33, odd=1), ALL, FULL),

@@ -33,22 +33,10 @@ def draw_words(seed, stream, tag, row, call):
 
 @triton.jit
 def draw_tile(seed, stream, tag, row0, col0, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Float32 signs (ROWS, COLS) from row ``row0`` and column ``col0``, a multiple of COLS; COLS is a power of two."""
+    """Draw float32 signs (ROWS, COLS) from row ``row0`` and column ``col0``, both COLS and it multiples of 128."""
     row = row0 + tl.arange(0, ROWS)[:, None]
-    if COLS >= 128:
-        call = col0 // 128 + tl.arange(0, COLS // 128)[None, :]
-        return expand(draw_words(seed, stream, tag, row, call), ROWS, COLS // 32)
-    words = draw_words(seed, stream, tag, row, col0 // 128 + tl.zeros((1, 1), tl.int32))
-    even, odd = tl.split(tl.reshape(words, (ROWS, 2, 2)))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    upper = (col0 + tl.zeros((ROWS,), tl.int32)) % 128 >= 64
-    lower_word, upper_word = tl.where(upper, w2, w0), tl.where(upper, w3, w1)
-    if COLS == 64:
-        return expand(tl.join(lower_word, upper_word), ROWS, 2)
-    word = tl.where((col0 + tl.zeros((ROWS,), tl.int32)) % 64 >= 32, upper_word, lower_word)
-    bits = (word[:, None] >> (col0 % 32 + tl.arange(0, COLS)).to(tl.uint32)[None, :]) & 1
-    return 1.0 - 2.0 * bits.to(tl.float32)
+    call = col0 // 128 + tl.arange(0, COLS // 128)[None, :]
+    return expand(draw_words(seed, stream, tag, row, call), ROWS, COLS // 32)
 
 
 @triton.jit(do_not_specialize=("seed", "stream", "tag", "row0", "call0"))

@@ -5,8 +5,8 @@ to the output, so that x is read once and nothing but the output written. *Pair*
 the whole device, so the first kernel splits the input features over programs, and the second adds the parts in a fixed
 order, without atomics, before the outer product.
 
-The signs U1 and U2 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both; or
-drawn in registers from the stream that an int64 tensor (seed, stream, tag) names; these two contiguous.
+The signs U1 and U2 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both, and then
+contiguous.
 """
 
 __all__ = ["fused_matmul", "pair_matmul"]
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import autotuned, dot_operand, dot_precision, multiprocessors, pipeline_stages
-from .signs import draw_tile, expand
+from .signs import expand
 
 _MAX_RANK_TILE = 64
 # Ranks that one float32 product takes: three TF32 products keep twice the tiles, and more would spill registers.
@@ -27,47 +27,41 @@ _SINGLE_SLICE = 32
 # Parts of a sum that are loaded at once, and entries that a program of the reduction owns.
 _PARTS = tl.constexpr(4)
 _BLOCK = 256
-_FORMS = {torch.int32: 1, torch.int64: 2}
-DENSE, PACKED, DRAWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _input_signs(
-    U2, k0, r0, K, R, stride_k, stride_r, like, BK: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr
+    U2, k0, r0, K, R, stride_k, stride_r, like, BK: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """Tile (BK, RP) of the signs on the input side."""
     k = k0 + tl.arange(0, BK)
     r = r0 + tl.arange(0, RP)
-    if SIGNS == DENSE:
-        inside = (k[:, None] < K) & (r[None, :] < R)
-        tile = tl.load(U2 + k[:, None].to(tl.int64) * stride_k + r[None, :] * stride_r, mask=inside, other=0.0)
-    elif SIGNS == PACKED:
+    if PACKED:
         w = k0 // 32 + tl.arange(0, BK // 32)
         inside = (w[None, :] * 32 < K) & (r[:, None] < R)
         words = tl.load(U2 + r[:, None].to(tl.int64) * tl.cdiv(K, 32) + w[None, :], mask=inside, other=0)
         tile = tl.trans(expand(words, RP, BK // 32))
     else:
-        tile = draw_tile(tl.load(U2), tl.load(U2 + 1), tl.load(U2 + 2), k0, r0, BK, RP)
+        inside = (k[:, None] < K) & (r[None, :] < R)
+        tile = tl.load(U2 + k[:, None].to(tl.int64) * stride_k + r[None, :] * stride_r, mask=inside, other=0.0)
     return tile.to(like)
 
 
 @triton.jit
 def _output_signs(
-    U1, n0, r0, N, R, stride_r, stride_n, like, BN: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr
+    U1, n0, r0, N, R, stride_r, stride_n, like, BN: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """Tile (RP, BN) of the signs on the output side."""
     n = n0 + tl.arange(0, BN)
     r = r0 + tl.arange(0, RP)
-    if SIGNS == DENSE:
-        inside = (r[:, None] < R) & (n[None, :] < N)
-        tile = tl.load(U1 + r[:, None].to(tl.int64) * stride_r + n[None, :] * stride_n, mask=inside, other=0.0)
-    elif SIGNS == PACKED:
+    if PACKED:
         w = n0 // 32 + tl.arange(0, BN // 32)
         inside = (w[None, :] * 32 < N) & (r[:, None] < R)
         words = tl.load(U1 + r[:, None].to(tl.int64) * tl.cdiv(N, 32) + w[None, :], mask=inside, other=0)
         tile = expand(words, RP, BN // 32)
     else:
-        tile = draw_tile(tl.load(U1), tl.load(U1 + 1), tl.load(U1 + 2), r0, n0, RP, BN)
+        inside = (r[:, None] < R) & (n[None, :] < N)
+        tile = tl.load(U1 + r[:, None].to(tl.int64) * stride_r + n[None, :] * stride_n, mask=inside, other=0.0)
     return tile.to(like)
 
 
@@ -75,7 +69,7 @@ def _output_signs(
 def _inner_tile(
     x, S1, U2, m, k_start, k_stop, r0, M, K, R,
     sx_m, sx_k, s1_k, s1_r, u2_k, u2_r,
-    BM: tl.constexpr, BK: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``x S1`` and ``x U2`` over the input features from ``k_start`` to ``k_stop``, each (BM, RP), in float32."""
     r = r0 + tl.arange(0, RP)
@@ -87,7 +81,7 @@ def _inner_tile(
         a = tl.load(x + m[:, None].to(tl.int64) * sx_m + k[None, :] * sx_k, mask=x_inside, other=0.0)
         s_inside = (k[:, None] < K) & (r[None, :] < R)
         s = tl.load(S1 + k[:, None].to(tl.int64) * s1_k + r[None, :] * s1_r, mask=s_inside, other=0.0)
-        u = _input_signs(U2, k0, r0, K, R, u2_k, u2_r, a.dtype, BK, RP, SIGNS)
+        u = _input_signs(U2, k0, r0, K, R, u2_k, u2_r, a.dtype, BK, RP, PACKED)
         a = dot_operand(a)
         left = tl.dot(a, dot_operand(s), left, input_precision=PRECISION)
         right = tl.dot(a, dot_operand(u), right, input_precision=PRECISION)
@@ -97,14 +91,14 @@ def _inner_tile(
 @triton.jit
 def _outer_tile(
     left, right, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n,
-    BN: tl.constexpr, RP: tl.constexpr, SIGNS: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``acc + left U1 + right S2`` for the output features from ``n0``."""
     n = n0 + tl.arange(0, BN)
     r = r0 + tl.arange(0, RP)
     inside = (r[:, None] < R) & (n[None, :] < N)
     s = tl.load(S2 + r[:, None].to(tl.int64) * s2_r + n[None, :] * s2_n, mask=inside, other=0.0)
-    u = _output_signs(U1, n0, r0, N, R, u1_r, u1_n, left.dtype, BN, RP, SIGNS)
+    u = _output_signs(U1, n0, r0, N, R, u1_r, u1_n, left.dtype, BN, RP, PACKED)
     acc = tl.dot(dot_operand(left), dot_operand(u), acc, input_precision=PRECISION)
     return tl.dot(dot_operand(right), dot_operand(s), acc, input_precision=PRECISION)
 
@@ -146,12 +140,12 @@ def _store_out(out, acc, m, n0, M, N, BN: tl.constexpr):
 def _fused(
     x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, rows_class,
     sx_m, sx_k, s1_k, s1_r, u1_r, u1_n, s2_r, s2_n, u2_k, u2_r,
-    RP: tl.constexpr, SIGNS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
+    RP: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, SLICE: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     left, right = _inner_tile(
-        x, S1, U2, m, 0, K, 0, M, K, R, sx_m, sx_k, s1_k, s1_r, u2_k, u2_r, BM, BK, RP, SIGNS, PRECISION
+        x, S1, U2, m, 0, K, 0, M, K, R, sx_m, sx_k, s1_k, s1_r, u2_k, u2_r, BM, BK, RP, PACKED, PRECISION
     )
     left = (left * scale).to(inner.dtype.element_ty)
     right = (right * scale).to(inner.dtype.element_ty)
@@ -162,13 +156,13 @@ def _fused(
         acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
         if SLICE == RP:
             acc = _outer_tile(
-                left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
+                left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, PACKED, PRECISION
             )  # fmt: skip
         else:
             for r0 in range(0, RP, SLICE):
                 a, b = _load_inner(inner, m, r0, M, R, SLICE)
                 acc = _outer_tile(
-                    a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, SLICE, SIGNS, PRECISION
+                    a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, SLICE, PACKED, PRECISION
                 )  # fmt: skip
         _store_out(out, acc, m, n0, M, N, BN)
 
@@ -177,7 +171,7 @@ def _config(BM: int, BK: int, BN: int, warps: int, stages: int) -> triton.Config
     return triton.Config({"BM": BM, "BK": BK, "BN": BN}, num_warps=warps, num_stages=stages)
 
 
-_KEY = ["rows_class", "K", "N", "RP", "SIGNS", "PRECISION"]
+_KEY = ["rows_class", "K", "N", "RP", "PACKED", "PRECISION"]
 _fused_half_kernel = autotuned(
     cuda=[
         _config(64, 64, 128, 4, 3),
@@ -199,7 +193,7 @@ _fused_single_kernel = autotuned(
 def _pair_inner_kernel(
     x, S1, U2, partial, M, K, R, split_k, part_stride,
     sx_m, sx_k, s1_k, s1_r, u2_k, u2_r,
-    RP: tl.constexpr, SIGNS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    RP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     r0 = tl.program_id(1) * RP
@@ -207,7 +201,7 @@ def _pair_inner_kernel(
     k_start = split * split_k
     k_stop = tl.minimum(k_start + split_k, K)
     left, right = _inner_tile(
-        x, S1, U2, m, k_start, k_stop, r0, M, K, R, sx_m, sx_k, s1_k, s1_r, u2_k, u2_r, BM, BK, RP, SIGNS, PRECISION
+        x, S1, U2, m, k_start, k_stop, r0, M, K, R, sx_m, sx_k, s1_k, s1_r, u2_k, u2_r, BM, BK, RP, PACKED, PRECISION
     )
     _store_inner(partial + split.to(tl.int64) * part_stride, left, right, m, r0, M, R, RP)
 
@@ -245,7 +239,7 @@ def _pair_reduce_kernel(partial, inner, scale, n, splits, part_stride, BLOCK: tl
 def _pair_outer_kernel(
     partial, U1, S2, bias, out, inner, scale, M, N, R, splits, part_stride, tiles,
     u1_r, u1_n, s2_r, s2_n,
-    RP: tl.constexpr, RANK_TILES: tl.constexpr, SIGNS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    RP: tl.constexpr, RANK_TILES: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -258,13 +252,13 @@ def _pair_outer_kernel(
         acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
         if RANK_TILES == 1:
             acc = _outer_tile(
-                left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
+                left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, PACKED, PRECISION
             )  # fmt: skip
         else:
             for r0 in range(0, RANK_TILES * RP, RP):
                 a, b = _load_inner(inner, m, r0, M, R, RP)
                 acc = _outer_tile(
-                    a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, SIGNS, PRECISION
+                    a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, PACKED, PRECISION
                 )  # fmt: skip
         _store_out(out, acc, m, n0, M, N, BN)
         n0 += BN
@@ -287,7 +281,7 @@ def fused_matmul(
     kernel[lambda meta: (triton.cdiv(M, meta["BM"]),)](
         x, S1, U1, S2, U2, bias, out, inner, scale, M, K, N, R, M.bit_length(),
         *x.stride(), *S1.stride(), *_strides(U1), *S2.stride(), *_strides(U2),
-        RP=_rank_tile(R), SIGNS=_FORMS.get(U1.dtype, 0), HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
+        RP=_rank_tile(R), PACKED=_is_packed(U1), HAS_BIAS=bias is not None, PRECISION=dot_precision(x.dtype),
         SLICE=_rank_tile(R, _MAX_RANK_TILE if x.element_size() == 2 else _SINGLE_SLICE),
     )  # fmt: skip
     return out, inner
@@ -311,7 +305,7 @@ def pair_matmul(
     rank_tiles = triton.cdiv(R, RP)
     BK, BN = (64, 128) if half else (32, 32)
     programs = multiprocessors(x.device)
-    signs = {"SIGNS": _FORMS.get(U1.dtype, 0), "PRECISION": dot_precision(x.dtype)}
+    signs = {"PACKED": _is_packed(U1), "PRECISION": dot_precision(x.dtype)}
 
     BM = _row_tile(M, 64 if half else 32)
     row_tiles = triton.cdiv(M, BM)
@@ -320,8 +314,7 @@ def pair_matmul(
     split_k = triton.cdiv(triton.cdiv(K, splits), BK) * BK
     splits = triton.cdiv(K, split_k)
     partial = x.new_empty(splits, M, 2 * R, dtype=torch.float32)
-    # Loads in flight take registers for their addresses; what is drawn needs none.
-    stages = pipeline_stages(3) if half and U1.dtype is not torch.int64 else 2
+    stages = pipeline_stages(3) if half else 2
     _pair_inner_kernel[(row_tiles, rank_tiles, splits)](
         x, S1, U2, partial, M, K, R, split_k, partial.stride(0), *x.stride(), *S1.stride(), *_strides(U2),
         RP=RP, BM=BM, BK=BK, num_warps=8 if BM == 64 else 4, num_stages=stages, **signs,
@@ -356,15 +349,17 @@ def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:
 
 
 def _addressable(*operands: Tensor) -> list[Tensor]:
-    """Operands whose second index times its stride fits 32 bits, as the kernels compute it; copies of others."""
+    """Return operands whose second index times its stride fits 32 bits, as kernels compute it, and copies of others."""
     return [
-        operand
-        if operand.dtype in _FORMS or (operand.shape[1] - 1) * operand.stride(1) < 1 << 31
-        else operand.contiguous()
+        operand if _is_packed(operand) or (operand.shape[1] - 1) * operand.stride(1) < 1 << 31 else operand.contiguous()
         for operand in operands
     ]
 
 
 def _strides(U: Tensor) -> tuple[int, ...]:
-    """Of dense signs; the other forms have a layout of their own."""
-    return U.stride() if U.dtype not in _FORMS else (0, 0)
+    """Return the strides of dense signs; words have a layout of their own."""
+    return (0, 0) if _is_packed(U) else U.stride()
+
+
+def _is_packed(U: Tensor) -> bool:
+    return not U.is_floating_point()

@@ -4,13 +4,11 @@
 the input features over the device. *fused*: one Triton kernel.
 """
 
-__all__ = ["PATHS", "Rule", "choose_path", "using_path"]
+__all__ = ["GPU_RULES", "PATHS", "Rule", "choose_path", "using_path"]
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
 
 PATHS = ("chain", "joined", "pair", "fused")
 
@@ -28,7 +26,7 @@ class Rule:
     why: str
 
     def holds(self, rows: int, rank: int, aligned: bool = True) -> bool:
-        """Whether the shape is of this class."""
+        """Return whether the shape is of this class."""
         return (
             (aligned or not self.aligned_only)
             and rows >= max(self.min_rows, self.min_rows_per_rank * rank)
@@ -63,15 +61,8 @@ _JOINED_ON_GPU = Rule(
     path="joined",
     why="predicted, not measured: copying the factors costs 6 % of the bytes at 8192 rows of 4096 x 4096, R = 128",
 )
-_GPU = (_FUSED, _PAIR, _PAIR_OF_SMALL_RANK, _JOINED_ON_GPU)
-
-# (architecture, size of an entry in bytes) -> rules. `python -m benchmarks.gpu_suite` times every path at every shape.
-TABLE: dict[tuple[str, int], tuple[Rule, ...]] = {
-    ("cuda", 2): _GPU,
-    ("cuda", 4): _GPU,
-    ("hip", 2): _GPU,
-    ("hip", 4): _GPU,
-}
+# `python -m benchmarks.gpu_suite` times every path at every shape.
+GPU_RULES = (_FUSED, _PAIR, _PAIR_OF_SMALL_RANK, _JOINED_ON_GPU)
 _TORCH = (
     Rule(
         path="joined",
@@ -84,20 +75,18 @@ _TORCH = (
 _forced: list[str] = []
 
 
-def choose_path(rows: int, rank: int, dtype: torch.dtype, *, triton: bool, aligned: bool = True) -> str:
-    """The path for a product of ``rows`` rows with factors of rank ``rank``.
+def choose_path(rows: int, rank: int, *, triton: bool, aligned: bool = True) -> str:
+    """Return the path for a product of ``rows`` rows with factors of rank ``rank``.
 
     Args:
         rows: Rows of the input.
         rank: R.
-        dtype: Of the input.
         triton: Whether the Triton kernels take the operands.
         aligned: Whether sizes and strides are multiples of 16, and operands start at 16 bytes.
     """
     if _forced and (triton or _forced[-1] in ("chain", "joined")):
         return _forced[-1]
-    architecture = "hip" if torch.version.hip else "cuda"
-    rules = TABLE[architecture, dtype.itemsize] if triton else _TORCH
+    rules = GPU_RULES if triton else _TORCH
     return next(rule.path for rule in rules if rule.holds(rows, rank, aligned))
 
 

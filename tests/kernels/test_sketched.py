@@ -3,7 +3,7 @@
 import pytest
 import torch
 from panther.kernels import reference, sketched_matmul
-from panther.kernels.ops.sketched import _Joined
+from panther.kernels._cpu.sketched import JoinedProduct
 from tolerances import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -71,7 +71,7 @@ def test_the_orders_take_turns_at_four_rows_a_rank(monkeypatch):
     with pytest.raises(AssertionError, match="wrong order"):
         sketched_matmul(*operands(ROWS["chain"]))
     monkeypatch.undo()
-    monkeypatch.setattr(_Joined, "forward", refuse)
+    monkeypatch.setattr(JoinedProduct, "forward", refuse)
     sketched_matmul(*operands(ROWS["chain"]))
 
 
