@@ -504,15 +504,15 @@ def test_the_order_visits_every_batch():
 
 
 def folder(tmp_path):
-    return {"checkpoint_dir": tmp_path / "healing", "validate_every_n_steps": 7}
+    return {"checkpoint_dir": tmp_path / "healing", "validate_every_n_steps": 7, "max_steps": 21}
 
 
 @pytest.mark.parametrize(
     ("dtype", "options", "after"),
     [
         (torch.float32, {}, 3),
-        (torch.float32, {"train": "all", "weight_decay": 0.1}, 20),
-        (torch.float16, {}, 20),
+        (torch.float32, {"train": "all", "weight_decay": 0.1}, 15),
+        (torch.float16, {}, 15),
         (torch.float32, {"learning_rate": 0.3, "max_steps": 60}, 50),  # with rollbacks
     ],
 )
@@ -568,21 +568,21 @@ def test_a_run_that_is_finished_or_was_given_up_is_not_run_again(tmp_path, optio
     ],
 )
 def test_the_checkpoint_of_a_different_run_is_refused(tmp_path, build, options, match):
-    healed(*compressed(), **folder(tmp_path), max_steps=2)
+    healed(*compressed(), **folder(tmp_path) | {"max_steps": 2})
     model, new = compressed(**build)
     before = state(model)
     with pytest.raises(FormatError, match=match):
-        healed(model, new, **folder(tmp_path), **{"max_steps": 2} | options)
+        healed(model, new, **folder(tmp_path) | {"max_steps": 2} | options)
     assert same(state(model), before)
 
 
 def test_the_checkpoint_of_different_weights_is_refused(tmp_path):
-    healed(*compressed(), **folder(tmp_path), max_steps=2)
+    healed(*compressed(), **folder(tmp_path) | {"max_steps": 2})
     model, new = compressed()
     with torch.no_grad():
         next(iter(new)).weight[0, 0] += 1e-6
     with pytest.raises(FormatError, match=r"\(the original checksum .* instead of checksum"):
-        healed(model, new, **folder(tmp_path), max_steps=2)
+        healed(model, new, **folder(tmp_path) | {"max_steps": 2})
 
 
 @pytest.mark.parametrize("name", ["healing.json", "model.bin"])
@@ -605,16 +605,17 @@ def test_ranks_heal_together(tmp_path):
             with torch.no_grad():
                 new[model[0].up].S1.add_(1)  # the first rank's values are taken
         mine = data(6 - rank, seed=20 + rank)
+        options |= {"max_steps": 20, "validate_every_n_steps": 10}
         result = healed(model, new, batches=mine[2:], held_out=mine[:2], group=group, **options)
         return result, state(model)
 
     def rank():
         rank, world = dist.get_rank(), dist.group.WORLD
         model, new = compressed()
-        same_batches = healed(model, new, group=world), state(model)
+        same_batches = healed(model, new, group=world, max_steps=10), state(model)
         whole = run(rank, world)
-        run(rank, world, max_steps=40, checkpoint_dir=tmp_path)
-        resumed = run(rank, world, max_steps=40, checkpoint_dir=tmp_path)
+        run(rank, world, checkpoint_dir=tmp_path)
+        resumed = run(rank, world, checkpoint_dir=tmp_path)
         errors = []
         for change in (lambda: healed(*compressed(rank=3 + rank), group=world), lambda: check_ranks(None)):
             try:
@@ -624,7 +625,7 @@ def test_ranks_heal_together(tmp_path):
         return same_batches, whole, resumed, errors
 
     model, new = compressed()
-    expected = healed(model, new), state(model)
+    expected = healed(model, new, max_steps=10), state(model)
     first, second = on_ranks(rank)
     for (result, end), *_ in (first, second):
         assert result == expected[0]
@@ -634,7 +635,7 @@ def test_ranks_heal_together(tmp_path):
     assert same(first[1][1], first[2][1])
     alone = [run(rank, None)[0] for rank in (0, 1)]
     result = first[1][0]
-    assert result.loss_after < 0.5 * result.loss_before
+    assert result.loss_after < 0.8 * result.loss_before
     assert result.history[0][1] == pytest.approx(sum(r.history[0][1] for r in alone) / 2, rel=1e-5)
     assert result.loss_before == pytest.approx(sum(r.loss_before for r in alone) / 2, rel=1e-5)
     assert first[3] == second[3]
