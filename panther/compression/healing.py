@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,9 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
     # The gradients of float16 overflow and underflow unless the loss is scaled, which the Trainer does under autocast.
     scaled = any(p.dtype is torch.float16 for p in trained.values())
     settings = config.train_config(seed=seed, progress=runner.show, scaled=scaled)
-    with calibrating(runner.model, seed), preserved_generators():
+    # The Trainer moves what it trains to the current GPU.
+    gpu = torch.cuda.device(runner.device) if runner.device.type == "cuda" else nullcontext()
+    with calibrating(runner.model, seed), preserved_generators(), gpu:
         distillation = Distillation(
             runner, replacement, trained, hidden=config.match == "hidden", seed=seed,
             autocast=not scaled or config.mixed_precision is not None,
