@@ -165,8 +165,8 @@ def gather_moments(
             for other in several[1:]:
                 if not _same(seen.get(several[0], []), seen.get(other, [])):
                     raise CompressionError(
-                        f"layers {several[0].name!r} and {other.name!r} read the same input in the first batch and different "
-                        f"ones in batch {number}: exclude one of them"
+                        f"layers {several[0].name!r} and {other.name!r} read the same input in the first batch and "
+                        f"different ones in batch {number}: exclude one of them"
                     )
         size = squares(counted(output.detach(), mask))
         if not isfinite(size):
