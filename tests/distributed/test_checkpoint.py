@@ -272,14 +272,14 @@ DAMAGE = {
     "flipped manifest": (lambda f: flip(f / "checkpoint.json", 140), "checkpoint.json"),
     "truncated tensor": (
         lambda f: (f / "rank-00000.safetensors").write_bytes((f / "rank-00000.safetensors").read_bytes()[:-8]),
-        "no sound safetensors file",
+        "is not a valid safetensors file",
     ),
-    "empty tensor": (lambda f: (f / "rank-00000.safetensors").write_bytes(b""), "no sound safetensors file"),
+    "empty tensor": (lambda f: (f / "rank-00000.safetensors").write_bytes(b""), "is not a valid safetensors file"),
     "truncated manifest": (
         lambda f: (f / "checkpoint.json").write_text((f / "checkpoint.json").read_text()[:300]),
         "cannot be read as JSON",
     ),
-    "pickle": (lambda f: torch.save({"a": 1}, f / "rank-00000.safetensors"), "no sound safetensors file"),
+    "pickle": (lambda f: torch.save({"a": 1}, f / "rank-00000.safetensors"), "is not a valid safetensors file"),
     "foreign": (lambda f: (f / "checkpoint.json").write_text('{"format": "x"}'), "was not written by"),
     "missing tensor": (lambda f: (f / "rank-00000.safetensors").unlink(), "is missing"),
 }
@@ -318,22 +318,22 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert "missing 4.weight; unexpected none" in message(nn.Sequential(*model, nn.PReLU()))
     assert "missing none; unexpected 3.bias, 3.weight" in message(model[:3])
     wide = nn.Sequential(*model[:3], nn.Linear(24, 5))
-    assert "3.weight (4, 24), torch.float32 for (5, 24), torch.float32" in message(wide)
+    assert "3.weight saved (4, 24), torch.float32; here (5, 24), torch.float32" in message(wide)
     other = nn.Sequential(SKLinear(24, 24, 3), *model[1:])
     assert "layer '0': args" in message(other)
     assert "restore_architecture" in message(other)
     fitted = nn.Sequential(SKLinear.from_linear(model[0].to_linear(), 1, 2), *model[1:])
-    assert "mode seeded there, fitted here" in message(fitted)
+    assert "mode is fitted and was seeded" in message(fitted)
     assert torch.equal(model[3].weight, before)
     checkpoint.save(tmp_path, model, torch.optim.SGD(model.parameters()), step=2)
-    assert "has the state of SGD, and the optimizer is Adam" in message(model, torch.optim.Adam(model.parameters()))
+    assert "has the state of SGD, but the optimizer is Adam" in message(model, torch.optim.Adam(model.parameters()))
     some = torch.optim.SGD(model[3].parameters())
     assert checkpoint.load(tmp_path, model, some).step == 2
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
     assert "2 of the optimizer's 2 parameters are not the model's" in message(model, stranger)
     checkpoint.save(tmp_path, model, some, step=3)
-    assert "did not train 0.S1" in message(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(FormatError, match="is no checkpoint and has none"):
+    assert "did not have 0.S1" in message(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(FormatError, match="neither is nor has a checkpoint"):
         checkpoint.load(tmp_path / "elsewhere", model)
 
 
@@ -421,7 +421,7 @@ def test_stages_that_share_a_name_are_refused(tmp_path):
 
     first, second = on_ranks(run)
     assert first == second
-    assert first.startswith("'bias' is another tensor on each of ranks 0, 1: stages must keep")
+    assert first.startswith("'bias' names a different tensor on each of ranks 0, 1: stages must keep")
 
 
 def before_manifest(monkeypatch, die):
@@ -571,7 +571,7 @@ def test_ranks_must_mean_the_same_checkpoint(tmp_path):
 
     first, second = on_ranks(run)
     assert first == second
-    assert first[0] == "step is 1 on rank 0 and 2 on rank 1: pass the same on all"
+    assert first[0] == "step is 1 on rank 0 and 2 on rank 1: pass the same value on all"
     assert first[1].startswith("directory is ")
     assert not list(tmp_path.iterdir())
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: written by all ranks at once, and read in any other layout.
+"""Checkpoints of a training run: written by all ranks at once, and readable in any other layout.
 
-A directory has one folder for each saved step, ``step-00000100``. Tensors are in safetensors files, one a rank, under
-the names of the whole model, cut as the ranks had them; torch's DCP (torch.distributed.checkpoint) puts the parts
-together for whoever reads them. A folder gets its name when all of it is on the disk, so a process that is killed
-leaves the checkpoints before it as they were. All ranks see the same directory.
+A directory has one folder for each saved step, such as ``step-00000100``. Tensors are in one safetensors file per rank,
+under the names of the whole model, sharded as they were on the ranks; torch's DCP (torch.distributed.checkpoint)
+assembles them for a reader with a different layout. A folder gets its name once it is completely on the disk, so a
+killed process leaves the earlier checkpoints as they were. All ranks must see the same directory.
 """
 
 __all__ = [

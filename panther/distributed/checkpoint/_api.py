@@ -1,4 +1,4 @@
-"""The public functions of `panther.distributed.checkpoint`: each is one exchange between all ranks."""
+"""The public functions of `panther.distributed.checkpoint`. Each one must be called by all ranks of the group."""
 
 __all__ = [
     "LoadedCheckpoint",
@@ -18,6 +18,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,56 +42,47 @@ _pending: list[tuple[dist.ProcessGroup | None, "PendingSave"]] = []
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What :func:`load` found beside the model and the optimizer."""
+    """What :func:`load` returns in addition to loading the model and the optimizer."""
 
     path: Path
     step: int
     extra: Any
-    """What :func:`save` was given on the first rank."""
+    """The first rank's ``extra`` of :func:`save`."""
     per_rank_extra: Any
-    """What this rank gave; None where the world has another size now."""
+    """This rank's ``per_rank_extra`` of :func:`save`; None if the number of ranks is different now."""
     world_size: int
-    """Ranks that wrote the checkpoint."""
+    """Number of ranks that wrote the checkpoint."""
 
 
-class PendingSave:
-    """A checkpoint that is being written; made by :func:`async_save`."""
+class PendingSave(Future[Path]):
+    """The future of a checkpoint that :func:`async_save` is writing; its result is the checkpoint's folder."""
 
-    def __init__(self, work: Callable[[], Path]) -> None:
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-        self._told = False
-        self._thread = threading.Thread(target=self._run, args=(work,), name="panther-checkpoint")
-        self._thread.start()
+    def __init__(self, write: Callable[[], Path]) -> None:
+        super().__init__()
+        self.result_was_read = False  # so that an error is not raised again by the next save
+        # Not a daemon: the interpreter waits for the thread, so that leaving the script does not lose the checkpoint.
+        threading.Thread(target=self._run, args=(write,), name="panther-checkpoint").start()
 
-    def _run(self, work: Callable[[], Path]) -> None:
+    def _run(self, write: Callable[[], Path]) -> None:
         try:
-            self._path = work()
+            self.set_result(write())
         except BaseException as error:
-            self._error = error
-
-    def done(self) -> bool:
-        """Whether it is written, or has failed."""
-        return not self._thread.is_alive()
+            self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait for the checkpoint and return its folder.
 
         Args:
-            timeout: Seconds to wait at most.
+            timeout: Largest number of seconds to wait.
 
         Raises:
             CheckpointError: If it could not be written.
-            TimeoutError: If it is not written in time; it is then still being written.
+            TimeoutError: If it is not written in time; writing continues.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not wait([self], timeout).done:
             raise TimeoutError(f"the checkpoint is not written after {timeout} seconds")
-        if self._error is not None:
-            self._told = True
-            raise self._error
-        assert self._path is not None
-        return self._path
+        self.result_was_read = True
+        return super().result()
 
 
 def save(
@@ -104,31 +96,30 @@ def save(
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint; every rank of the group must call it.
+    """Write a checkpoint. Every rank of the group must call it.
 
-    It holds the model, the optimizer, the states of torch's, Python's and NumPy's generators on every rank, and what
-    the caller adds. Tensors are stored once, by the lowest of the ranks that have them.
+    It holds the model, the optimizer, the states of the generators of torch, Python and NumPy on every rank, and what
+    the caller adds. Replicated tensors are stored once, by the lowest rank that has them.
 
     Args:
-        directory: Where checkpoints are, the same for all ranks; made if missing.
-        model: The model, wrapped or cut in whatever way, or the modules of this rank's pipeline stages.
-        optimizer: Its optimizer; a ZeroRedundancyOptimizer too.
-        step: Steps trained so far, which names the folder.
-        extra: Numbers, strings, None, tensors, and lists, tuples and dicts of them: a scheduler's state_dict, say. The
-            first rank's is stored.
-        per_rank_extra: The same, of every rank: its place in the data, say.
-        keep: How many checkpoints to leave in the directory, those of the latest steps; this one stays in any case.
-            None leaves all.
-        group: Process group; None is the world, or this process alone.
+        directory: Directory of the checkpoints, the same for all ranks. It is made if it is missing.
+        model: The model in any layout, or the modules of this rank's pipeline stages.
+        optimizer: Its optimizer, which may be a ZeroRedundancyOptimizer.
+        step: Number of steps so far, which names the folder.
+        extra: Numbers, strings, None, tensors, and lists, tuples and dicts of them, such as the state_dict of a
+            scheduler. The first rank's is stored.
+        per_rank_extra: The same types; every rank's own is stored, such as its position in the data.
+        keep: Number of checkpoints to keep in the directory, those of the latest steps and this one. None keeps all.
+        group: Process group; None is all ranks, or this process alone.
 
     Returns:
-        The folder. A step that is there already gets a second folder, and the first one goes when it is whole.
+        The folder. Saving a step again makes a second folder, and removes the first one when that is complete.
 
     Raises:
-        CheckpointError: On every rank, if one cannot write, or has something that cannot be stored. Checkpoints that
-            were there stay.
+        CheckpointError: On every rank, if one cannot write, or has a value that cannot be stored. Earlier checkpoints
+            stay.
 
-    Cost: every byte is written once, shards by the rank that has them, and synchronised with the disk.
+    Cost: every byte is written once, shards by the rank that has them, and synchronised with the disk (fsync).
 
     Example:
         >>> import tempfile, torch
@@ -155,15 +146,15 @@ def async_save(
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
-    """As :func:`save`, but only copy the tensors now, and write them in a thread while training goes on.
+    """Copy the tensors of a checkpoint and write them in a thread while training continues; otherwise as :func:`save`.
 
-    Ranks exchange what they must in a group of their own, on gloo. If an earlier asynchronous checkpoint is still being
-    written, it is waited for, and its error raised.
+    The thread communicates in a gloo group of its own. If an earlier asynchronous checkpoint is still being written,
+    this call waits for it and raises its error.
 
     Returns:
-        What to call ``result()`` on, at the latest before leaving the process group.
+        The pending checkpoint. Call its ``result()`` before leaving the process group at the latest.
 
-    Cost: a copy of this rank's tensors, in the CPU's memory until they are written.
+    Cost: a copy of this rank's tensors in CPU memory until they are written.
 
     Example:
         >>> import tempfile, torch
@@ -188,24 +179,24 @@ def load(
     random_state: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
-    """Read a checkpoint into a model, and its optimizer, in whatever layout they are; every rank must call it.
+    """Load a checkpoint into a model and its optimizer, in any layout. Every rank must call it.
 
-    Everything is read and checked, on all ranks, before anything is changed. Sketched layers must be in the model as
-    they were saved: see :func:`restore_architecture`.
+    Everything is read and checked on all ranks before anything is changed. The model must have the sketched layers that
+    were saved: see :func:`restore_architecture`.
 
     Args:
-        path: A checkpoint's folder, or the directory of them, of which the latest is taken.
-        model: The same model, cut over ranks as it is now.
-        optimizer: Its optimizer, new; None leaves it.
-        random_state: Whether to set the generators of a rank as they were, if the world has the size it had.
+        path: Folder of a checkpoint, or the directory of checkpoints, whose latest is loaded.
+        model: The same model; its layout may be different.
+        optimizer: Its optimizer, without state. None loads the model alone.
+        random_state: Whether to set the random generators, if the number of ranks is the same.
         group: As for :func:`save`.
 
     Returns:
-        The step, and what the caller had added.
+        The step, and what the caller of :func:`save` added.
 
     Raises:
-        FormatError: If a file is missing, foreign, truncated or damaged, or the directory has no checkpoint.
-        CheckpointError: If the checkpoint does not fit the model or the optimizer; names are given. Both on every rank.
+        FormatError: On every rank, if a file is missing, foreign, truncated or damaged, or there is no checkpoint.
+        CheckpointError: On every rank, if the checkpoint does not suit the model or the optimizer; names are given.
 
     Cost: this rank's tensors are in memory twice while they are read.
     """
@@ -256,14 +247,14 @@ def load(
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Folders of the finished checkpoints of a directory, the oldest step first; what is being written is not."""
+    """Return the folders of the complete checkpoints of a directory, the oldest step first."""
     return files.folders(Path(directory))
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The folder of the latest checkpoint whose files are all there, None if there is none.
+    """Return the folder of the latest checkpoint whose files are all there, or None.
 
-    Warns of every later one that is passed over. Contents are checked when they are loaded.
+    It warns of every later one that is passed over. The contents of files are checked by :func:`load`.
 
     Example:
         >>> import tempfile
@@ -283,11 +274,11 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def prune(directory: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Remove all but the last checkpoints; on one rank only.
+    """Remove all checkpoints except the last ones. Call it on one rank only.
 
     Args:
-        directory: Where they are.
-        keep: How many to leave, at least one.
+        directory: Directory of the checkpoints.
+        keep: Number of checkpoints to keep, at least one.
 
     Returns:
         The removed folders.
@@ -308,11 +299,11 @@ def export(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write a model for inference, whole, from any layout, as :func:`panther.save_compressed` does.
+    """Write the whole model for inference, from any layout, in the format of :func:`panther.save_compressed`.
 
     Args:
-        model: A model as for :func:`save`: every rank must call it; or a checkpoint's folder, or the directory of them,
-            for one process alone.
+        model: A model as for :func:`save`, and then every rank must call it; or, in one process, the folder of a
+            checkpoint or the directory of checkpoints.
         directory: Folder to write, the same for all ranks, for :func:`panther.load_compressed`.
         group: As for :func:`save`.
 
@@ -323,7 +314,7 @@ def export(
         CheckpointError: If it cannot be written.
         FormatError: If a checkpoint is damaged.
 
-    Cost: a model's tensors go through files beside ``directory``; one process holds the whole model.
+    Cost: tensors are written to a temporary checkpoint beside ``directory`` first. One process holds the whole model.
 
     Example:
         >>> import tempfile, torch, panther as pr
@@ -355,20 +346,20 @@ def export(
 
 
 def restore_architecture(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
-    """Put the sketched layers that a checkpoint names into a model of the original architecture, in place.
+    """Replace layers of a model, in place, by the sketched layers that a checkpoint has under their names.
 
-    The new layers have no trained values yet: :func:`load` brings them. Call it before the model is wrapped or cut and
-    before its optimizer is made.
+    The new layers have no trained values: :func:`load` brings them. Call this before the model is wrapped or sharded,
+    and before its optimizer is made.
 
     Args:
-        path: A checkpoint's folder, or the directory of them.
+        path: Folder of a checkpoint, or the directory of checkpoints.
         model: The architecture, with dense or with sketched layers.
 
     Returns:
-        ``model``; the new layer, if the model is one itself.
+        ``model``, or the new layer if the model is itself a layer that is replaced.
 
     Raises:
-        FormatError: If the checkpoint is damaged, or does not fit the model.
+        FormatError: If the checkpoint is damaged, or does not suit the model.
     """
     manifest = files.read_manifest(_folder(Path(path)))
     built = build_modules(manifest["modules"], model)
@@ -390,8 +381,12 @@ def _collect(
     keep: int | None,
     group: dist.ProcessGroup | None,
 ) -> ranks.Collected:
-    """What is to be written, after the checkpoint that is still being written."""
-    _finish_pending(group)
+    """Wait for this group's pending checkpoint, and collect the new one."""
+    waiting = [pending for of, pending in _pending if of is group]
+    _pending[:] = [entry for entry in _pending if entry[0] is not group]
+    for pending in waiting:
+        if not pending.result_was_read:
+            pending.result()
     check_size("step", step, least=0)
     if keep is not None:
         check_size("keep", keep, least=1)
@@ -399,17 +394,8 @@ def _collect(
     return ranks.collect(model, optimizer, step, extra, per_rank_extra, group, directory=where, keep=keep)
 
 
-def _finish_pending(group: dist.ProcessGroup | None) -> None:
-    """Wait for this group's asynchronous checkpoint, and raise its error if nobody has heard of it."""
-    waiting = [entry for entry in _pending if entry[0] is group]
-    _pending[:] = [entry for entry in _pending if entry[0] is not group]
-    for _, pending in waiting:
-        if not pending._told:
-            pending.result()
-
-
 def _folder(path: Path) -> Path:
-    """A checkpoint's folder, or the latest of a directory."""
+    """Return the path if it is the folder of a checkpoint, else the folder of the latest checkpoint in it."""
     if (path / files.MANIFEST).exists():
         return path
     with warnings.catch_warnings():
@@ -417,13 +403,13 @@ def _folder(path: Path) -> Path:
         found = latest(path)
     if found is None:
         raise FormatError(
-            f"{path} is no checkpoint and has none: give a folder that panther.distributed.checkpoint wrote"
+            f"{path} neither is nor has a checkpoint: give a folder that panther.distributed.checkpoint wrote"
         )
     return found
 
 
 def _check_architecture(parts: Sequence[nn.Module], saved: dict[str, Any], folder: Path) -> None:
-    """Sketched layers must be those that were saved, seeded or fitted as they were."""
+    """Raise unless sketched layers have the class, the arguments and the mode that were saved."""
     keys = ("class", "args", "mode")
     for part in parts:
         for name, spec in module_specs(part).items():
@@ -431,14 +417,14 @@ def _check_architecture(parts: Sequence[nn.Module], saved: dict[str, Any], folde
             wanted = {key: saved.get(name, {}).get(key) for key in keys}
             if found != wanted:
                 differ = {key: (wanted[key], found[key]) for key in keys if wanted[key] != found[key]}
-                told = "; ".join(f"{key} {was} there, {now} here" for key, (was, now) in differ.items())
+                told = "; ".join(f"{key} is {now} and was {was}" for key, (was, now) in differ.items())
                 raise CheckpointError(
-                    f"{folder} does not fit layer {name!r}: {told}: build the model by restore_architecture first"
+                    f"{folder} does not suit layer {name!r}: {told}: call restore_architecture on the model first"
                 )
 
 
 def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str, Any], folder: Path) -> None:
-    """All ranks together must have what was saved, of the same shapes and kinds."""
+    """Raise unless all ranks together have what was saved, with the same shapes and kinds of dtype."""
     entries = files.tensor_entries(manifest, states.MODEL)
     saved = entries.keys() | manifest["model_values"].keys() | manifest["aliases"].keys()
     here = set().union(*names)
@@ -448,12 +434,12 @@ def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str,
         if isinstance(value, Tensor) and entry is not None:
             dtype = getattr(torch, entry["dtype"])
             if list(value.shape) != entry["shape"] or value.is_floating_point() != dtype.is_floating_point:
-                wrong.append(f"{name} {tuple(entry['shape'])}, {dtype} for {tuple(value.shape)}, {value.dtype}")
+                wrong.append(f"{name} saved {tuple(entry['shape'])}, {dtype}; here {tuple(value.shape)}, {value.dtype}")
     missing, extra = sorted(here - saved), sorted(saved - here)
     if missing or extra or wrong:
         raise CheckpointError(
-            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; other shapes or "
-            f"kinds {_some(wrong)}: give the model that was saved, sketched layers by restore_architecture"
+            f"{folder} does not suit the model: missing {_some(missing)}; unexpected {_some(extra)}; different "
+            f"shapes or kinds {_some(wrong)}: build the model that was saved, sketched layers by restore_architecture"
         )
 
 

@@ -1,14 +1,6 @@
-"""What ranks do together for a checkpoint: agree, gather, write, read; an error of one is raised on all."""
+"""Collect, write and read a checkpoint on all ranks together; an error on one of them is raised on all."""
 
-__all__ = [
-    "Collected",
-    "collect",
-    "consolidate",
-    "read",
-    "remove",
-    "side_group",
-    "write",
-]
+__all__ = ["Collected", "collect", "consolidate", "read", "remove", "side_group", "write"]
 
 import shutil
 import warnings
@@ -38,12 +30,12 @@ from panther.nn.io import write_folder
 
 @dataclass
 class Collected:
-    """A checkpoint before it is written."""
+    """This rank's part of a checkpoint, ready to be written."""
 
     step: int
     tensors: dict[str, Tensor]
     header: dict[str, Any]
-    """What the manifest says besides; gathered from all ranks."""
+    """The other entries of the manifest, gathered from all ranks."""
 
 
 def collect(
@@ -55,7 +47,7 @@ def collect(
     group: Group,
     **arguments: Any,
 ) -> Collected:
-    """This rank's tensors, and all ranks' values; ``arguments`` must be the same on all of them."""
+    """Return this rank's tensors and all ranks' other values; ``arguments`` must agree between ranks."""
     rank, world = get_rank(group), get_world_size(group)
 
     def own() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -96,7 +88,7 @@ def collect(
         for name, value in one["arguments"].items():
             if value != (wanted := every[0]["arguments"][name]):
                 raise CheckpointError(
-                    f"{name} is {wanted!r} on rank 0 and {value!r} on rank {rank}: pass the same on all"
+                    f"{name} is {wanted!r} on rank 0 and {value!r} on rank {rank}: pass the same value on all"
                 )
     if states.are_stages(model):
         _check_stages(tensors, [set(one["names"]) for one in every], group)
@@ -119,7 +111,7 @@ def collect(
 
 
 def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], group: Group) -> None:
-    """Stages must not call different tensors by one name: only one of them would be stored."""
+    """Raise if stages use one name for different tensors, of which only one would be stored."""
     common = {name for index, one in enumerate(names) for other in names[:index] for name in one & other}
     own = {}
     for name in sorted(common):
@@ -133,8 +125,8 @@ def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], grou
     for (name, _), values in by_place.items():
         if len(set(values.values())) > 1:
             raise CheckpointError(
-                f"{name!r} is another tensor on each of {name_ranks(list(values))}: stages must keep the names of the "
-                "whole model, as split_stages does"
+                f"{name!r} names a different tensor on each of {name_ranks(list(values))}: stages must keep the names "
+                "of the whole model, as split_stages does"
             )
 
 
@@ -149,14 +141,14 @@ def _merged_optimizer(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | No
 
 
 def write(directory: Path, state: Collected, keep: int | None, group: Group) -> Path:
-    """Write a checkpoint under another name, and rename it when all ranks are done."""
+    """Write a checkpoint under a temporary name, and rename it when all ranks have finished."""
     temporary, final = run_on_first_rank(lambda: _begin(directory, state.step), group)
     try:
         with _dcp_errors(f"the checkpoint of step {state.step} is not written: ", get_world_size(group)):
             dcp_save(
                 dict(state.tensors),
                 storage_writer=files.Writer(temporary, state.header),
-                # Of copies the lowest rank's: buffers, as of BatchNorm, may differ, and DDP goes on with the first's.
+                # Copies of a buffer such as BatchNorm's may differ between ranks, and DDP continues with the first's.
                 planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
                 **_where(group),
             )
@@ -170,7 +162,7 @@ def write(directory: Path, state: Collected, keep: int | None, group: Group) -> 
 
 
 def _begin(directory: Path, step: int) -> tuple[Path, Path]:
-    """A new folder to write to, and the name it will have; what a killed process left is removed."""
+    """Make a temporary folder and choose its final name; remove the folders that killed processes left."""
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob("step-*.tmp"):
         remove(leftover)
@@ -185,7 +177,7 @@ def _begin(directory: Path, step: int) -> tuple[Path, Path]:
 
 
 def _tidy(directory: Path, final: Path, step: int, keep: int | None) -> None:
-    """Remove earlier checkpoints of this step, and what is more than to be kept."""
+    """Remove earlier checkpoints of this step, and the oldest ones beyond ``keep``."""
     name = f"step-{step:08d}"
     for folder in files.folders(directory):
         if folder != final and folder.name.partition(".")[0] == name:
@@ -196,7 +188,7 @@ def _tidy(directory: Path, final: Path, step: int, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, under another name first, so that a half of it never looks like a checkpoint."""
+    """Remove a folder, renaming it first, so that what is left after a kill never looks like a checkpoint."""
     if folder.suffix != ".tmp":
         aside = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(aside, ignore_errors=True)
@@ -204,14 +196,16 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def read(folder: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor], group: Group) -> None:
-    """Fill this rank's tensors."""
-    with _dcp_errors("", get_world_size(group)):
+def read(
+    folder: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor], group: Group, *, alone: bool = False
+) -> None:
+    """Read tensors into ``targets``: on every rank its own, or ``alone`` on one rank."""
+    with _dcp_errors("", 1 if alone else get_world_size(group)):
         dcp_load(
             targets,
             storage_reader=files.Reader(folder, manifest),
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            **_where(group),
+            planner=DefaultLoadPlanner(flatten_state_dict=False),  # states are flat, and lists stay in the manifest
+            **({"no_dist": True} if alone else _where(group)),
         )
 
 
@@ -221,10 +215,10 @@ def _where(group: Group) -> dict[str, Any]:
 
 @contextmanager
 def _dcp_errors(what: str, world: int) -> Iterator[None]:
-    """DCP gathers the ranks' errors; say them in a sentence."""
+    """Turn DCP's exception, which holds the errors of all ranks, into one with a single sentence."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes alone
             yield
     except CheckpointException as error:
         failed = {rank: (_kind(found), _text(found)) for rank, (found, _) in error.failures.items()}
@@ -246,34 +240,31 @@ _sides: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def side_group(group: Group) -> Group:
-    """A group of the same ranks on gloo, for a thread beside the training."""
+    """Return a gloo group of the same ranks for the writing thread.
+
+    Its collectives would otherwise mix with those of training, in an order that differs between ranks.
+    """
     if not in_process_group():
         return None
     parent = group or dist.group.WORLD
     assert parent is not None
     if parent not in _sides:
         ranks = dist.get_process_group_ranks(parent)
-        _sides.clear()  # those of a process group that is gone
+        _sides.clear()  # groups of a process group that no longer exists
         _sides[parent] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _sides[parent]
 
 
 def consolidate(folder: Path, target: Path) -> None:
-    """Write the model of a checkpoint whole, in the inference format; in one process."""
+    """Write the whole model of a checkpoint in the inference format, in one process."""
     manifest = files.read_manifest(folder)
-    entries = files.tensor_entries(manifest, states.MODEL)
-    whole = {
-        states.MODEL + name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for name, entry in entries.items()
-    }
-    with _dcp_errors("", 1):
-        dcp_load(
-            whole,
-            storage_reader=files.Reader(folder, manifest),
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            no_dist=True,
+    if values := list(manifest["model_values"]):
+        raise CheckpointError(
+            f"state_dict entry {values[0]!r} is not a tensor: the inference format holds only tensors"
         )
-    if values := [name for name in manifest["model_values"]]:
-        raise CheckpointError(f"state_dict entry {values[0]!r} is no tensor: the inference format holds tensors only")
-    tensors = {name.removeprefix(states.MODEL): value for name, value in whole.items()}
+    entries = files.tensor_entries(manifest, states.MODEL)
+    tensors = {
+        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in entries.items()
+    }
+    read(folder, manifest, {states.MODEL + name: tensor for name, tensor in tensors.items()}, None, alone=True)
     write_folder(target, tensors, manifest["modules"], manifest["aliases"])

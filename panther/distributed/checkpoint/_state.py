@@ -1,7 +1,10 @@
-"""What a checkpoint holds of a model, its optimizer and the generators, under names that do not depend on the layout.
+"""The state of a model, its optimizer and the random generators, under names that do not depend on the layout.
 
-Tensors and the rest are kept apart: tensors, DTensors among them, go to DCP by name; numbers, strings and containers of
-them go to the manifest.
+Tensors and DTensors go to DCP by name; numbers, strings and containers of them go to the manifest.
+
+torch's ``get_optimizer_state_dict`` names an optimizer's state too, but not for all that is saved here: it takes a step
+on an optimizer without state, which leaves Adam's count at 1, and fails where one optimizer has the parameters of
+several pipeline stages.
 """
 
 __all__ = [
@@ -24,17 +27,17 @@ from panther.distributed.pipeline._modules import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # added to names by torch
 MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 def are_stages(model: nn.Module | Sequence[nn.Module]) -> bool:
-    """Whether these are stages of a pipeline, not a model."""
+    """Return whether these are the stages of a pipeline, and not a model."""
     return isinstance(model, StageModules) or not isinstance(model, nn.Module)
 
 
 def parts_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules whose names are global: a model without its wrappers, or the stages of this rank."""
+    """Return the modules whose names are global: a model without its wrappers, or the stages of this rank."""
     return [unwrapped(stage) for stage in model] if are_stages(model) else [unwrapped(model)]  # type: ignore
 
 
@@ -45,7 +48,7 @@ def _plain(name: str) -> str:
 
 
 def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
-    """Entries of the state_dicts by global name; tensors are the model's own."""
+    """Return the entries of the state_dicts by global name; tensors are the model's own."""
     state: dict[str, Any] = {}
     for part in parts:
         for name, value in part.state_dict().items():
@@ -56,7 +59,7 @@ def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
 
 
 def aliases(state: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that are another's, as tied weights are, with the first name of each."""
+    """Return the further names of tensors that have several, such as tied weights, with the first name of each."""
     seen: dict[Any, str] = {}
     found = {}
     for name, value in state.items():
@@ -72,13 +75,13 @@ def aliases(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fill_model(parts: Iterable[nn.Module], values: Mapping[str, Any]) -> None:
-    """Load by global name; the modules' own ``load_state_dict`` has the last word, so sketches are drawn anew."""
+    """Load values by global name through ``load_state_dict``, which also draws the sketches of a loaded seed."""
     for part in parts:
         part.load_state_dict({name: values[_plain(name)] for name in part.state_dict()})
 
 
 def model_targets(state: Mapping[str, Any], other_names: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Empty tensors to load into, by the names they were saved under, and the saved name of each entry."""
+    """Return empty tensors to load into, by the names they were saved under, and the saved name of each entry."""
     saved = {name: other_names.get(name, name) for name, value in state.items() if isinstance(value, Tensor)}
     targets = {MODEL + saved[name]: torch.empty_like(value) for name, value in state.items() if name in saved}
     return targets, saved
@@ -89,24 +92,24 @@ def _named_parameters(parts: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that has the state: of this rank's share, where the states are shared out."""
-    return optimizer.optim if _shared_out(optimizer) else optimizer  # type: ignore[attr-defined]
+    """Return the optimizer that has the state: of a ZeroRedundancyOptimizer that of this rank's parameters."""
+    return optimizer.optim if _is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
 
 
-def _shared_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer, whose module compiles old functions and warns of it when imported."""
+def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it is a ZeroRedundancyOptimizer, without importing its module, which is slow and warns."""
     module = sys.modules.get("torch.distributed.optim")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _names_of(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[str]:
-    """Names of the optimizer's parameters, by its own numbers."""
+    """Return the names of the optimizer's parameters, in the order of its own numbers."""
     names = _named_parameters(parts)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
         raise CheckpointError(
-            f"{strangers} of the optimizer's {len(parameters)} parameters are not the model's: give the model that it "
-            "was made from, or make it anew after wrapping"
+            f"{strangers} of the optimizer's {len(parameters)} parameters are not the model's: pass the model that it "
+            "was made from, or make the optimizer after wrapping the model"
         )
     return [names[parameter] for parameter in parameters]
 
@@ -114,7 +117,7 @@ def _names_of(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> l
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by ``optimizer.<parameter>.<key>``, and the rest: values of states, and settings of every parameter."""
+    """Return tensors by ``optimizer.<parameter>.<key>``; and the class, other values, and settings by parameter."""
     inner = _inner(optimizer)
     names = _names_of(inner, parts)
     whole = inner.state_dict()
@@ -143,23 +146,23 @@ def optimizer_state(
 def optimizer_targets(
     optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module], saved: Mapping[str, Any], entries: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Empty tensors for the states of this rank's parameters that were saved."""
+    """Return empty tensors for the saved states of this rank's parameters."""
     inner = _inner(optimizer)
     if saved["class"] != type(inner).__name__:
         raise CheckpointError(
-            f"the checkpoint has the state of {saved['class']}, and the optimizer is {type(inner).__name__}: make the "
-            "same, or load without it"
+            f"the checkpoint has the state of {saved['class']}, but the optimizer is {type(inner).__name__}: make the "
+            "same kind, or load without an optimizer"
         )
     names = _names_of(inner, parts)
     if missing := [name for name in names if name not in saved["settings"]]:
         raise CheckpointError(
-            f"the checkpoint's optimizer did not train {', '.join(missing[:5])}: give this one the same parameters"
+            f"the checkpoint's optimizer did not have {', '.join(missing[:5])}: give this one the same parameters"
         )
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     wanted = dict(zip(names, parameters, strict=True))
     targets = {}
     for place, entry in entries.items():
-        # Names of parameters have dots, and so may keys of settings: the parameter is the longest that fits.
+        # Both names of parameters and keys of settings may have dots: the longest matching parameter is meant.
         name = next((n for n in _prefixes(place.removeprefix(OPTIMIZER)) if n in wanted), None)
         if name is not None:
             targets[place] = _like(wanted[name], entry)
@@ -177,8 +180,8 @@ def _like(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
     if shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if not shape:
-        return torch.empty(shape, dtype=dtype)  # steps are counted on the CPU, unless load_state_dict moves them
-    if isinstance(parameter, DTensor):  # factors of a second moment, say
+        return torch.empty(shape, dtype=dtype)  # a count of steps; load_state_dict moves it if necessary
+    if isinstance(parameter, DTensor):  # a state of a different shape, such as Adafactor's factors, is replicated
         mesh = parameter.device_mesh
         local = torch.empty(shape, dtype=dtype, device=parameter.to_local().device)
         return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -191,7 +194,7 @@ def fill_optimizer(
     saved: Mapping[str, Any],
     loaded: Mapping[str, Tensor],
 ) -> None:
-    """Give the optimizer its states and settings, through its own ``load_state_dict``."""
+    """Load states and settings through the optimizer's own ``load_state_dict``."""
     inner = _inner(optimizer)
     names = _names_of(inner, parts)
     whole = inner.state_dict()
@@ -207,16 +210,17 @@ def fill_optimizer(
             states.setdefault(number_of[name], {})[key] = tensor
     for index, group in enumerate(whole["param_groups"]):
         chosen = [saved["settings"][names[number]] for number in group["params"]]
-        if any({**one} != {**chosen[0]} for one in chosen if not _has_tensor(one)):
+        if any(one != chosen[0] for one in chosen if not _has_tensor(one)):  # tensors differ by name alone
             raise CheckpointError(
-                f"parameters of the optimizer's group {index} had different settings when they were saved: group them "
-                "as they were"
+                f"parameters of the optimizer's group {index} had different settings when they were saved: use the "
+                "same groups"
             )
         if chosen:
             group.update({key: decode(value, loaded) for key, value in chosen[0].items()})
     whole["state"] = dict(sorted(states.items()))
     inner.load_state_dict(whole)
-    if _shared_out(optimizer):
+    if _is_zero(optimizer):
+        # Private, but what its own load_state_dict calls: its groups, which users see, are copies of the inner ones.
         optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)  # type: ignore[attr-defined]
 
 
@@ -227,7 +231,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def random_state(rank: int) -> tuple[dict[str, Tensor], Any]:
-    """States of torch's, Python's and NumPy's generators on this rank."""
+    """Return the states of the generators of torch, Python and NumPy on this rank."""
     tensors: dict[str, Tensor] = {}
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -236,7 +240,7 @@ def random_state(rank: int) -> tuple[dict[str, Tensor], Any]:
 
 
 def _arrays(states: dict[str, Any]) -> dict[str, Any]:
-    """Long tuples of integers as tensors."""
+    """Replace long tuples of integers by tensors, which are stored in binary."""
     version, words, gauss = states["python"]
     kind, keys, *rest = states["numpy"]
     python = [version, torch.tensor(words, dtype=torch.int64), gauss]
@@ -244,7 +248,7 @@ def _arrays(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_random_state(states: Mapping[str, Any]) -> None:
-    """Set what :func:`random_state` took, decoded."""
+    """Set the decoded states of :func:`random_state`."""
     torch.set_rng_state(states["torch"])
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -255,10 +259,10 @@ def set_random_state(states: Mapping[str, Any]) -> None:
 
 
 def encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; tensors go to ``tensors``, under names that begin with ``place``.
+    """Return a value for JSON. Tensors are added to ``tensors`` under names that begin with ``place``.
 
     Raises:
-        CheckpointError: If it is, or holds, something else than numbers, strings, None, lists, tuples, dicts, tensors.
+        CheckpointError: If it has anything except numbers, strings, None, tensors, and lists, tuples, dicts of them.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -284,7 +288,7 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What :func:`encode` was given; tensors that were not loaded are left out as None."""
+    """Return the value that :func:`encode` was given; tensors that were not loaded become None."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if isinstance(value, dict):

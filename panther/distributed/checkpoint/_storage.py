@@ -1,19 +1,11 @@
-"""A checkpoint's folder: a safetensors file a rank, and a manifest in JSON; torch's DCP reads and writes through this.
+"""The folder of a checkpoint, which torch's DCP writes and reads here: one safetensors file per rank, and a manifest.
 
-Nothing is pickled, and every part of a tensor has a checksum, so that a damaged or foreign file is refused and never
-executed. A folder is written under a name that ends in ``.tmp`` and renamed when all of it is on the disk.
+Nothing is pickled, and every chunk of a tensor has a checksum, so that a damaged or foreign file is refused and never
+executed. A folder is written under a name that ends in ``.tmp``, and renamed once it is completely on the disk.
 """
 
 __all__ = [
-    "MANIFEST",
-    "Reader",
-    "Writer",
-    "checksum",
-    "damage",
-    "folders",
-    "placed",
-    "publish",
-    "read_manifest",
+    "MANIFEST", "Reader", "Writer", "checksum", "damage", "folders", "placed", "publish", "read_manifest",
     "tensor_entries",
 ]  # fmt: skip
 
@@ -23,7 +15,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +47,7 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 def folders(directory: Path) -> list[Path]:
-    """Finished checkpoints of a directory, the oldest step first, and of one step the first written."""
+    """Return the complete checkpoints of a directory by step, and those of one step in the order of writing."""
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
@@ -64,7 +56,7 @@ def folders(directory: Path) -> list[Path]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name, for good: also after a crash of the machine it is there whole, or not at all."""
+    """Give a finished folder its name, such that after a crash of the machine all of it is there or nothing."""
     _sync_folder(temporary)
     temporary.rename(final)
     _sync_folder(final.parent)
@@ -80,33 +72,55 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass
 class _Stored:
-    """Where a part of a tensor is."""
+    """Where a chunk of a tensor is stored."""
 
     file: str
     key: str
     checksum: int
 
 
-class Writer(StorageWriter):
-    """Writes this rank's parts; the first rank writes the manifest, with what ``header`` holds besides."""
+class _UnusedHooks:
+    """The steps of DCP's protocol for which a folder that is written or read once has nothing to do."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing."""
+
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    set_up_storage_reader = set_up_storage_writer
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return the plan as it is."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return False: DCP asks this to choose a storage by a path, which is never done here."""
+        return False
+
+
+class Writer(_UnusedHooks, StorageWriter):
+    """Writes this rank's chunks; the first rank also writes the manifest, which includes ``header``."""
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
         self.folder, self.header = folder, header
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write one file with all parts that the plan leaves to this rank."""
+        """Write one file with the chunks that the plan assigns to this rank."""
         file = f"rank-{plan.storage_data:05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         memories: set[int] = set()
         results = []
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
-                raise FormatError(f"{item.index.fqn!r} is no tensor")
+                raise FormatError(f"{item.index.fqn!r} is not a tensor")
             resolved = planner.resolve_data(item)
             assert isinstance(resolved, Tensor)
             tensor = resolved.detach().resolve_conj().resolve_neg().cpu().contiguous()
             memory = tensor.untyped_storage()
-            if memory.nbytes() != tensor.nbytes or memory.data_ptr() in memories:  # safetensors wants them apart
+            # safetensors refuses tensors that share memory, and would write all of a storage that is larger.
+            if memory.nbytes() != tensor.nbytes or memory.data_ptr() in memories:
                 tensor = tensor.clone()
             memories.add(memory.data_ptr())
             key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
@@ -121,23 +135,16 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest."""
+        """Write the manifest with the place of each chunk, which all ranks have reported."""
         places = {result.index: result for of_rank in results for result in of_rank}
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
             assert isinstance(saved, TensorStorageMetadata)
-            chunks = []
-            for chunk in saved.chunks:
-                stored = places[MetadataIndex(name, chunk.offsets)].storage_data
-                chunks.append(
-                    {
-                        "offsets": list(chunk.offsets),
-                        "shape": list(chunk.sizes),
-                        "file": stored.file,
-                        "key": stored.key,
-                        "checksum": stored.checksum,
-                    }
-                )
+            chunks = [
+                {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
+                | asdict(places[MetadataIndex(name, chunk.offsets)].storage_data)
+                for chunk in saved.chunks
+            ]
             dtype = str(saved.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(saved.size), "chunks": chunks}
         files = {path.name: path.stat().st_size for path in sorted(self.folder.glob("*.safetensors"))}
@@ -156,27 +163,12 @@ class Writer(StorageWriter):
             os.fsync(file.fileno())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number the plans: a file each."""
+        """Number the plans, so that each rank writes a file of its own."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to do: a writer writes once."""
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
-        return plan
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Never chosen by a path."""
-        return False
-
-
-class Reader(StorageReader):
-    """Reads the parts that a rank asks for, and checks each."""
+class Reader(_UnusedHooks, StorageReader):
+    """Reads the chunks that a rank asks for, and checks each."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -188,7 +180,7 @@ class Reader(StorageReader):
         }
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """What the manifest says of the tensors."""
+        """Return shapes, dtypes and chunks of the tensors from the manifest."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -204,7 +196,7 @@ class Reader(StorageReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, check and copy, file by file."""
+        """Read, check and copy chunks, file by file."""
         by_file: dict[str, dict[str, list[Any]]] = {}
         checksums = {}
         for item in plan.items:
@@ -231,33 +223,18 @@ class Reader(StorageReader):
             except FileNotFoundError:
                 raise FormatError(f"{path} is missing: the checkpoint is damaged") from None
             except (SafetensorError, OSError) as error:
-                raise FormatError(f"{path} is no sound safetensors file ({error}): the checkpoint is damaged") from None
+                raise FormatError(f"{path} is damaged: it is not a valid safetensors file ({error})") from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to do: a reader reads one folder."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Take the plan as it is."""
-        return plan
-
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Take the plans as they are."""
+        """Return the plans as they are."""
         return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Never chosen by a path."""
-        return False
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked so far that the rest of the library can rely on it.
+    """Return the manifest of a checkpoint, checked so that the rest of the library can rely on it.
 
     Raises:
         FormatError: If it is missing, foreign, of another version, or damaged.
@@ -268,12 +245,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if checksum != zlib.crc32(_canonical(manifest)):
         raise FormatError(f"{path} does not match its checksum: the checkpoint is damaged")
     if wrong := _unsound(manifest):
-        raise FormatError(f"{path} is not sound: {wrong}")
+        raise FormatError(f"{path} is not valid: {wrong}")
     return manifest
 
 
 def damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """What is missing or of another size, without reading the tensors; None if nothing is."""
+    """Name a file that is missing or has the wrong size, without reading it; None if there is none."""
     for name, size in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -284,12 +261,12 @@ def damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
 
 
 def tensor_entries(manifest: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
-    """Entries of the tensors whose names begin so, without that beginning."""
+    """Return the entries of the tensors whose names have the prefix, by the rest of the name."""
     return {name[len(prefix) :]: entry for name, entry in manifest["tensors"].items() if name.startswith(prefix)}
 
 
 def _unsound(manifest: Mapping[str, Any]) -> str | None:
-    """What a manifest that somebody made by hand gets wrong; files stay inside the folder."""
+    """Say what is wrong in a manifest that somebody made by hand, such as a file outside of the folder."""
     files, tensors = manifest.get("files"), manifest.get("tensors")
     if not isinstance(files, dict) or not isinstance(tensors, dict):
         return "'files' and 'tensors' must be objects"
@@ -302,13 +279,13 @@ def _unsound(manifest: Mapping[str, Any]) -> str | None:
                 return f"tensor {name!r} has dtype {entry['dtype']!r}"
             covered = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
             if covered != math.prod(entry["shape"]):
-                return f"the parts of tensor {name!r} do not make it up"
+                return f"the chunks of tensor {name!r} do not cover it"
             if any(chunk["file"] not in files for chunk in entry["chunks"]):
-                return f"tensor {name!r} is in a file that it does not name"
+                return f"tensor {name!r} is in a file that 'files' does not list"
             for chunk in entry["chunks"]:
                 sizes = zip(chunk["offsets"], chunk["shape"], entry["shape"], strict=True)
                 if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in sizes):
-                    return f"a part of tensor {name!r} is outside of it"
+                    return f"a chunk of tensor {name!r} is outside of it"
         except (KeyError, TypeError, ValueError, AttributeError):
             return f"the entry of tensor {name!r} is incomplete"
     return None
@@ -319,7 +296,7 @@ def _canonical(manifest: Mapping[str, Any]) -> bytes:
 
 
 def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Where in the whole tensor this rank's part begins, and the part."""
+    """Return the offset of this rank's shard in the whole tensor, and the shard."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tensor.detach()
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -327,5 +304,5 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of the contents."""
+    """Return the CRC-32 of the contents."""
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
