@@ -1,8 +1,11 @@
-"""Attention cut by heads against the same layers in one piece."""
+"""Attention sharded by heads against the same layers in one process, and attention that is replicated instead."""
+
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
+from fake import fake_group
 from ranks import gradients_of, on_ranks, take_steps, weights_of
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -110,7 +113,7 @@ def test_ten_steps_with_redrawn_features(dp):
             model = data_parallel(model, mesh["dp"], "fsdp")
         result = train(model, x[:2] if dp > 1 else x)
         plain = unshard_module(model)
-        return *result, {entry.name: entry for entry in report.placed}, plain[0].attention.state_dict()
+        return *result, {entry.name: entry for entry in report.placements}, plain[0].attention.state_dict()
 
     torch.manual_seed(0)
     single = nn.Sequential(Block(), Block()).double()
@@ -120,7 +123,7 @@ def test_ten_steps_with_redrawn_features(dp):
         assert their_norms == pytest.approx(norms, rel=1e-9)
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
-        assert report["0.attention"][2:] == ("heads cut", "2 of 4 heads a rank")
+        assert report["0.attention"][2:] == ("heads sharded", "2 of 4 heads a rank")
         mine = single[0].attention.state_dict()
         assert torch.equal(state["directions"], mine["directions"])
         assert torch.equal(state["_extra_state"], mine["_extra_state"])
@@ -208,7 +211,7 @@ def test_a_transformer_encoder_trained_and_evaluated():
 
     def rank():
         model = build(dist.get_rank())
-        report = {entry.name: entry.action for entry in tensor_parallel(model, make_mesh(tp=2)["tp"]).placed}
+        report = {entry.name: entry.action for entry in tensor_parallel(model, make_mesh(tp=2)["tp"]).placements}
         result = run(model)
         return *result, report, unshard_module(model).use_nested_tensor
 
@@ -219,133 +222,122 @@ def test_a_transformer_encoder_trained_and_evaluated():
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(out, evaluated, rtol=1e-8, atol=1e-10)
-        assert report["layers.0.self_attn"] == "heads cut"
-        assert report["layers.0.self_attn.out_proj"] == "cut"
+        assert report["layers.0.self_attn"] == "heads sharded"
+        assert report["layers.0.self_attn.out_proj"] == "sharded"
         assert nested
 
 
 class Grouped(nn.Module):
-    """Grouped queries, with numbers of heads among its attributes, which its forward reads."""
+    """Grouped queries, in a forward that works on any number of the heads."""
 
-    def __init__(self, make=nn.Linear):
+    def __init__(self, make=nn.Linear, **attributes):
         super().__init__()
-        self.num_heads, self.num_key_value_heads, self.layer_idx = 12, 6, 6
+        self.num_heads, self.num_key_value_heads, self.head_dim = 12, 6, 4
         self.q_proj, self.k_proj, self.v_proj = make(40, 48), make(40, 24), make(40, 24)
         self.out_proj = make(48, 40)
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def forward(self, x):
-        return self.out_proj(self.attend(x))
+        q, k, v = (
+            layer(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
 
-    def attend(self, x):
-        q = self.q_proj(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
-        k = self.k_proj(x).view(*x.shape[:2], self.num_key_value_heads, -1).transpose(1, 2)
-        v = self.v_proj(x).view(*x.shape[:2], self.num_key_value_heads, -1).transpose(1, 2)
-        return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+class Declared(nn.Module):
+    """A model that says how its attention is sharded."""
+
+    def __init__(self, attention, style="colwise"):
+        super().__init__()
+        self._tp_plan = {"self_attn.[qkv]_proj": style, "self_attn.out_proj": "rowwise"}
+        self.self_attn = attention
+
+    def forward(self, x):
+        return self.self_attn(x)
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("sketched", [True, False])
-def test_separate_projections(n, sketched):
+def test_attention_of_the_models_own_plan(n, sketched):
     x = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(1)).double()
 
     def build(seed):
         torch.manual_seed(seed)
-        return Grouped((lambda n, m: SKLinear(n, m, 2)) if sketched else nn.Linear).double()
+        return Declared(Grouped((lambda n, m: SKLinear(n, m, 2)) if sketched else nn.Linear)).double()
 
     def rank():
         model = build(dist.get_rank())
         report = tensor_parallel(model, make_mesh(tp=n)["tp"])
-        heads = model.num_heads, model.num_key_value_heads, model.layer_idx
         leaf = x.clone().requires_grad_()
         out = model(leaf)
         out.square().sum().backward()
         gradients = gradients_of(model)
-        plain = unshard_module(model)
-        same = plain.num_heads == 12 and plain.num_key_value_heads == 6 and torch.allclose(plain(x), out)
-        return out.detach(), leaf.grad, gradients, heads, same, [entry.action for entry in report.placed]
+        same = torch.allclose(unshard_module(model)(x), out)
+        return out.detach(), leaf.grad, gradients, same, [entry.action for entry in report.placements]
 
     single = build(0)
     leaf = x.clone().requires_grad_()
     expected = single(leaf)
     expected.square().sum().backward()
-    for out, dx, gradients, heads, same, actions in on_ranks(rank, n):
-        assert heads == (12 // n, 6 // n, 6)
+    for out, dx, gradients, same, actions in on_ranks(rank, n):
         assert same
-        assert actions == ["outputs cut"] * 3 + ["inputs cut"]
+        assert actions == ["outputs sharded"] * 3 + ["inputs sharded"]
         close(out, expected.detach(), 1e-12)
         close(dx, leaf.grad, 1e-12)
         for name, parameter in single.named_parameters():
             close(gradients[name], parameter.grad, 1e-12, floor=1e-12)
 
 
-class Odd(Grouped):
-    def __init__(self, **attributes):
-        super().__init__()
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-
-class ReadsConfig(Odd):
-    def forward(self, x):
-        return self.attend(x) * self.config.num_attention_heads
-
-
-class TakesBias(Odd):
-    def forward(self, x, position_bias=None):
-        return self.attend(x)
-
-
-class ReadsWidth(Odd):
-    def forward(self, x):
-        return self.attend(x).view(*x.shape[:2], self.embed_dim)
-
-
-class Nameless(Odd):
-    def __init__(self):
-        super().__init__()
-        del self.num_heads, self.num_key_value_heads
-
-
-ODD = {
-    "config": (ReadsConfig(), "its attention reads 'num_attention_heads' from its config"),
-    "bias": (TakesBias(), "its attention takes 'position_bias', which is one of all heads"),
-    "width": (ReadsWidth(embed_dim=48), "its attention reads embed_dim=48, which may be of all heads"),
-    "count": (Odd(n_heads=5), "its attention has n_heads=5, which is no number of its heads"),
-    "norm": (Odd(norm=nn.LayerNorm(48)), "its attention has parameters besides its projections, in 'norm'"),
-    "slopes": (Odd(slopes=nn.Buffer(torch.ones(12))), "its attention has the buffer 'slopes', which may be one of all"),
-    "nameless": (Nameless(), "its attention has its number of heads under no known name"),
-    "heads": (Odd(), "its attention has 12 heads and 6 of keys, which 4 ranks do not divide"),
+BESIDE = "the block has the tensor {!r} beside its layers, which may be one of all heads"
+UNKNOWN = "the number of heads, or their size, is not an attribute of the attention"
+REFUSED = {
+    "norm": (Declared(Grouped(norm=nn.LayerNorm(48))), BESIDE.format("norm.weight")),
+    "slopes": (Declared(Grouped(slopes=nn.Buffer(torch.ones(12)))), BESIDE.format("slopes")),
+    "nameless": (Declared(Grouped(head_dim=None)), UNKNOWN),
+    "heads": (Declared(Grouped(num_key_value_heads=3)), "its attention has 12 heads and 3 key heads, which are not a"),
+    "width": (Declared(Grouped(head_dim=5)), "the projections are not linear layers of heads of size 5"),
+    "style": (
+        Declared(Grouped(), "packed_colwise"),
+        "the model's plan has styles for it that are not supported together: packed_colwise",
+    ),
+    "no plan": (nn.ModuleDict({"self_attn": Grouped()}), "Grouped is not known to work on some of its heads: give"),
 }
 
 
-def test_what_is_left_and_what_is_refused():
-    def rank():
-        half = make_mesh(dp=2, tp=2)["tp"]
-        mesh = make_mesh(tp=4)["tp"]
-        reasons = {}
-        for name, (module, _) in ODD.items():
-            report = tensor_parallel(nn.ModuleDict({"block": module}), mesh if name == "heads" else half)
-            reasons[name] = {entry.name: entry for entry in report.placed}["block.out_proj"]
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_attention_that_is_replicated(case):
+    """Without processes: nothing is sent before a plan is made."""
+    model, reason = REFUSED[case]
+    with fake_group(2):
+        report = tensor_parallel(copy.deepcopy(model), make_mesh(tp=2)["tp"])
+    found = {entry.name: entry for entry in report.placements}["self_attn.out_proj"]
+    assert found.action == "replicated"
+    assert found.reason.startswith(reason)
+
+
+def test_what_cannot_be_sharded_by_heads():
+    with fake_group(2):
+        mesh = make_mesh(tp=2)["tp"]
         relative = RandMultiHeadAttention(8, 2, 4, SRPE=sinSRPE(2, 4, 2, 4))
         appending = nn.MultiheadAttention(8, 2, add_bias_kv=True)
-        report = {entry.name: entry for entry in tensor_parallel(nn.Sequential(relative, appending), half).placed}
-        reasons["relative"], reasons["appending"], reasons["output"] = report["0"], report["1"], report["1.out_proj"]
+        report = {entry.name: entry for entry in tensor_parallel(nn.Sequential(relative, appending), mesh).placements}
         messages = []
         for module in (nn.Linear(4, 4), RandMultiHeadAttention(6, 3, 4)):
             with pytest.raises((TypeError, ShapeError)) as caught:
-                parallelize_module(module, half, HeadwiseParallel())
+                parallelize_module(module, mesh, HeadwiseParallel())
             messages.append(str(caught.value))
-        return reasons, messages
+    assert report["0"].reason == "has relative positions of all heads"
+    assert report["1"].reason == "has add_bias_kv or add_zero_attn"
+    assert report["1.out_proj"][2:] == ("replicated", "with the module that it belongs to")
+    assert messages[0] == "Linear is not an attention whose heads can be sharded: name its projections"
+    assert messages[1] == "RandMultiHeadAttention has 3 heads, which are not a multiple of the 2 ranks"
 
-    reasons, messages = on_ranks(rank, 4)[0]
-    for name, (_, reason) in ODD.items():
-        assert reasons[name].action == "copied"
-        assert reasons[name].reason.startswith(reason)
-    assert reasons["relative"].reason == "has relative positions of all heads"
-    assert reasons["appending"].reason == "has add_bias_kv or add_zero_attn"
-    assert reasons["output"][2:] == ("copied", "with the module that it is part of")
-    assert messages[0] == "Linear is no attention whose heads can be cut: name its projections"
-    assert messages[1] == "RandMultiHeadAttention has 3 heads, which 2 ranks do not divide"
+
+OWN_PLAN = ("llama", "qwen3", "gpt-neox")
+KNOWN = ("bert", "electra", "roberta", "distilbert", "vit", "clip", "opt", "bart", "whisper")
 
 
 def transformer(kind, seed):
@@ -353,30 +345,48 @@ def transformer(kind, seed):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if kind == "bert":
-        return transformers.BertModel(transformers.BertConfig(vocab_size=60, **still, **sizes)).double()
-    if kind == "vit":
-        return transformers.ViTModel(transformers.ViTConfig(image_size=8, patch_size=4, **still, **sizes)).double()
-    config = {"num_key_value_heads": 2, "vocab_size": 4101, "tie_word_embeddings": kind == "llama", **sizes}
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).double()
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=8, **config)).double()
+    image = {"image_size": 8, "patch_size": 4}
+    grouped = {"num_key_value_heads": 2, "vocab_size": 4101, "tie_word_embeddings": kind == "llama"}
+    sides = ("encoder", "decoder")
+    bart = {f"{side}_{key}": value for side in sides for key, value in (("layers", 1), ("attention_heads", 4))}
+    bart |= {f"{side}_ffn_dim": 48 for side in sides} | {"d_model": 32, "vocab_size": 60, "dropout": 0.0}
+    whisper = {"num_mel_bins": 4, "max_source_positions": 6, "decoder_start_token_id": 1}
+    whisper |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    distilled = {"dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 4, "vocab_size": 60}
+    opt = {"ffn_dim": 48, "word_embed_proj_dim": 32, "vocab_size": 60, "dropout": 0.0}
+    name, config = {
+        "bert": ("Bert", {"vocab_size": 60, **still, **sizes}),
+        "electra": ("Electra", {"vocab_size": 60, "embedding_size": 32, **still, **sizes}),
+        "roberta": ("Roberta", {"vocab_size": 60, **still, **sizes}),
+        "distilbert": ("DistilBert", {**distilled, "dropout": 0.0, "attention_dropout": 0.0}),
+        "vit": ("ViT", {**image, **still, **sizes}),
+        "clip": ("CLIPVision", {**image, **sizes}),
+        "opt": ("OPT", {**sizes, **opt}),
+        "bart": ("Bart", bart),
+        "whisper": ("Whisper", {**bart, **whisper}),
+        "llama": ("Llama", {**grouped, **sizes}),
+        "qwen3": ("Qwen3", {**grouped, "head_dim": 8, **sizes}),
+        "gpt-neox": ("GPTNeoX", {"vocab_size": 60, **sizes}),
+    }[kind]
+    head = "ForCausalLM" if kind in ("llama", "qwen3") else "Model"
+    return getattr(transformers, name + head)(getattr(transformers, name + "Config")(**config)).double()
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama", "vit", "qwen3"])
-@pytest.mark.extra
+@pytest.mark.parametrize("kind", [*OWN_PLAN, *KNOWN])
 def test_transformers_models(kind):
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(60, (2, 7), generator=generator)
+    tokens = torch.randint(3, 60, (2, 7), generator=generator)
     pixels = torch.randn(2, 3, 8, 8, generator=generator).double()
-    inputs = {"pixel_values": pixels} if kind == "vit" else {"input_ids": tokens}
+    inputs = {"pixel_values": pixels} if kind in ("vit", "clip") else {"input_ids": tokens}
+    if kind == "whisper":
+        inputs = {"input_features": pixels.view(2, 4, 48)[..., :12], "decoder_input_ids": tokens}
 
     def run(model):
-        return train(FirstOutput(model), inputs, steps=3)
+        return train(FirstOutput(model), inputs, steps=2)
 
     def rank():
         model = transformer(kind, dist.get_rank())
-        report = {entry.name: entry.action for entry in tensor_parallel(model, make_mesh(tp=2)["tp"]).placed}
+        report = {entry.name: entry for entry in tensor_parallel(model, make_mesh(tp=2)["tp"]).placements}
         tied = kind == "llama" and model.lm_head.weight is model.model.embed_tokens.weight
         names = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
         result = run(model)
@@ -389,13 +399,36 @@ def test_transformers_models(kind):
         assert their_norms == pytest.approx(norms, rel=1e-9)
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
-        assert set(report) == names
-        cut = [name for name, action in report.items() if action == "inputs cut"]
-        assert len(cut) == 2  # of the attention and of the feed-forward block
+        assert set(report) >= names if kind == "bart" else set(report) == names
+        sharded = [entry for entry in report.values() if entry.action == "inputs sharded"]
+        assert len(sharded) == (5 if kind in ("bart", "whisper") else 2)  # every attention and every feed-forward block
+        assert all(entry.reason.startswith("the model's plan") == (kind in OWN_PLAN) for entry in sharded)
         assert same
         assert tied == (kind == "llama")
         if kind in ("llama", "qwen3"):
-            assert (report["model.embed_tokens"], report["lm_head"]) == ("rows cut", "outputs cut")
+            actions = report["model.embed_tokens"].action, report["lm_head"].action
+            assert actions == ("rows sharded", "outputs sharded")
+
+
+def test_gpt2_is_replicated():
+    """Its Conv1D layers are not linear layers of torch's, so it computes in full on every rank."""
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.arange(10).view(2, 5)
+
+    def build():
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=60, bos_token_id=0, eos_token_id=0)
+        return transformers.GPT2Model(config).eval()
+
+    def rank():
+        model = build()
+        report = tensor_parallel(model, make_mesh(tp=2)["tp"])
+        return model(tokens)[0].detach(), {entry.action for entry in report.placements}
+
+    expected = build()(tokens)[0].detach()
+    for out, actions in on_ranks(rank):
+        assert actions == {"replicated"}
+        torch.testing.assert_close(out, expected)
 
 
 class FirstOutput(nn.Module):

@@ -149,7 +149,7 @@ def test_pipelines(device, name, n, cut):
     model = Decoder().to(device, torch.float64) if cut else network(device)
     x, y = data(device, 6) if cut else data(device)
     losses, weights = plain(model, x, y)
-    sample = {"sample": x[:3]} if cut else {}
+    sample = {"sample_input": x[:3]} if cut else {}
     stages = split_stages(model, n, order="v" if name == "zbv" else "loop", **cut, **sample)
     schedule = make_schedule(name, stages, 4, nn.CrossEntropyLoss())
     found, _ = take_pipeline_steps(torch.optim.SGD(schedule.parameters(), 0.1), schedule, x, y, 5)

@@ -94,11 +94,11 @@ def test_the_guide_s_configuration():
         optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
         x, y = data()
         losses = [trainer.train_step((x.float(), y), optimizer, nn.CrossEntropyLoss()) for _ in range(20)]
-        return losses, [entry.action for entry in trainer.report.placed]
+        return losses, [entry.action for entry in trainer.report.placements]
 
     for losses, actions in on_ranks(rank):
         assert losses[-1] < 0.8 * losses[0]
-        assert actions == ["outputs cut", "inputs cut", "outputs cut", "inputs cut", "copied"]
+        assert actions == ["outputs sharded", "inputs sharded", "outputs sharded", "inputs sharded", "replicated"]
 
 
 def test_what_is_refused():

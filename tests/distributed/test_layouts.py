@@ -190,7 +190,7 @@ def test_a_transformer_by_a_plan(n, kind):
     def rank():
         model = build(dist.get_rank())
         report = tensor_parallel(model, make_mesh(tp=n)["tp"], sequence_plan())
-        return *train(model), {entry.name: entry.action for entry in report.placed}, unshard_module(model)(tokens)
+        return *train(model), {entry.name: entry.action for entry in report.placements}, unshard_module(model)(tokens)
 
     single = build(0)
     losses, weights = train(single)
@@ -198,7 +198,7 @@ def test_a_transformer_by_a_plan(n, kind):
         assert their_losses == pytest.approx(losses, rel=1e-10)
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
-        assert actions["embed"] == "rows cut"
+        assert actions["embed"] == "rows sharded"
         assert actions["norm1"] == "SequenceParallel"
         torch.testing.assert_close(out, single(tokens))
 
@@ -226,18 +226,18 @@ def test_sequences_are_cut_between_pairs(kind):
             model(x[0])
         with pytest.raises(ValueError, match="sequence_parallel=True goes with plan='auto'"):
             tensor_parallel(chain(kind, 0), make_mesh(tp=2)["tp"], {"0": ColwiseSKParallel()}, sequence_parallel=True)
-        return *found, shapes[0], {entry.name: entry.reason for entry in report.placed}, str(caught.value)
+        return *found, shapes[0], {entry.name: entry.reason for entry in report.placements}, str(caught.value)
 
     expected = results(chain(kind, 0), x)
     for i, (out, dx, gradients, shape, reasons, message) in enumerate(on_ranks(rank)):
         assert shape == (3, 4 - i, 40)
-        assert reasons["3"] == "acts on a part of the sequence; gradients are summed"
-        assert reasons["8"] == "computed whole by every rank"
+        assert reasons["3"] == "acts on a part of the sequence; its gradients are summed"
+        assert reasons["8"] == "replicated on every rank"
         close(out, expected[0])
         close(dx, expected[1])
         for name, gradient in expected[2].items():
             close(gradients[name], gradient)
-        assert message.startswith("a layout of Shard(1) cuts a dimension before the features")
+        assert message.startswith("a layout of Shard(1) shards a dimension before the features")
 
 
 def test_layouts_that_are_refused():

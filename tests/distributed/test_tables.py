@@ -77,7 +77,7 @@ def test_tables_and_output_layers(tied, dp, tp):
         result = train(model, tokens)
         plain = unshard_module(model)
         shared = plain.head.weight is plain.embed.weight, model.head.weight is model.embed.weight
-        return *result, {entry.name: entry for entry in report.placed}, shared, rows
+        return *result, {entry.name: entry for entry in report.placements}, shared, rows
 
     losses, norms, first, weights = train(Language(0, tied), tokens)
     found = on_ranks(rank, dp * tp)
@@ -89,8 +89,8 @@ def test_tables_and_output_layers(tied, dp, tp):
             assert (gradients[name] - first[name]).norm() <= 1e-12 * first[name].norm()
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
         assert shared == (tied, tied)
-        assert report["embed"].action == "rows cut"
-        assert report["head"].action == "outputs cut"
+        assert report["embed"].action == "rows sharded"
+        assert report["head"].action == "outputs sharded"
         assert report["head"].reason.endswith(", with 'embed'" if tied else "gathered")
     assert [rows for *_, rows in found[:tp]] == [len(part) for part in torch.arange(4099).chunk(tp)]
 
@@ -135,16 +135,19 @@ def test_what_shares_a_weight():
             with pytest.raises(ShapeError) as caught:
                 tensor_parallel(Shared(nn.Embedding(20, 8), nn.Linear(8, 20)), mesh, plan)
             messages.append(str(caught.value))
-        return [[entry.reason for entry in report.placed] for report in reports], kept, messages
+        return [[entry.reason for entry in report.placements] for report in reports], kept, messages
 
     (small, block, scaled), kept, messages = on_ranks(rank)[0]
     assert kept
-    assert small == ["its 20 rows are fewer than 4096", "has no partner across functions of single entries"]
+    assert small == [
+        "its 20 rows are fewer than 4096",
+        "has no partner: no linear layer with only elementwise functions between",
+    ]
     assert block == ["shares a parameter with another layer"] * 2
     assert scaled[0] == "has max_norm, scale_grad_by_freq or sparse gradients"
-    assert scaled[1] == "shares a parameter, with 'first', which is not cut"
+    assert scaled[1] == "shares a parameter, with 'first', which is not sharded"
     for message in messages:
-        assert message.startswith("'first', 'second' share a parameter, and the plan does not cut it in one way")
+        assert message.startswith("'first', 'second' share a parameter, and the plan does not shard it in one way")
 
 
 class Own(nn.Module):
@@ -186,7 +189,7 @@ def test_every_module_with_parameters_is_in_the_report(n):
         model = Own(dist.get_rank())
         owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
         report = tensor_parallel(model, make_mesh(tp=n)["tp"])
-        return *run(model), {entry.name: entry for entry in report.placed}, owners
+        return *run(model), {entry.name: entry for entry in report.placements}, owners
 
     losses, out, weights = run(Own(0))
     for their_losses, theirs, parameters, report, owners in on_ranks(rank, n):
@@ -195,20 +198,20 @@ def test_every_module_with_parameters_is_in_the_report(n):
         for name, weight in weights.items():
             torch.testing.assert_close(parameters[name], weight, rtol=1e-8, atol=1e-10)
         assert set(report) == owners
-        actions = {name: entry.action for name, entry in report.items() if entry.action != "copied"}
+        actions = {name: entry.action for name, entry in report.items() if entry.action != "replicated"}
         assert actions == {
-            "encoder.linear1": "outputs cut",
-            "encoder.linear2": "inputs cut",
-            "random.linear1": "outputs cut",
-            "random.linear2": "inputs cut",
-            "random.self_attn": "heads cut",
-            "encoder.self_attn": "heads cut",
-            "encoder.self_attn.out_proj": "cut",
+            "encoder.linear1": "outputs sharded",
+            "encoder.linear2": "inputs sharded",
+            "random.linear1": "outputs sharded",
+            "random.linear2": "inputs sharded",
+            "random.self_attn": "heads sharded",
+            "encoder.self_attn": "heads sharded",
+            "encoder.self_attn.out_proj": "sharded",
         }
         reasons = {name: entry.reason for name, entry in report.items()}
-        assert reasons["conv"] == reasons["sketched_conv"] == "channels are not cut"
-        assert reasons["single"] == "has no partner across functions of single entries"
+        assert reasons["conv"] == reasons["sketched_conv"] == "channels of convolutions are not sharded"
+        assert reasons["single"] == "has no partner: no linear layer with only elementwise functions between"
         assert reasons["encoder.self_attn.out_proj"] == "with 'encoder.self_attn'"
-        assert reasons["recurrent"].endswith("plain tensors, for it keeps tensors in other places too")
-        assert reasons["scales"].endswith("plain tensors, for other modules read them")
-        assert reasons["norm"] == reasons[""] == "computed whole by every rank"
+        assert reasons["recurrent"].endswith("plain tensors, because it keeps tensors in other attributes too")
+        assert reasons["scales"].endswith("plain tensors, because other modules read them")
+        assert reasons["norm"] == reasons[""] == "replicated on every rank"

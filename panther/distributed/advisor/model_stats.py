@@ -280,7 +280,7 @@ def _measure(
 ) -> ModelStats:
     mode, made, dtype = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
     with pretended_mesh(tp) if tp > 1 else nullcontext() as mesh:
-        placed = tensor_parallel(made, mesh).placed if mesh is not None else ()
+        placed = tensor_parallel(made, mesh).placements if mesh is not None else ()
         tensors = _tensors(made)
         make_fake_(made, mode, dtype)
         runs = []
@@ -292,7 +292,7 @@ def _measure(
         tuple(_element(i, name, runs) for i, (name, _) in enumerate(_elements(made))),
         isinstance(model, nn.Sequential),
         tp,
-        tuple((entry.name, entry.reason) for entry in placed if entry.action == "copied"),
+        tuple((entry.name, entry.reason) for entry in placed if entry.action == "replicated"),
         mixed_precision,
         cut,
     )

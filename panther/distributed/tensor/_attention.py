@@ -1,34 +1,54 @@
-"""Panther's attention by random features, cut by heads over the ranks of one mesh axis.
+"""Attention sharded by heads over the ranks of one mesh axis: Panther's by random features, and nn.MultiheadAttention.
 
-Every rank projects, attends and projects back with some of the heads, whole ones, and the outputs are summed.
+Every rank projects, attends and projects back with its own heads, and the outputs are summed.
 """
 
-__all__ = ["HeadwiseRandAttention", "cannot_cut_heads", "shard_heads_"]
+__all__ = ["HeadwiseMultiheadAttention", "HeadwiseRandAttention", "heads_refusal", "shard_heads_"]
 
+import math
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from panther.distributed.comm._chunks import chunk_ranges
-from panther.distributed.comm.collectives import all_reduce, sum_in_backward
-from panther.distributed.sync.sketches import sync_sketches
-from panther.distributed.tensor._module import ShardedModule, check_mesh, local_parameters, shard_parameter_
-from panther.distributed.tensor._packed_attention import cannot_cut_packed_heads, shard_packed_heads_
-from panther.distributed.tensor._record import remember_
+from panther.distributed.comm.collectives import all_gather, all_reduce, sum_in_backward
+from panther.distributed.tensor._module import (
+    ShardedModule,
+    check_mesh,
+    distribute,
+    local_parameters,
+    local_tensor,
+    shard_parameter_,
+)
+from panther.distributed.tensor.unshard import remember_
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention
 from panther.nn._features import orthogonal_gaussian
+from panther.nn._sketched import keep_own_forward
 
 
-class HeadwiseRandAttention(ShardedModule, RandMultiHeadAttention):
-    """Random directions are those of the whole layer; each rank draws its heads'."""
+class HeadwiseAttention(ShardedModule):
+    """Base of both: some heads on each rank."""
 
-    heads: range
+    local_heads: range
     """The heads of this rank."""
+
+    def enter(self, *inputs: Tensor) -> list[Tensor]:
+        """Return the inputs, whose gradients are summed over the ranks: each computes the part of its heads.
+
+        A tensor that is passed several times, as in self-attention, is sent once.
+        """
+        entered = {id(x): x for x in inputs}
+        entered = {key: sum_in_backward(x, self.tp_group) for key, x in entered.items()}
+        return [entered[id(x)] for x in inputs]
+
+
+class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
+    """Random-feature attention with some heads on each rank, which draws the random directions of its own heads."""
 
     placements: ClassVar[dict[str, Placement]] = {
         **dict.fromkeys(("Wq", "Wk", "Wv", "bq", "bk", "bv"), Shard(0)), "W0": Shard(1), "b0": Replicate(),
@@ -36,16 +56,10 @@ class HeadwiseRandAttention(ShardedModule, RandMultiHeadAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend with this rank's heads, and sum."""
-        bias = self.local("b0")
-        # Each rank has a part of their gradients; summed once where one tensor comes several times.
-        entered: dict[int, Tensor] = {}
-        for x in (query, key, value):
-            if id(x) not in entered:
-                entered[id(x)] = sum_in_backward(x, self.tp_group)
-        query, key, value = (entered[id(x)] for x in (query, key, value))
-        buffers = self._buffers
+        bias, buffers = self.local("b0"), self._buffers
+        query, key, value = self.enter(query, key, value)
         with local_parameters(self):
-            self._parameters["b0"] = None
+            self._parameters["b0"] = None  # added once, after the sum
             self.__dict__["_buffers"] = buffers | {"directions": self.local("directions")}
             try:
                 output, _ = super().forward(query, key, value, *args, **kwargs)
@@ -55,52 +69,144 @@ class HeadwiseRandAttention(ShardedModule, RandMultiHeadAttention):
         return (output if bias is None else output + bias.to(output.dtype)), None
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H here, n, d)
-        return nn.functional.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return F.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _draw_directions(self) -> None:
         if self.directions is None:
             return
         _, rows, d = self.directions.shape
+        # Two streams a draw, as in the unsharded layer: a rank's directions are those of its heads there.
         drawn = orthogonal_gaussian(
-            rows, d, heads=self.num_heads, seed=self.seed, stream=2 * self._draws, only=self.heads
+            rows, d, heads=self.num_heads, seed=self.seed, stream=2 * self._draws, only=self.local_heads
         )
         with torch.no_grad():
             self.local("directions").copy_(drawn)
 
 
-def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut an attention by heads over the ranks of a one-dimensional mesh, in place; every rank must call it.
+class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
+    """torch's attention with some heads on each rank.
 
-    Weights, and random directions, are those of the mesh's first rank.
+    Its packed projection is one parameter, in which the rows of some heads are not contiguous. It stays replicated,
+    each rank uses its heads' rows, and the gradient is summed. The output projection is sharded.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as nn.MultiheadAttention does; the attention weights are those of all heads."""
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint about attn_mask: pass the causal mask too")
+        query, key, value = self.enter(query, key, value)
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = (
+            F.linear(x, *self._rows(i)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for i, x in enumerate((query, key, value))
+        )  # (N, heads here, n, d)
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            logits = q @ k.mT / math.sqrt(self.head_dim)
+            weights = F.dropout((logits if mask is None else logits + mask).softmax(-1), dropout)
+            attended = weights @ v
+            weights = self._of_all_heads(weights, average_attn_weights)
+            weights = weights if batched else weights[0]
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        partial = F.linear(attended.transpose(1, 2).flatten(2), local_tensor(self.out_proj.weight))
+        output = all_reduce(partial, group=self.tp_group)
+        if self.out_proj.bias is not None:
+            output = output + local_tensor(self.out_proj.bias).to(output.dtype)
+        if not batched:
+            return output[0], weights
+        return (output if self.batch_first else output.transpose(0, 1)), weights
+
+    def _rows(self, i: int) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of this rank's heads, for queries, keys or values."""
+        start, stop = self.local_heads.start * self.head_dim, self.local_heads.stop * self.head_dim
+        packed = slice(i * self.embed_dim + start, i * self.embed_dim + stop)
+        if self._qkv_same_embed_dim:
+            weight = sum_in_backward(self.local("in_proj_weight"), self.tp_group)[packed]
+        else:
+            weight = self.local(("q_proj_weight", "k_proj_weight", "v_proj_weight")[i])
+        bias = self.local("in_proj_bias")
+        return weight, None if bias is None else sum_in_backward(bias, self.tp_group)[packed]
+
+    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
+        """Return what to add to the logits of this rank's heads."""
+        total = None
+        if attn_mask is not None:
+            total = _additive(attn_mask, q.dtype)
+            if total.dim() == 3:  # (N all heads, L, S)
+                total = total.unflatten(0, (-1, self.num_heads))[:, self.local_heads.start : self.local_heads.stop]
+        if key_padding_mask is not None:
+            added = _additive(key_padding_mask, q.dtype)[:, None, None]
+            total = added if total is None else total + added
+        return total
+
+    def _of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
+        if average:
+            return all_reduce(weights.sum(1) / self.num_heads, group=self.tp_group)
+        return all_gather(weights, 1, self.tp_group)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Any:
+    if mask.dtype is torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+    return mask.to(dtype)
+
+
+def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard an attention that is equal on all ranks of a one-dimensional mesh by heads, in place; nothing is sent.
 
     Raises:
-        TypeError: If it is none that can be cut.
-        ShapeError: If the ranks do not divide the heads, or the mesh has several dimensions.
+        TypeError: If its heads cannot be sharded.
+        ShapeError: If its heads are not a multiple of the ranks, or the mesh has several dimensions.
     """
     check_mesh(mesh)
-    if reason := cannot_cut_heads(module, mesh.size()):
+    if reason := heads_refusal(module, mesh.size()):
         raise (ShapeError if "ranks" in reason else TypeError)(f"{type(module).__name__} {reason}")
-    if isinstance(module, nn.MultiheadAttention):
-        return shard_packed_heads_(module, mesh)
     heads = chunk_ranges(module.num_heads, mesh.size())[mesh.get_local_rank()]  # type: ignore[arg-type]
-    sync_sketches(module, dist.get_process_group_ranks(mesh.get_group())[0], mesh.get_group())
-    remember_(module, ("tp_mesh", "heads", "summed"))
-    module.__class__ = HeadwiseRandAttention
-    assert isinstance(module, HeadwiseRandAttention)
-    module.tp_mesh, module.heads = mesh, heads
-    for name, placement in module.placements.items():
-        shard_parameter_(module, name, mesh, placement)
-    if module.directions is not None:
-        module.directions = distribute_tensor(module.directions, mesh, [Shard(0)])
+    remember_(module, ("tp_mesh", "local_heads", "summed"))
+    if isinstance(module, RandMultiHeadAttention):
+        module.__class__ = HeadwiseRandAttention  # in place, see ShardedModule
+        parameters = [(module, name, placement) for name, placement in HeadwiseRandAttention.placements.items()]
+        if module.directions is not None:
+            module.directions = distribute(module.directions, mesh, Shard(0))
+    else:
+        module.__class__ = HeadwiseMultiheadAttention
+        rows: list[Any] = [(module, name, Shard(0)) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        packed: list[Any] = [(module, name, Replicate()) for name in ("in_proj_weight", "in_proj_bias")]
+        output: list[Any] = [(module.out_proj, "weight", Shard(1)), (module.out_proj, "bias", Replicate())]
+        parameters = rows + packed + output
+        module.register_forward_pre_hook(keep_own_forward)
+    assert isinstance(module, HeadwiseAttention)
+    module.tp_mesh, module.local_heads = mesh, heads
+    for owner, name, placement in parameters:
+        shard_parameter_(owner, name, mesh, placement)
     return module
 
 
-def cannot_cut_heads(module: nn.Module, ranks: int) -> str | None:
-    """Why such an attention cannot be cut over so many ranks, None if it can."""
+def heads_refusal(module: nn.Module, ranks: int) -> str | None:
+    """Return why the heads of an attention cannot be sharded over so many ranks, None if they can."""
     if type(module) not in (RandMultiHeadAttention, nn.MultiheadAttention):
-        return "is no attention whose heads can be cut: name its projections"
+        return "is not an attention whose heads can be sharded: name its projections"
     if module.num_heads % ranks:  # type: ignore[operator]
-        return f"has {module.num_heads} heads, which {ranks} ranks do not divide"
+        return f"has {module.num_heads} heads, which are not a multiple of the {ranks} ranks"
     if isinstance(module, nn.MultiheadAttention):
-        return cannot_cut_packed_heads(module)
+        appends = module.bias_k is not None or module.add_zero_attn
+        return "has add_bias_kv or add_zero_attn" if appends else None
     return "has relative positions of all heads" if module.SRPE is not None else None

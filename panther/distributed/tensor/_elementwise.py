@@ -1,16 +1,18 @@
-"""What a block's forward does between two layers that would be cut as a pair, read off its traces.
+"""Which modules act on every entry of a tensor alone, and which blocks do nothing else between two layers.
 
-What comes from the first layers is a part of the features on every rank. It may meet functions of single entries only,
-of such parts and of numbers, and has to end in the last layer. The forward is traced with symbols in the place of
-tensors, training and not, with and without its optional arguments, and both ways where it branches on a tensor.
+Between the layers of a pair that is sharded, every rank has a part of the features. Functions of single entries are
+right on such a part; anything else, a softmax or a sum, is wrong without an error. So a pair is sharded only if a
+symbolic trace of the block's forward shows nothing but elementwise functions of sharded tensors. A forward that
+cannot be traced, or has optional arguments and so more ways through than one, is left alone.
 """
 
-__all__ = ["is_of_single_entries", "why_not_a_pair"]
+__all__ = ["is_elementwise", "reason_against_pair"]
 
 import copy
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,19 +20,16 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-_ELEMENTWISE = (
+_MODULES = (
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish, nn.Hardswish, nn.ReLU6,
     nn.Dropout, nn.Identity,
 )  # fmt: skip
-_NAMES = [
-    "abs", "add", "bfloat16", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos",
-    "detach", "div", "divide", "double", "dropout", "elu", "eq", "erf", "exp", "expm1", "float", "ge", "gelu", "gt",
-    "half", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "iadd", "imul", "isub", "itruediv", "le",
-    "leaky_relu", "log", "log1p", "logsigmoid", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "multiply",
-    "nan_to_num", "ne", "neg", "negative", "pos", "pow", "reciprocal", "relu", "relu6", "rsqrt", "selu", "sigmoid",
-    "sign", "silu", "sin", "softplus", "softshrink", "softsign", "sqrt", "square", "sub", "subtract", "tanh",
-    "tanhshrink", "threshold", "to", "true_divide", "truediv", "type_as", "where",
-]  # fmt: skip
+_NAMES = (
+    "abs", "add", "clamp", "clone", "contiguous", "cos", "detach", "div", "dropout", "elu", "erf", "exp", "float",
+    "gelu", "half", "hardsigmoid", "hardswish", "hardtanh", "iadd", "imul", "isub", "itruediv", "leaky_relu", "log",
+    "log1p", "logsigmoid", "mish", "mul", "multiply", "neg", "pos", "pow", "relu", "relu6", "rsqrt", "selu", "sigmoid",
+    "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "to", "true_divide", "truediv", "type_as",
+)  # fmt: skip
 _METHODS = {*_NAMES, *(f"{name}_" for name in _NAMES)}
 _FUNCTIONS = {
     function
@@ -38,50 +37,49 @@ _FUNCTIONS = {
     for space in (torch, F, operator)
     if callable(function := getattr(space, name, None)) and not isinstance(function, type)
 }
-_SAME_ON_EVERY_PART = {"ndim", "dim", "ndimension", "is_floating_point", "requires_grad", "layout"}
-_PATHS, _BRANCHES = 64, 12
-"""Traces of one forward, and branches in a trace, up to which it is followed."""
-
-_WHOLE, _CUT, _FREE = "whole", "cut", "free"
+_TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def why_not_a_pair(owner: nn.Module, firsts: Sequence[nn.Module], last: nn.Module) -> str | None:
-    """Why the outputs of some layers of a block, and the inputs of another, cannot be cut; None if they can."""
-    method = "forward"
-    if type(owner).forward in (nn.TransformerEncoderLayer.forward, nn.TransformerDecoderLayer.forward):
-        method = "_ff_block"  # the whole of a forward with a fast path, which is kept off
-    called: set[nn.Module] = set()
+def reason_against_pair(block: nn.Module, firsts: Sequence[nn.Module], last: nn.Module) -> str | None:
+    """Return why ``firsts`` and ``last``, layers of a block, cannot be sharded as a pair; None if they can."""
+    method, own = "forward", type(block).__module__.startswith("transformers.")
+    if any(type(block).forward is layer.forward for layer in _TORCH_LAYERS):
+        method = "_ff_block"  # all that its forward does with the two layers, once its fast path is off
+    elif own and hasattr(block, "feed_forward_chunk"):
+        method = "feed_forward_chunk"  # the same in transformers' BERT and its relatives
     try:
-        for tracer in _traces(owner, (*firsts, last), method):
-            states = _states(tracer, firsts, last, _WHOLE)
-            if states[tracer.output] == _CUT:
-                return "its block gives what is between to others"
-            called |= tracer.called
-    except _CannotFollowError as error:
+        for training in (True, False):
+            # The options of transformers' blocks are about attention; those of other blocks may be about anything.
+            tracer = _trace(block, method, training, firsts=firsts, last=last, with_options=own)
+            if _check(tracer, firsts, last, _REPLICATED) == _SHARDED:
+                return "an intermediate activation of the pair is also returned by its block"
+            if not {*firsts, last} <= set(tracer.modules.values()):
+                return "its block's forward does not call both layers of the pair"
+    except _RefusedError as error:
         return str(error)
-    return None if called.issuperset((*firsts, last)) else "is not called by its block's forward, or its partner is not"
+    return None
 
 
-def is_of_single_entries(module: nn.Module) -> bool:
-    """Whether a module without parameters acts on every entry of what it gets alone."""
-    if type(module) in _ELEMENTWISE:
+def is_elementwise(module: nn.Module) -> bool:
+    """Return whether a module without parameters acts on every entry of its input alone."""
+    if type(module) in _MODULES:
         return True
     if any(True for _ in (*module.parameters(), *module.buffers())):
         return False
     if type(module).forward is nn.Sequential.forward:
-        return all(map(is_of_single_entries, module.children()))
+        return all(map(is_elementwise, module.children()))
     try:
-        return all(_states(tracer, (), None, _CUT)[tracer.output] == _CUT for tracer in _traces(module, ()))
-    except _CannotFollowError:
+        return all(_check(_trace(module, "forward", mode), (), None, _SHARDED) == _SHARDED for mode in (True, False))
+    except _RefusedError:
         return False
 
 
-class _CannotFollowError(Exception):
-    """The reason."""
+class _RefusedError(Exception):
+    """The pair cannot be sharded; the message is for the report."""
 
 
 class _Value(fx.Proxy):
-    """A symbol for a tensor, of the dtype and device of the block's layers."""
+    """A symbol for a tensor, which has the dtype and device of the block's layers."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,164 +91,115 @@ class _Value(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Traces modules that are opened; the others are taken as they are."""
+    """Trace through the modules that contain layers of the pair, and take all others as single operations."""
 
-    def __init__(self, opened: set[nn.Module], like: Any, method: str, optional: bool, choices: list[bool]) -> None:
-        super().__init__(autowrap_modules=())  # type: ignore[arg-type]  # none, for the price of it
-        self.opened, self.like, self.traced_func_name = opened, like, method
-        self.optional, self.choices = optional, choices
-        self.asked: list[fx.Node] = []
-        self.called: set[nn.Module] = set()
+    def __init__(self, method: str, opened: set[nn.Module], like: Any) -> None:
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]  # wrapping all of `math` takes longer than a trace
+        self.traced_func_name, self.opened, self.like = method, opened, like
         self.modules: dict[str, nn.Module] = {}
-
-    @property
-    def output(self) -> fx.Node:
-        return next(iter(reversed(self.graph.nodes)))
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if m not in self.opened:
-            self.called.add(m)
             self.modules[module_qualified_name] = m
-            return True
-        return False
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        self.asked.append(obj.node)
-        if len(self.asked) > _BRANCHES:
-            raise _CannotFollowError(f"its block's forward branches more than {_BRANCHES} times")
-        if len(self.asked) > len(self.choices):
-            self.choices.append(False)
-        return self.choices[len(self.asked) - 1]
+        return m not in self.opened
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        args: list[Any] = [self.root] if is_module else []
-        kwargs: dict[str, Any] = {}
-        for i, parameter in enumerate(list(inspect.signature(root_fn).parameters.values())[len(args) :]):
-            needed = parameter.default is parameter.empty or i == 0
-            if parameter.kind is parameter.VAR_KEYWORD or not (needed or self.optional):
-                continue
-            symbol = self.create_proxy("placeholder", parameter.name, (), {})
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                kwargs[parameter.name] = symbol
-            else:
-                args.append(symbol)
-        return lambda *given: root_fn(*given, **kwargs), args
+        # fx would also pass a symbol for every optional argument, and so miss what happens without it.
+        required = list(_required(root_fn))[1:]
+        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in required)]
 
 
-def _traces(owner: nn.Module, layers: Sequence[nn.Module], method: str = "forward") -> Iterator[_Tracer]:
-    """Traces of all ways through a block; what it does to itself on the way is done to a copy."""
-    if "forward" in vars(owner):
-        raise _CannotFollowError("its block's forward was replaced")
-    closed = {
-        module for module in owner.modules() if module is not owner and not set(module.modules()) & (set(layers))
-    } | set(layers)
-    like = next((parameter for layer in layers for parameter in layer.parameters()), torch.empty(0))
-    try:
-        optional = any(
-            parameter.default is not parameter.empty
-            for parameter in inspect.signature(getattr(type(owner), method)).parameters.values()
-        )
-        for training in (True, False):
-            for given in (False, True) if optional else (False,):
-                yield from _branches(owner, closed, like, method, given, training)
-    except _CannotFollowError:
-        raise
-    except Exception as error:
-        raise _CannotFollowError(f"its block's forward cannot be traced ({type(error).__name__})") from error
+def _required(function: Any, with_options: bool = True) -> list[str]:
+    """Return the names of the arguments that have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if len(names) < len(parameters) and not with_options:
+        raise _RefusedError("its block's forward has optional arguments, which may change what is between the layers")
+    return names
 
 
-def _branches(
-    owner: nn.Module, closed: set[nn.Module], like: Any, method: str, optional: bool, training: bool
-) -> Iterator[_Tracer]:
-    choices: list[bool] = []
-    refused: Exception | None = None
-    found = False
-    for _ in range(_PATHS):
-        block = _copy(owner, closed, training)
-        tracer = _Tracer(set(block.modules()) - closed, like, method, optional, choices)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                tracer.trace(block)
-        except (ValueError, AssertionError, NotImplementedError) as error:  # the forward's own, of what it refuses
-            refused = error
-        else:
-            found = True
-            yield tracer
-        del choices[len(tracer.asked) :]
-        while choices and choices[-1]:
-            choices.pop()
-        if not choices:
-            break
-        choices[-1] = True
-    else:
-        raise _CannotFollowError(f"its block's forward has more than {_PATHS} ways through")
-    if refused is not None and not found and not optional:
-        raise refused
-
-
-def _copy(owner: nn.Module, closed: set[nn.Module], training: bool) -> nn.Module:
-    """The block anew, with the same tensors, and the same modules where they are taken as they are."""
-    copies = {old: type(old).__new__(type(old)) for old in owner.modules() if old not in closed}
-    for old, new in copies.items():
+def _trace(
+    block: nn.Module,
+    method: str,
+    training: bool,
+    *,
+    firsts: Sequence[nn.Module] = (),
+    last: nn.Module | None = None,
+    with_options: bool = False,
+) -> _Tracer:
+    """Trace a method of a block with symbols in place of its required arguments."""
+    layers = {*firsts} if last is None else {*firsts, last}
+    if "forward" in vars(block):
+        raise _RefusedError("its block's forward was replaced")
+    _required(getattr(type(block), method), with_options or method != "forward")
+    # The forward runs on a copy of the block and of the modules that are opened: it may change their attributes. Not
+    # copy.copy: the __setstate__ of nn.TransformerDecoderLayer sets the activation to relu if that is a module.
+    found = [old for old in block.modules() if old is block or set(old.modules()) & (layers - {old})]
+    opened = {old: type(old).__new__(type(old)) for old in found}
+    for old, new in opened.items():
         for key, value in vars(old).items():
             new.__dict__[key] = copy.copy(value) if type(value) in (dict, list, set) else value
-        modules = {name: None if child is None else copies.get(child, child) for name, child in old._modules.items()}
-        new.__dict__ |= {"_modules": modules, "training": training, "_forward_hooks": {}, "_forward_pre_hooks": {}}
-    return copies[owner]
+        children = old._modules.items()
+        new._modules = {name: None if child is None else opened.get(child, child) for name, child in children}
+        new.training = training
+        new._forward_hooks, new._forward_pre_hooks = OrderedDict(), OrderedDict()
+    like = next((parameter for layer in layers for parameter in layer.parameters()), torch.empty(0))
+    tracer = _Tracer(method, set(opened.values()), like)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            tracer.trace(opened[block])
+    except fx.proxy.TraceError as error:
+        raise _RefusedError("its block's forward branches on a tensor") from error
+    except Exception as error:
+        raise _RefusedError(f"its block's forward cannot be traced ({type(error).__name__})") from error
+    return tracer
 
 
-def _states(tracer: _Tracer, firsts: Sequence[nn.Module], last: nn.Module | None, given: str) -> dict[fx.Node, str]:
-    """Of every value in a trace, whether it is whole on every rank, cut, or no matter of features."""
+_REPLICATED, _SHARDED = "replicated", "sharded"
+
+
+def _check(tracer: _Tracer, firsts: Sequence[nn.Module], last: nn.Module | None, given: str) -> str:
+    """Return whether the output of a trace is sharded if its inputs are ``given``; refuse what would be wrong."""
     states: dict[fx.Node, str] = {}
     own = {id(parameter) for layer in (*firsts, last) if layer is not None for parameter in layer.parameters()}
     for node in tracer.graph.nodes:
         inputs = {states[other] for other in node.all_input_nodes}
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "a function")
         module = tracer.modules.get(name) if node.op == "call_module" else None
-        state = _WHOLE
+        states[node] = _REPLICATED
         if node.op == "placeholder":
-            state = given
+            states[node] = given
         elif node.op == "get_attr":
             if node.users and id(operator.attrgetter(name)(tracer.root)) in own:
-                raise _CannotFollowError(f"its block reads {name!r}")
+                raise _RefusedError(f"its block reads {name!r}")
         elif module is not None and module in firsts:
-            if _CUT in inputs:
-                raise _CannotFollowError("takes, in its block, what is cut")
-            state = _CUT
+            if _SHARDED in inputs:
+                raise _RefusedError("its input is already sharded by another layer of its block")
+            states[node] = _SHARDED
         elif module is not None and module is last:
-            if inputs != {_CUT} or len(node.args) != 1:
-                raise _CannotFollowError(
-                    "its block gives its partner other things than functions of its single entries"
-                )
-        elif _CUT in inputs:
-            state = _of_cut(node, name, module, inputs)
-        elif inputs == {_FREE}:
-            state = _FREE
-        states[node] = state
-    if any(states[node] == _CUT for node in tracer.asked):
-        raise _CannotFollowError("its block branches on what is between")
+            if inputs != {_SHARDED} or len(node.args) != 1:
+                raise _RefusedError("the second layer of the pair also gets tensors that do not come from the first")
+        elif _SHARDED in inputs:
+            _check_elementwise(node, name, module, inputs)
+            states[node] = _SHARDED
     kept = tree_leaves([dict(vars(module)) for module in tracer.opened])
-    if any(isinstance(value, fx.Proxy) and states[value.node] == _CUT for value in kept):
-        raise _CannotFollowError("its block keeps what is between")
-    return states
+    if any(isinstance(value, fx.Proxy) and states[value.node] == _SHARDED for value in kept):
+        raise _RefusedError("its block keeps an intermediate activation of the pair in an attribute")
+    return states[next(iter(reversed(tracer.graph.nodes)))]
 
 
-def _of_cut(node: fx.Node, name: str, module: nn.Module | None, inputs: set[str]) -> str:
-    """What comes of a part of the features."""
+def _check_elementwise(node: fx.Node, name: str, module: nn.Module | None, inputs: set[str]) -> None:
     if node.op == "output":
-        return _CUT
-    attribute = node.args[1] if node.target is getattr else name if node.op == "call_method" else None
-    if attribute in _SAME_ON_EVERY_PART:
-        return _FREE
+        return
     if module is not None:
-        single, name = is_of_single_entries(module), type(module).__name__
+        known, name = is_elementwise(module), type(module).__name__
     else:
-        single = name in _METHODS if node.op == "call_method" else node.target in _FUNCTIONS
-    if not single:
-        raise _CannotFollowError(f"its block has {name!r} between, which is no function of single entries")
-    if _WHOLE in inputs:
-        raise _CannotFollowError(f"its block puts together, in {name!r}, what is whole and what would be cut")
-    return _CUT
+        known = name in _METHODS if node.op == "call_method" else node.target in _FUNCTIONS
+    if not known:
+        raise _RefusedError(f"its block applies {name!r} between the layers of the pair, which is not elementwise")
+    if _REPLICATED in inputs:
+        raise _RefusedError(f"its block combines a replicated tensor with a sharded one in {name!r}")

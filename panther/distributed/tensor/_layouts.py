@@ -1,7 +1,8 @@
-"""How activations lie over ranks before and after a layer that is cut: whole, cut by features, or by the sequence.
+"""Activations before and after a sharded layer: replicated, sharded by features, or sharded by another dimension.
 
-A layer's own product needs its input whole (column-wise) or cut by features (row-wise); what is said here of input and
-output is brought about around it, with as little sending as the layer allows.
+The product of a column-wise layer needs its input replicated, that of a row-wise layer needs it sharded by features.
+:class:`Layouts` inserts the collectives that convert between the requested placements of input and output and those,
+with as little communication as possible.
 """
 
 __all__ = ["Layouts"]
@@ -19,68 +20,71 @@ from panther.errors import ShapeError
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of input and output; None is the layer's usual one."""
+    """Placements of input and output; None is the default of the layer."""
 
     mesh: DeviceMesh
     input: Placement | None = None
     output: Placement | None = None
     local_output: bool = True
-    """Whether the output is a tensor, this rank's part, or a DTensor."""
+    """Whether the output is a tensor, this rank's shard, or a DTensor."""
 
     @property
     def input_dim(self) -> int | None:
-        """The dimension that the input is cut by, if not by features."""
+        """The dimension along which the input is sharded, if it is not that of the features."""
         return _other_dim(self.input)
 
     @property
     def output_dim(self) -> int | None:
-        """The dimension that the output is cut by, if not by features."""
+        """The dimension along which the output is sharded, if it is not that of the features."""
         return _other_dim(self.output)
 
     @property
     def group(self) -> Any:
-        """The ranks that share the layer."""
+        """The ranks of the mesh."""
         return self.mesh.get_group()
 
     def take(self, x: Tensor) -> Tensor:
-        """This rank's part of an input that is whole, or cut by another dimension than features."""
+        """Return the local tensor of an input that is replicated, or sharded along ``input_dim``."""
         dim = self.input_dim
         return self._local(x, Replicate() if dim is None else Shard(_checked(dim, x)))
 
     def take_indices(self, x: Tensor) -> Tensor:
-        """The whole indices."""
+        """Return replicated indices."""
         return self._local(x, Replicate())
 
     def gather_or_sum_in_backward(self, x: Tensor) -> Tensor:
-        """What follows from the whole input, on every rank; gradients, of which each rank has a part, are summed."""
+        """Gather a tensor along ``input_dim``; without one it is replicated, and gradients are summed over the ranks.
+
+        Every rank computes a part of the gradient, because its outputs are only a part of the features.
+        """
         if self.input_dim is None:
             return sum_in_backward(x, self.group)
         return all_gather(x, self.input_dim, self.group, grad="partial")
 
     def give_columns(self, y: Tensor, size: int) -> Tensor:
-        """From this rank's features of ``size``, all of them, or as they are."""
+        """Return this rank's features of ``size``, or gather them if the output is to be replicated."""
         if isinstance(self.output, Replicate):
             return self._given(all_gather(y, -1, self.group), Replicate(), None)
         return self._given(y, Shard(y.dim() - 1), (*y.shape[:-1], size))
 
-    def take_columns(self, x: Tensor, part: range) -> Tensor:
-        """This rank's features of an input that is cut by them, or whole."""
+    def take_columns(self, x: Tensor, columns: range) -> Tensor:
+        """Return this rank's features of an input that is sharded by features, or replicated."""
         if isinstance(self.input, Replicate):
-            return sum_in_backward(self._local(x, Replicate()), self.group)[..., part.start : part.stop]
+            return sum_in_backward(self._local(x, Replicate()), self.group)[..., columns.start : columns.stop]
         return self._local(x, Shard(x.dim() - 1))
 
     def scatter_or_sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, or this rank's part of it."""
+        """Sum over the ranks; along ``output_dim``, keep this rank's shard of the sum only."""
         if self.output_dim is None:
             return all_reduce(x, group=self.group)
         return reduce_scatter(x, _checked(self.output_dim, x), self.group)
 
-    def give(self, y: Tensor, whole: tuple[int, ...]) -> Tensor:
-        """What is whole, or cut by a dimension whose size ``whole`` has."""
+    def give(self, y: Tensor, full_shape: tuple[int, ...]) -> Tensor:
+        """Return a replicated output, or one sharded along ``output_dim``, whose full size ``full_shape`` tells."""
         if self.output_dim is None:
             return self._given(y, Replicate(), None)
         shape = list(y.shape)
-        shape[self.output_dim] = whole[self.output_dim]
+        shape[self.output_dim] = full_shape[self.output_dim]
         return self._given(y, Shard(self.output_dim), tuple(shape))
 
     def _local(self, x: Tensor, placement: Placement) -> Tensor:
@@ -91,6 +95,7 @@ class Layouts:
             return y
         if shape is None:
             return DTensor.from_local(y, self.mesh, [placement], run_check=False)
+        # Shape and stride are given because from_local takes all shards to be of one size, and ours may be uneven.
         stride, step = [1] * len(shape), 1
         for dim in reversed(range(len(shape))):
             stride[dim], step = step, step * shape[dim]
@@ -104,7 +109,7 @@ def _other_dim(placement: Placement | None) -> int | None:
 def _checked(dim: int, x: Tensor) -> int:
     if not 0 <= dim < x.dim() - 1:
         raise ShapeError(
-            f"a layout of Shard({dim}) cuts a dimension before the features, and the input has shape "
+            f"a layout of Shard({dim}) shards a dimension before the features, and the input has shape "
             f"{tuple(x.shape)}: pass (batch, sequence, features), or another layout"
         )
     return dim

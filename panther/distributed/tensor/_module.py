@@ -1,18 +1,23 @@
-"""What modules of a tensor-parallel model share: their parameters are DTensors, and what computes is the local part.
+"""Modules of a tensor-parallel model: their parameters are DTensors, and they compute with the local tensors.
 
-A module changes its class, not its name or place, and remembers what it was; :func:`panther.distributed.unshard_module`
-reads that.
+A module changes its class, not its name or place, so that references to it, its hooks and its state_dict stay valid. It
+records what it was (:func:`panther.distributed.tensor.unshard.remember_`). Nothing here sends anything: whoever calls
+these functions has made the model equal on all ranks of the mesh.
 """
 
 __all__ = [
     "ShardedModule",
     "check_mesh",
+    "distribute",
     "local_parameters",
-    "local_part",
+    "local_tensor",
     "no_view",
+    "replicate_",
     "shard_parameter_",
 ]
 
+import copyreg
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +25,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from panther.distributed.comm.collectives import sum_in_backward
+from panther.distributed.tensor.unshard import remember_, unshard_module
 from panther.errors import ShapeError
+from panther.nn._sketched import keep_own_forward
+
+# Their own forward reads the parameters of their children.
+_READS_CHILDREN = (nn.MultiheadAttention,)
 
 
 class ShardedModule(nn.Module):
@@ -31,66 +42,156 @@ class ShardedModule(nn.Module):
 
     tp_mesh: DeviceMesh
     summed: tuple[str, ...] = ()
-    """Parameters that are whole here, of whose gradient each rank has a part."""
+    """Replicated parameters whose gradient has to be summed over the ranks, because each computes a part of it."""
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that share the module."""
+        """The ranks of the mesh."""
         return self.tp_mesh.get_group()
 
     def local(self, name: str) -> Any:
-        """This rank's part of a parameter or buffer, for autograd too; None for one that is not there."""
-        part = local_part(getattr(self, name))
-        return sum_in_backward(part, self.tp_group) if name in self.summed and part is not None else part
+        """Return this rank's shard of a parameter or buffer, differentiably; None if there is none."""
+        shard = local_tensor(getattr(self, name))
+        return sum_in_backward(shard, self.tp_group) if name in self.summed and shard is not None else shard
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take whole tensors too, which every rank gives alike: nothing is sent."""
+        """Also load full tensors, which are equal on every rank: each takes its shard, and nothing is sent."""
         for name, own in (*self.named_parameters(), *self.named_buffers()):
             given = state_dict.get(prefix + name)
             if not isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
                 continue
-            if given.shape == own.shape:  # of others torch has to say so
-                cut = distribute_tensor(given.detach(), own.device_mesh, own.placements, src_data_rank=None)
-                state_dict[prefix + name] = cut
+            if given.shape == own.shape:  # torch reports other shapes
+                sharded = distribute_tensor(given.detach(), own.device_mesh, own.placements, src_data_rank=None)
+                state_dict[prefix + name] = sharded
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
+def local_tensor(tensor: Any) -> Any:
+    """Return this rank's shard of a DTensor; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def no_view(output: Tensor) -> Tensor:
-    """The output, or a copy: of a view, changed in place, FSDP2 would lose the hook that gathers in backward."""
+    """Return the output, or a copy of a view: FSDP2's backward hook is lost if a view is changed in place."""
     return output.clone() if output._is_view() else output
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless the mesh has one dimension."""
+    """Raise ShapeError unless the mesh has one dimension."""
     if mesh.ndim != 1:
-        raise ShapeError(f"a layer is cut over one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']")
+        raise ShapeError(
+            f"a layer is sharded over one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']"
+        )
+
+
+def distribute(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """Place a full tensor, equal on every rank, on the mesh without sending anything."""
+    sharded = distribute_tensor(tensor.detach(), mesh, [placement], src_data_rank=None)
+    # A shard along the first dimension is a view, which would keep the full tensor alive.
+    return sharded if placement.is_replicate() else sharded.clone()
 
 
 def shard_parameter_(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Put a parameter on the mesh, with the values of the mesh's first rank."""
-    whole = module._parameters.get(name)
-    if whole is not None and not isinstance(whole, DTensor):
-        cut = distribute_tensor(whole.detach(), mesh, [placement])
-        module.register_parameter(name, nn.Parameter(cut, requires_grad=whole.requires_grad))
+    """Replace a full parameter by a DTensor on the mesh."""
+    full = module._parameters.get(name)
+    if full is not None and not isinstance(full, DTensor):
+        sharded = nn.Parameter(distribute(full, mesh, placement), requires_grad=full.requires_grad)
+        module.register_parameter(name, sharded)
 
 
 @contextmanager
 def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: Any = None) -> Iterator[None]:
-    """Let modules hold their local parts in the place of parameters."""
+    """Let modules hold their local tensors in place of parameters while their own forward runs."""
     held = [module._parameters for module in modules]
     for module in modules:
-        parts = {name: local_part(parameter) for name, parameter in module._parameters.items()}
+        tensors = {name: local_tensor(parameter) for name, parameter in module._parameters.items()}
         for name in summed:
-            if parts.get(name) is not None:
-                parts[name] = sum_in_backward(parts[name], group)
-        module.__dict__["_parameters"] = parts
+            if tensors.get(name) is not None:
+                tensors[name] = sum_in_backward(tensors[name], group)
+        # Through __dict__: nn.Module's own __setattr__ refuses tensors where parameters were registered.
+        module.__dict__["_parameters"] = tensors
     try:
         yield
     finally:
         for module, parameters in zip(modules, held, strict=True):
             module.__dict__["_parameters"] = parameters
+
+
+def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str:
+    """Put a module's own parameters on the mesh, replicated, in place.
+
+    A gradient norm over all parameters of a model needs them on one mesh.
+
+    Args:
+        module: Any module.
+        mesh: Of one dimension.
+        summed: Whether gradients have to be summed over the ranks, because ranks see different inputs.
+
+    Returns:
+        What was done, for a report.
+    """
+    if reason := _must_stay_plain(module):
+        return f"replicated on every rank; its parameters stay plain tensors, because {reason}"
+    owners = list(module.modules()) if isinstance(module, _READS_CHILDREN) else [module]
+    for owner in owners:
+        for name in tuple(owner._parameters):
+            shard_parameter_(owner, name, mesh, Replicate())
+    remember_(module, ("tp_mesh", "summed"))
+    # In place: the module stays the same object for its parents, its hooks and whoever else holds it.
+    module.__class__ = _replicated_class(type(module))  # type: ignore[arg-type]  # of metaclasses, its __hash__
+    module.tp_mesh = mesh  # type: ignore[assignment]
+    module.summed = tuple(module._parameters) if summed else ()  # type: ignore[assignment]
+    module.register_forward_pre_hook(keep_own_forward)
+    return "replicated on every rank"
+
+
+def _must_stay_plain(module: nn.Module) -> str | None:
+    if type(module).forward is nn.Module.forward or "forward" in vars(module):
+        return "other modules read them"
+    held = [leaf for key, value in vars(module).items() if not key.startswith("_forward") for leaf in _leaves(value)]
+    own = {id(tensor) for values in (module._parameters, module._buffers) for tensor in values.values()}
+    # nn.LSTM and its kin keep their weights in a list beside _parameters, which would go stale.
+    if any(isinstance(leaf, Tensor) and id(leaf) not in own for leaf in held) or "_flat_weights" in vars(module):
+        return "it keeps tensors in other attributes too"
+    return None
+
+
+def _leaves(value: Any) -> list[Any]:
+    return tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else []
+
+
+@functools.cache
+def _replicated_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """Make the class whose forward sees local tensors, or, given DTensors, the DTensors."""
+
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            return plain.forward(self, *args, **kwargs)
+        owners = list(self.modules()) if issubclass(plain, _READS_CHILDREN) else [self]
+        with local_parameters(*owners, summed=self.summed, group=self.tp_group):
+            output = plain.forward(self, *args, **kwargs)
+        return no_view(output) if isinstance(output, Tensor) else output
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced = plain.__reduce_ex__(self, protocol)
+        # pickle and copy look a class up by its name, which a class made here does not have in any module.
+        if type(self) is made and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _new_replicated, (plain,), *reduced[2:]
+        return reduced
+
+    body = {"forward": forward, "__reduce_ex__": reduce, "__doc__": plain.__doc__, "__module__": __name__}
+    if hasattr(plain, "to_conv"):  # of sketched convolutions, which reads all parameters
+        body["to_conv"] = _to_conv
+    made: type[nn.Module] = type(f"Replicated{plain.__name__}", (ShardedModule, plain), body)
+    return made
+
+
+def _to_conv(self: Any) -> nn.Module:
+    """Return the dense convolution; every rank must call it."""
+    return unshard_module(self).to_conv()  # type: ignore[operator]
+
+
+def _new_replicated(plain: type[nn.Module]) -> nn.Module:
+    cls = _replicated_class(plain)  # type: ignore[arg-type]
+    return cls.__new__(cls)

@@ -1,29 +1,34 @@
-"""What of a model is cut over ranks, and how: pairs of linear layers, attention, large tables and output layers."""
+"""Which modules of a model are sharded, and how: a plan by the modules' names, made without changing anything.
 
-__all__ = ["Plan", "plan_automatically", "shared_parameters"]
+In this order, and the first to decide about a layer wins: attention modules, the model's own plan, attention of known
+classes, pairs of linear layers, embeddings and output layers with many rows. What none of them decides is replicated.
+"""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+__all__ = ["ModulePlan", "plan_automatically", "plan_by_names", "shared_parameters"]
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.modules.conv import _ConvNd
 
-from panther.distributed.comm._chunks import chunk_sizes
-from panther.distributed.tensor._attention import cannot_cut_heads
-from panther.distributed.tensor._attention_blocks import find_attention
-from panther.distributed.tensor._elementwise import is_of_single_entries, why_not_a_pair
+from panther.distributed.tensor._attention import heads_refusal
+from panther.distributed.tensor._elementwise import is_elementwise, reason_against_pair
+from panther.distributed.tensor._transformers import declared_blocks, known_attention
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d, SKLinear
 
-# Feed-forward blocks by the names of their layers: those that widen, whose outputs are cut, and the one that narrows.
-# Whether only functions of single entries stand between them, a trace of the block tells.
+# Feed-forward blocks by the names of their layers: those that widen, which are sharded column-wise, and the one that
+# narrows. A trace of the block shows whether only elementwise functions are between them.
 _FEED_FORWARD = (
     (("linear1",), "linear2"),  # torch
-    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its kin
+    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its relatives
     (("up_proj",), "down_proj"),
     (("w1", "w3"), "w2"),
     (("w1",), "w2"),
@@ -38,27 +43,53 @@ _FEED_FORWARD = (
 )
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _CONVOLUTIONS = (_ConvNd, SKConv1d, SKConv2d, SKConv3d)
+_LINEAR = (nn.Linear, SKLinear)
+_NO_PARTNER = "has no partner: no linear layer with only elementwise functions between"
 
 _LARGE = 4096
-"""Rows of a table, or outputs of a layer without a partner, from which cutting them pays."""
+"""Rows of an embedding, or outputs of a layer without a partner, from which sharding saves more than it costs."""
 
 
-@dataclass
-class Plan:
-    """Styles by name, reasons by name, and what has to be done besides."""
+@dataclass(frozen=True)
+class ModulePlan:
+    """The decision about one module."""
 
-    styles: dict[str, ParallelStyle] = field(default_factory=dict)
-    why: dict[str, str] = field(default_factory=dict)
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of modules, what they are on each rank."""
-    summed: set[str] = field(default_factory=set)
-    """Modules that are copied, and whose gradients are summed."""
-    plain: set[str] = field(default_factory=set)
-    """Modules whose parameters others read."""
+    reason: str
+    style: ParallelStyle | None = None
+    """How to shard it; None replicates it."""
+    summed: bool = False
+    """Whether the gradients of a replicated module are summed over the ranks, because each sees different inputs."""
+    plain: bool = False
+    """Whether the parameters of a replicated module stay plain tensors, because other modules read them."""
+    attributes: Mapping[str, int] = field(default_factory=dict)
+    """Attributes with other values on each rank, such as a number of heads."""
+
+
+Plan = dict[str, ModulePlan]
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What every planner asks about the model."""
+
+    model: nn.Module
+    ranks: int
+    modules: dict[str, Any]
+    names: dict[nn.Module, str]
+    repeated: frozenset[nn.Module]
+    """Modules that are used in several places of the model, and so have several names."""
+    shared: dict[str, list[str]]
+    """By module, those that have one of its parameters too, and itself."""
+
+    def obstacle(self, *names: str) -> str | None:
+        """Return why layers cannot be sharded whatever they compute, or None."""
+        if any(self.model.get_submodule(name) in self.repeated for name in names):
+            return "is used in several places of the model"
+        return "shares a parameter with another layer" if any(name in self.shared for name in names) else None
 
 
 def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Where parameters are that several modules have, as names of modules and of parameters in them."""
+    """Return the places of each parameter that several modules have, as names of modules and of parameters."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -68,184 +99,205 @@ def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def plan_automatically(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> Plan:
-    """Styles for what can be cut, and the reasons why the rest of the layers that might be is not."""
-    plan, several, tied = Plan(), _in_several_places(model), _shared(model)
-    _plan_attention(plan, model, ranks, several, set(tied))
-    _plan_pairs(plan, model, ranks, several, set(tied))
-    _plan_large(plan, model, ranks, several, tied)
+    """Decide about every module that can be sharded over so many ranks, with the reason."""
+    modules = dict(model.named_modules())
+    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    names = {module: name for name, module in modules.items()}
+    repeated = frozenset(module for module, count in uses.items() if count > 1)
+    shared = {name: [other for other, _ in places] for places in shared_parameters(model) for name, _ in places}
+    survey = _Survey(model, ranks, modules, names, repeated, shared)
+    plan: Plan = {}
+    for planner in (_plan_attention, _plan_known_blocks, _plan_pairs, _plan_many_rows):
+        plan |= planner(survey, plan)
     if sequence_parallel:
-        _plan_sequences(plan, model, several | set(tied))
-    for name, module in model.named_modules():
-        if name in plan.why:
-            continue
-        if _is_linear(module):
-            plan.why[name] = "has no partner across functions of single entries"
+        plan |= _plan_sequences(survey, plan)
+    for name, module in modules.items():
+        if type(module) in _LINEAR:
+            plan.setdefault(name, ModulePlan(_NO_PARTNER))
         elif isinstance(module, _CONVOLUTIONS):
-            plan.why[name] = "channels are not cut"
+            plan.setdefault(name, ModulePlan("channels of convolutions are not sharded"))
     return plan
 
 
-def _in_several_places(model: nn.Module) -> set[str]:
-    """First names of modules that have several."""
-    uses: dict[nn.Module, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        uses[module] = uses.get(module, 0) + 1
-    return {name for name, module in model.named_modules() if uses[module] > 1}
+def _is_sharded(plan: Plan, name: str) -> bool:
+    return name in plan and plan[name].style is not None
 
 
-def _shared(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
-    """Modules that share a parameter with others, by name."""
-    return {name: places for places in shared_parameters(model) for name, _ in places}
-
-
-def _plan_attention(plan: Plan, model: nn.Module, ranks: int, several: set[str], tied: set[str]) -> None:
-    for name, module in model.named_modules():
+def _plan_attention(survey: _Survey, plan: Plan) -> Plan:
+    found = {}
+    for name, module in survey.modules.items():
         if isinstance(module, RandMultiHeadAttention | nn.MultiheadAttention):
-            reason = cannot_cut_heads(module, ranks)
-            if reason is None:
-                reason = _elsewhere([name], several, tied)
-            if reason is None:
-                plan.styles[name] = HeadwiseParallel()
-                plan.why[name] = f"{module.num_heads // ranks} of {module.num_heads} heads a rank"
-                if isinstance(module, nn.MultiheadAttention) and module._qkv_same_embed_dim:
-                    plan.why[name] += "; its packed projection is whole on each"
-            else:
-                plan.why[name] = reason
-    for block in find_attention(model, ranks):
-        reason = block.reason
-        if reason is None:
-            reason = _elsewhere([block.inner, *block.projections], several, tied)
-        if reason is not None:
-            plan.why |= {name: f"its attention {reason}" for name in block.projections}
+            refusal = heads_refusal(module, survey.ranks) or survey.obstacle(name)
+            reason = f"{module.num_heads // survey.ranks} of {module.num_heads} heads a rank"
+            if isinstance(module, nn.MultiheadAttention) and module._qkv_same_embed_dim:
+                reason += "; its packed projection is replicated"
+            found[name] = ModulePlan(refusal) if refusal else ModulePlan(reason, HeadwiseParallel())
+    return found
+
+
+def _plan_known_blocks(survey: _Survey, plan: Plan) -> Plan:
+    found: Plan = {}
+    for block in (*declared_blocks(survey.model, survey.ranks), *known_attention(survey.model, survey.ranks)):
+        if any(_is_sharded(found, name) for name in block.layers):
             continue
-        heads = f"{block.heads // ranks} of {block.heads} heads a rank"
-        for name in block.projections:
-            plan.styles[name] = RowwiseSKParallel() if name == block.output else ColwiseSKParallel()
-            plan.why[name] = heads
-        plan.attributes[block.inner] = block.attributes
-        plan.summed |= set(block.norms)
-        plan.why |= dict.fromkeys(block.norms, f"acts on {heads}; gradients are summed")
-
-
-def _elsewhere(names: list[str], several: set[str], tied: set[str]) -> str | None:
-    if several.intersection(names):
-        return "stands in several places"
-    return "shares a parameter with another layer" if tied.intersection(names) else None
-
-
-def _plan_pairs(plan: Plan, model: nn.Module, ranks: int, several: set[str], tied: set[str]) -> None:
-    for owner, firsts, last in _pairs(model):
-        layers = [*firsts, last]
-        modules: list[Any] = [model.get_submodule(name) for name in layers]
-        if any(name in plan.styles for name in layers):
+        if refusal := block.reason if block.refused else survey.obstacle(*block.layers):
+            for name in block.layers:
+                found.setdefault(name, ModulePlan(refusal))
             continue
-        widths = {module.out_features for module in modules[:-1]}
-        width, taken = next(iter(widths)), modules[-1].in_features
-        reason = _elsewhere(layers, several, tied)
-        if reason is not None:
-            pass
-        elif widths != {taken}:
-            reason = f"gives {', '.join(map(str, sorted(widths)))} features, and {last!r} takes {taken}"
-        elif not _can_cut(width, ranks):
-            reason = f"has {width} features between, too few for {ranks} ranks"
-        elif (why := why_not_a_pair(model.get_submodule(owner), modules[:-1], modules[-1])) is not None:
-            reason = why
-            if why.startswith("its block reads"):
-                plan.plain |= set(layers)
-        else:
-            for name in firsts:
-                plan.styles[name], plan.why[name] = ColwiseSKParallel(), f"paired with {last!r}"
-            plan.styles[last] = RowwiseSKParallel()
-            plan.why[last] = f"paired with {' and '.join(map(repr, firsts))}"
+        for name in block.layers:
+            found[name] = ModulePlan(
+                block.reason, RowwiseSKParallel() if name == block.rowwise else ColwiseSKParallel()
+            )
+        for name in block.norms:
+            found[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
+        for name, attributes in block.attributes.items():
+            found[name] = replace(found.get(name, ModulePlan("")), attributes=attributes)
+    return found
+
+
+def _plan_pairs(survey: _Survey, plan: Plan) -> Plan:
+    found: Plan = {}
+    for owner, *aliases in _pairs(survey.model):
+        layers = [survey.names[survey.model.get_submodule(name)] for name in aliases]
+        *firsts, last = layers
+        if any(_is_sharded(plan, name) or _is_sharded(found, name) for name in layers):
             continue
-        for name in layers:
-            plan.why[name] = reason
+        *modules, end = (survey.modules[name] for name in layers)
+        widths = {module.out_features for module in modules}
+        refusal = survey.obstacle(*layers)
+        if refusal is None and widths != {end.in_features}:
+            refusal = f"has {', '.join(map(str, sorted(widths)))} outputs, and {last!r} has {end.in_features} inputs"
+        if refusal is None and not _can_shard(end.in_features, survey.ranks):
+            refusal = f"has only {end.in_features} features, too few for {survey.ranks} ranks"
+        if refusal is None:
+            refusal = reason_against_pair(survey.modules[owner], modules, end)
+        if refusal is not None:
+            plain = refusal.startswith("its block reads")
+            found |= dict.fromkeys(layers, ModulePlan(refusal, plain=plain))
+            continue
+        for name in firsts:
+            found[name] = ModulePlan(f"paired with {last!r}", ColwiseSKParallel())
+        found[last] = ModulePlan(f"paired with {' and '.join(map(repr, firsts))}", RowwiseSKParallel())
+    return found
 
 
-def _pairs(model: nn.Module) -> Iterator[tuple[str, list[str], str]]:
-    """Names of a block, of layers in it whose outputs are to be cut, and of the one whose inputs are."""
+def _pairs(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Yield candidates by names: a block, its layers to shard column-wise, and last the one to shard row-wise."""
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         layers = {name: child for name, child in module.named_modules() if name.count(".") < 2}
         for firsts, last in _FEED_FORWARD:
-            if all(_is_linear(layers.get(name)) for name in (*firsts, last)):
-                yield prefix, [dot + name for name in firsts], dot + last
+            if all(type(layers.get(name)) in _LINEAR for name in (*firsts, last)):
+                yield prefix, *(dot + name for name in firsts), dot + last
                 break
         if type(module).forward is nn.Sequential.forward:
             before: str | None = None
             for name, child in module.named_children():
-                if _is_linear(child):
-                    if before is None:
-                        before = name
-                    else:
-                        yield prefix, [dot + before], dot + name
-                        before = None
-                elif not is_of_single_entries(child):
+                if type(child) in _LINEAR and before is not None:
+                    yield prefix, dot + before, dot + name
+                    before = None
+                elif type(child) in _LINEAR:
+                    before = name
+                elif not is_elementwise(child):
                     before = None
 
 
-def _plan_large(plan: Plan, model: nn.Module, ranks: int, several: set[str], tied: dict[str, Any]) -> None:
-    """Tables of many rows, and layers of many outputs, alone or sharing their weight."""
-    modules: dict[str, Any] = dict(model.named_modules())
-    for name, module in modules.items():
-        if name in plan.styles or name in plan.why or type(module) not in (nn.Embedding, nn.Linear, SKLinear):
+def _plan_many_rows(survey: _Survey, plan: Plan) -> Plan:
+    """Shard embeddings of many rows, and layers of many outputs, also those that share their weight."""
+    found: Plan = {}
+    for name, module in survey.modules.items():
+        if name in plan or type(module) not in (nn.Embedding, *_LINEAR):
             continue
         table = type(module) is nn.Embedding
-        places = [other for other, _ in tied.get(name, [(name, "weight")])]
+        places = survey.shared.get(name, [name])
         rows = module.num_embeddings if table else module.out_features
         with_ = f", with {', '.join(repr(other) for other in places if other != name)}" if len(places) > 1 else ""
+        refusal = None
         if rows < _LARGE or (not table and rows <= 4 * module.in_features):
             if table:
-                plan.why[name] = f"its {rows} rows are fewer than {_LARGE}"
-        elif several.intersection(places):
-            plan.why[name] = "stands in several places"
+                found[name] = ModulePlan(f"its {rows} rows are fewer than {_LARGE}")
+            continue
+        if any(survey.modules[place] in survey.repeated for place in places):
+            refusal = "is used in several places of the model"
         elif table and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
-            plan.why[name] = "has max_norm, scale_grad_by_freq or sparse gradients"
-        elif with_ and not all(type(modules[other]) in (nn.Embedding, nn.Linear) for other in places):
-            plan.why[name] = f"shares a parameter{with_}"
-        elif with_ and any(other in plan.why and other not in plan.styles for other in places):
-            plan.why[name] = f"shares a parameter{with_}, which is not cut"
-        elif not _can_cut(rows, ranks):
-            plan.why[name] = f"has {rows} rows, too few for {ranks} ranks"
+            refusal = "has max_norm, scale_grad_by_freq or sparse gradients"
+        elif with_ and not all(type(survey.modules[other]) in (nn.Embedding, nn.Linear) for other in places):
+            refusal = f"shares a parameter{with_}"
+        elif with_ and any(other in plan | found and not _is_sharded(plan | found, other) for other in places):
+            refusal = f"shares a parameter{with_}, which is not sharded"
+        elif not _can_shard(rows, survey.ranks):
+            refusal = f"has {rows} rows, too few for {survey.ranks} ranks"
+        if refusal is not None:
+            found[name] = ModulePlan(refusal)
         elif table:
-            plan.styles[name] = RowwiseSKParallel()
-            plan.why[name] = f"{_LARGE} rows or more{with_}"
+            found[name] = ModulePlan(f"{_LARGE} rows or more{with_}", RowwiseSKParallel())
         else:
-            plan.styles[name] = ColwiseSKParallel(output_layouts=Replicate())
-            plan.why[name] = f"{_LARGE} outputs or more, which are gathered{with_}"
+            style = ColwiseSKParallel(output_layouts=Replicate())
+            found[name] = ModulePlan(f"{_LARGE} outputs or more, which are gathered{with_}", style)
+    return found
 
 
-def _plan_sequences(plan: Plan, model: nn.Module, elsewhere: set[str]) -> None:
-    """In an nn.Sequential, cut the sequence between pairs where only norms and functions of single entries stand."""
-    for prefix, module in model.named_modules():
+def _plan_sequences(survey: _Survey, plan: Plan) -> Plan:
+    """Shard the sequence between the pairs of an nn.Sequential that have only norms and elementwise modules between."""
+    found: Plan = {}
+    for prefix, module in survey.modules.items():
         if not isinstance(module, nn.Sequential):
             continue
         dot = f"{prefix}." if prefix else ""
         before: str | None = None
         norms: list[str] = []
-        for name, child in module.named_children():
-            style = plan.styles.get(dot + name)
-            if isinstance(style, RowwiseSKParallel) and _is_linear(child):
-                before, norms = dot + name, []
+        for key, child in module.named_children():
+            name = dot + key
+            style = (found.get(name) or plan.get(name) or ModulePlan("")).style
+            if isinstance(style, RowwiseSKParallel) and type(child) in _LINEAR:
+                before, norms = name, []
             elif isinstance(style, ColwiseSKParallel) and before is not None:
-                plan.styles[before] = RowwiseSKParallel(output_layouts=Shard(1))
-                plan.styles[dot + name] = ColwiseSKParallel(input_layouts=Shard(1), output_layouts=style.output_layouts)
-                plan.summed |= set(norms)
-                plan.why |= dict.fromkeys(norms, "acts on a part of the sequence; gradients are summed")
+                found[before] = replace(plan[before], style=RowwiseSKParallel(output_layouts=Shard(1)))
+                scattered = ColwiseSKParallel(input_layouts=Shard(1), output_layouts=style.output_layouts)
+                found[name] = replace(plan[name], style=scattered)
+                reason = "acts on a part of the sequence; its gradients are summed"
+                found |= dict.fromkeys(norms, ModulePlan(reason, summed=True))
                 before = None
-            elif isinstance(child, _NORMS) and dot + name not in elsewhere:
-                norms.append(dot + name)
-            elif not is_of_single_entries(child):
+            elif isinstance(child, _NORMS) and survey.obstacle(name) is None:
+                norms.append(name)
+            elif not is_elementwise(child):
                 before = None
+    return found
 
 
-def _is_linear(module: Any) -> bool:
-    return type(module) in (nn.Linear, SKLinear)
+def _can_shard(size: int, ranks: int) -> bool:
+    # torch.chunk makes fewer chunks than ranks where the last ones would be empty.
+    return size > 0 and -(-size // -(-size // ranks)) == ranks
 
 
-def _can_cut(size: int, ranks: int) -> bool:
-    try:
-        chunk_sizes(size, ranks)
-    except ShapeError:
-        return False
-    return True
+def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan:
+    """Give every module whose name matches a glob its style.
+
+    Raises:
+        ShapeError: If a glob matches nothing, or layers that share a parameter would shard it in different ways.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    plan: Plan = {}
+    for pattern, style in styles.items():
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ShapeError(f"plan names {pattern!r}, which matches no module of {', '.join(names[:10])}")
+        plan |= dict.fromkeys(matched, ModulePlan(f"by the plan's {pattern!r}", style))
+    for places in shared_parameters(model):
+        dims = {_sharded_dim(model.get_submodule(owner), plan.get(owner)) for owner, _ in places}
+        if len(dims) > 1 or dims == {"unknown"}:
+            raise ShapeError(
+                f"{', '.join(repr(owner) for owner, _ in places)} share a parameter, and the plan does not shard it in "
+                "one way: name all of them, with styles that shard it alike, or none"
+            )
+    return plan
+
+
+def _sharded_dim(module: nn.Module, planned: ModulePlan | None) -> int | str | None:
+    """Return the dimension along which a style shards a layer's weight."""
+    if planned is None:
+        return None
+    if not isinstance(planned.style, ColwiseSKParallel | ColwiseParallel | RowwiseParallel):
+        return "unknown"
+    by_rows = isinstance(planned.style, RowwiseSKParallel | RowwiseParallel) == isinstance(module, nn.Embedding)
+    return 0 if by_rows else 1

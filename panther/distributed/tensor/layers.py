@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from panther.distributed._layer_configs import _KEYS, check_configs
 from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.collectives import all_gather
-from panther.distributed.tensor._sk_linear import ColwiseSKLinear, RowwiseSKLinear, shard_
+from panther.distributed.sync.replicas import broadcast_model
+from panther.distributed.tensor._linear import ColwiseSKLinear, RowwiseSKLinear, shard_layer_
 from panther.nn import SKLinear
 
 
 class TensorParallelSKLinear(nn.Module):
-    """One SKLinear whose outputs are cut over the ranks of a group; every rank must build it.
+    """One SKLinear whose outputs are sharded over the ranks of a group; every rank must build it.
 
     Args:
         in_features: Size of each input sample.
@@ -28,14 +29,14 @@ class TensorParallelSKLinear(nn.Module):
         gather_output: Whether every rank gets all outputs; else only its own.
 
     Attributes:
-        local_sklinear: The cut layer, an SKLinear whose factors are DTensors.
+        local_sklinear: The sharded layer, an SKLinear whose factors are DTensors.
         tp_group: The process group.
 
     Raises:
         ShapeError: If a size is not positive, or there are fewer outputs than ranks.
         DistributedError: If there is no process group.
 
-    Cost: with ``gather_output`` the outputs are sent, which pairing layers avoids; see :class:`TensorParallelModel`.
+    Cost: with ``gather_output`` the outputs are gathered; the pairs of :class:`TensorParallelModel` avoid it.
 
     Example:
         >>> import panther as pr
@@ -61,8 +62,9 @@ class TensorParallelSKLinear(nn.Module):
         self.gather_output, self.tp_group = gather_output, mesh.get_group()
         self.tp_world_size, self.tp_rank = mesh.size(), mesh.get_local_rank()
         layer = SKLinear(in_features, out_features, sketch_size, device=_device_of(mesh))
-        self.local_sklinear = shard_(layer, mesh, ColwiseSKLinear)
-        self.local_out_features = len(self.local_sklinear.part)
+        broadcast_model(layer, self.tp_group, "TensorParallelSKLinear")
+        self.local_sklinear = shard_layer_(layer, mesh, ColwiseSKLinear)
+        self.local_out_features = len(self.local_sklinear.local_range)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``, or to this rank's outputs."""
@@ -71,17 +73,17 @@ class TensorParallelSKLinear(nn.Module):
 
 
 class TensorParallelModel(nn.Module):
-    """Sketched layers with ReLU between them, cut in turn column-wise and row-wise over the ranks of a group.
+    """Sketched layers with ReLU between them, alternately sharded column-wise and row-wise over the ranks of a group.
 
-    Between the two layers of a pair nothing is gathered: the ReLU acts on parts. With an odd number the last layer is
-    cut column-wise, and its outputs gathered.
+    Nothing is gathered between the two layers of a pair: the ReLU acts on shards. If the number of layers is odd, the
+    last one is sharded column-wise, and its outputs are gathered.
 
     Args:
         layer_configs: For each layer a mapping with ``in_features``, ``out_features`` and ``sketch_size``.
         tensor_parallel_group: The ranks that share the layers, a process group or a one-dimensional mesh.
 
     Attributes:
-        layers: The cut layers.
+        layers: The sharded layers.
         tp_group: The process group.
 
     Raises:
@@ -106,9 +108,11 @@ class TensorParallelModel(nn.Module):
         mesh = _as_mesh(tensor_parallel_group)
         self.tp_group = mesh.get_group()
         self.layers = nn.ModuleList()
-        for index, config in enumerate(layer_configs):
-            layer = SKLinear(*(config[key] for key in _KEYS), device=_device_of(mesh))
-            self.layers.append(shard_(layer, mesh, RowwiseSKLinear if index % 2 else ColwiseSKLinear))
+        for config in layer_configs:
+            self.layers.append(SKLinear(*(config[key] for key in _KEYS), device=_device_of(mesh)))
+        broadcast_model(self.layers, self.tp_group, "TensorParallelModel")
+        for index in range(len(self.layers)):
+            shard_layer_(self.layers[index], mesh, RowwiseSKLinear if index % 2 else ColwiseSKLinear)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(*, in_features)`` of the first layer to ``(*, out_features)`` of the last, on every rank."""

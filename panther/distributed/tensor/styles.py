@@ -1,53 +1,76 @@
-r"""Tensor parallelism: the ranks of one mesh axis share every layer.
+"""Styles of tensor parallelism for torch's ``parallelize_module`` and the plans of :func:`tensor_parallel`.
 
-A sketched layer is cut like Megatron's (M. Shoeybi et al., 2019, arXiv:1909.08053), in pairs: column-wise, then
-row-wise, so that nothing is sent between the two. Each sends once a forward and backward, and 2R numbers a row where a
-dense layer sends its whole width.
+Layers are sharded in pairs (M. Shoeybi et al., 2019, arXiv:1909.08053): column-wise, then row-wise, so that nothing is
+sent between the two. Each layer has one collective in a forward and backward pass, of 2R numbers a row if it is
+sketched, where a dense layer sends its full width.
 """
 
-__all__ = [
-    "ColwiseSKParallel",
-    "HeadwiseParallel",
-    "RowwiseSKParallel",
-]
+__all__ = ["ColwiseSKParallel", "HeadwiseParallel", "PantherStyle", "RowwiseSKParallel"]
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._attention import shard_heads_
 from panther.distributed.tensor._layouts import Layouts
-from panther.distributed.tensor._linear import ColwiseLinear, RowwiseLinear, VocabularyEmbedding, shard_dense_
-from panther.distributed.tensor._sk_linear import ColwiseSKLinear, RowwiseSKLinear, shard_
+from panther.distributed.tensor._linear import (
+    ColwiseLinear,
+    ColwiseSKLinear,
+    RowwiseLinear,
+    RowwiseSKLinear,
+    ShardedLayer,
+    VocabularyEmbedding,
+    shard_layer_,
+)
 from panther.nn import SKLinear
 
 
-class ColwiseSKParallel(ParallelStyle):
-    """Cut the outputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, for torch's ``parallelize_module``.
+class PantherStyle(ParallelStyle):
+    """Base: applied by torch's ``parallelize_module``, a style first broadcasts the module of the mesh's first rank.
 
-    The layer then takes the whole input on every rank and gives that rank's outputs, as :func:`torch.chunk` cuts them.
-    S1 and U2 stay whole, S2, U1 and the bias are cut; all are DTensors, but for a seeded layer's sketches, of which
-    every rank draws its part. Weights and seed are those of the mesh's first rank.
+    :func:`tensor_parallel` has broadcast the whole model already, and calls :meth:`shard_` alone.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module)
+        broadcast_model(module, device_mesh.get_group(), type(self).__name__)
+        return self.shard_(module, device_mesh)
+
+    def check(self, module: nn.Module) -> None:
+        """Raise if the style does not apply to such a module."""
+
+    def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Shard a module that is equal on every rank, in place; nothing is sent."""
+        raise NotImplementedError
+
+
+class ColwiseSKParallel(PantherStyle):
+    """Shard the outputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, for torch's ``parallelize_module``.
+
+    The layer then takes the full input on every rank and returns that rank's outputs, split as by :func:`torch.chunk`.
+    S1 and U2 are replicated, S2, U1 and the bias sharded. All are DTensors, except for the sketches of a seeded layer,
+    of which every rank draws its shard. Weights and seed are those of the mesh's first rank.
 
     Args:
-        input_layouts: What a tensor that comes in is: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension
-            before the features, such as the sequence. A sketched layer gathers 2R numbers a row then, a dense one all.
-            A DTensor is brought into this layout.
+        input_layouts: Placement of an input tensor: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension
+            before the features, such as the sequence, along which a sketched layer gathers 2R numbers a row, a dense
+            one its inputs. A DTensor is redistributed to this placement.
         output_layouts: ``Shard(-1)``, the default, or ``Replicate()``: the outputs of all ranks are gathered.
-        use_local_output: Whether to give a tensor, or else a DTensor.
+        use_local_output: Whether to return a tensor, or else a DTensor.
 
     Raises:
-        ValueError: If a layout is another one.
+        ValueError: If a layout is not one of these.
         TypeError: When applied, if the module is neither.
         ShapeError: When applied, if there are fewer outputs than ranks.
 
-    Cost: nothing is sent forward; backward an all-reduce of 2R numbers a row, or of a dense layer's inputs. With
-        ``Shard(dim)`` in their place 2R numbers a row are gathered forward and as many scattered backward, and the
-        gradients of S1, and of a fitted U2, summed.
+    Cost: nothing is sent in forward; backward has an all-reduce of 2R numbers a row, or of a dense layer's inputs. With
+        ``Shard(dim)`` instead, 2R numbers a row are gathered in forward and scattered in backward, and the gradients of
+        S1, and of a fitted U2, are summed.
 
     Example:
         >>> import torch, panther as pr
@@ -60,8 +83,11 @@ class ColwiseSKParallel(ParallelStyle):
         >>> pr.distributed.shutdown()
     """
 
-    _kinds: ClassVar[Mapping[type[nn.Module], Any]] = {SKLinear: ColwiseSKLinear, nn.Linear: ColwiseLinear}
-    _kept, _sequence = "output_layouts", "input_layouts"
+    _kinds: ClassVar[Mapping[type[nn.Module], type[ShardedLayer]]] = {
+        SKLinear: ColwiseSKLinear,
+        nn.Linear: ColwiseLinear,
+    }
+    _features, _sequence = "output_layouts", "input_layouts"
 
     def __init__(
         self,
@@ -72,43 +98,45 @@ class ColwiseSKParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         given = {"input_layouts": input_layouts, "output_layouts": output_layouts}
-        _check_layout(self._kept, given[self._kept], features=True)
+        _check_layout(self._features, given[self._features], features=True)
         _check_layout(self._sequence, given[self._sequence], features=False)
         self.input_layouts, self.output_layouts, self.use_local_output = input_layouts, output_layouts, use_local_output
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kind = self._kinds.get(type(module))
-        if kind is None:
+    def check(self, module: nn.Module) -> None:
+        """Raise unless the module is a plain layer that the style can shard."""
+        if type(module) not in self._kinds:
             raise TypeError(
-                f"{type(self).__name__} cuts {' or '.join(plain.__name__ for plain in self._kinds)}, not a "
+                f"{type(self).__name__} shards {' or '.join(plain.__name__ for plain in self._kinds)}, not a "
                 f"{type(module).__name__}: name its layers"
             )
-        layouts = Layouts(device_mesh, self.input_layouts, self.output_layouts, self.use_local_output)
-        if isinstance(module, SKLinear):
-            return shard_(module, device_mesh, kind, layouts)
-        return shard_dense_(module, device_mesh, kind, layouts)
+
+    def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Shard a layer that is equal on every rank, in place; nothing is sent."""
+        self.check(module)
+        layouts = Layouts(mesh, self.input_layouts, self.output_layouts, self.use_local_output)
+        return shard_layer_(module, mesh, self._kinds[type(module)], layouts)
 
 
 class RowwiseSKParallel(ColwiseSKParallel):
-    """Cut the inputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, or an nn.Embedding's rows.
+    """Shard the inputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, or an nn.Embedding's rows.
 
-    A linear layer then takes this rank's inputs, such as a column-wise layer gives, and gives the whole output on every
-    rank. S1 and U2 are cut, S2, U1 and the bias stay whole. An embedding looks up the vectors that it has.
+    A linear layer then takes this rank's inputs, which a column-wise layer returns, and returns the full output on
+    every rank. S1 and U2 are sharded, S2, U1 and the bias replicated. An embedding looks up its own rows.
 
     Args:
-        input_layouts: ``Shard(-1)``, the default, or ``Replicate()``. An embedding takes whole indices.
+        input_layouts: ``Shard(-1)``, the default, or ``Replicate()``. An embedding takes replicated indices.
         output_layouts: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension before the features, such as
-            the sequence: each rank gets its part of the sum.
-        use_local_output: Whether to give a tensor, or else a DTensor.
+            the sequence: each rank gets its shard of the sum.
+        use_local_output: Whether to return a tensor, or else a DTensor.
 
     Raises:
-        ValueError: If a layout is another one.
+        ValueError: If a layout is not one of these.
         TypeError: When applied, if the module is none of these.
         ShapeError: When applied, if there are fewer inputs, or rows, than ranks.
 
-    Cost: an all-reduce of 2R numbers a row forward, or of a dense layer's outputs or an embedding's features; nothing
-        is sent backward. With ``Shard(dim)`` the sum is scattered in its place, gathered backward, and the gradients of
-        S2, bias, and a fitted U1, summed.
+    Cost: an all-reduce of 2R numbers a row in forward, or of a dense layer's outputs or an embedding's features;
+        nothing is sent in backward. With ``Shard(dim)`` the sum is scattered instead, and gathered in backward, and the
+        gradients of S2, the bias, and a fitted U1, are summed.
 
     Example:
         >>> import torch, panther as pr
@@ -122,29 +150,29 @@ class RowwiseSKParallel(ColwiseSKParallel):
         >>> pr.distributed.shutdown()
     """
 
-    _kinds: ClassVar[Mapping[type[nn.Module], Any]] = {
+    _kinds: ClassVar[Mapping[type[nn.Module], type[ShardedLayer]]] = {
         SKLinear: RowwiseSKLinear,
         nn.Linear: RowwiseLinear,
         nn.Embedding: VocabularyEmbedding,
     }
-    _kept, _sequence = "input_layouts", "output_layouts"
+    _features, _sequence = "input_layouts", "output_layouts"
 
 
-class HeadwiseParallel(ParallelStyle):
-    """Cut a :class:`~panther.nn.RandMultiHeadAttention` or nn.MultiheadAttention by heads, for ``parallelize_module``.
+class HeadwiseParallel(PantherStyle):
+    """Shard a :class:`~panther.nn.RandMultiHeadAttention` or nn.MultiheadAttention by heads.
 
     Every rank projects, attends and projects back with its own heads, and the outputs are summed. Parameters are
-    DTensors, W0 cut along its inputs, the other weights, their biases and the random directions along the heads; each
-    rank draws its heads' directions. The packed projection of nn.MultiheadAttention stays whole on every rank, which
-    uses its heads' rows of it. Weights and directions are those of the mesh's first rank.
+    DTensors: W0 sharded along its inputs, the other weights, their biases and the random directions along the heads.
+    Each rank draws the directions of its heads. The packed projection of nn.MultiheadAttention is replicated, and each
+    rank uses the rows of its heads. Weights and directions are those of the mesh's first rank.
 
     Raises:
         TypeError: When applied, if the module is neither, or has relative positions (``SRPE``), ``add_bias_kv`` or
             ``add_zero_attn``.
-        ShapeError: When applied, if the ranks do not divide the heads.
+        ShapeError: When applied, if the heads are not a multiple of the ranks.
 
-    Cost: an all-reduce of the output forward, and of the gradients of query, key and value backward, once if they are
-        one tensor; of a packed projection, of its gradient.
+    Cost: an all-reduce of the output in forward, and of the gradients of query, key and value in backward, once if they
+        are one tensor; and of the gradient of a packed projection.
 
     Example:
         >>> import torch, panther as pr
@@ -158,8 +186,9 @@ class HeadwiseParallel(ParallelStyle):
         >>> pr.distributed.shutdown()
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return shard_heads_(module, device_mesh)
+    def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Shard an attention that is equal on every rank, in place; nothing is sent."""
+        return shard_heads_(module, mesh)
 
 
 def _check_layout(name: str, layout: Placement | None, *, features: bool) -> None:

@@ -1,31 +1,49 @@
-"""From a model that is cut over ranks back to the plain one."""
+"""From a sharded model back to the plain one, and the record in which a module keeps what it was."""
 
-__all__ = ["unshard_module"]
+__all__ = ["Unsharded", "remember_", "unshard_module"]
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from panther.distributed.tensor._record import Unsharded
-from panther.nn._sketched import SketchedModule
+from panther.nn._sketched import SketchedModule, keep_own_forward
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """State of a module before it was sharded."""
+
+    plain: type[nn.Module]
+    added: tuple[str, ...] = ()
+    """Attributes that sharding added."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """Values of attributes that sharding changed."""
+
+
+def remember_(module: nn.Module, added: tuple[str, ...] = (), **attributes: Any) -> None:
+    """Record a module's class and attributes, before they are changed; later calls add to the first record."""
+    before: Unsharded = vars(module).get("_unsharded", Unsharded(type(module)))
+    module.__dict__["_unsharded"] = Unsharded(before.plain, before.added + added, attributes | before.attributes)
 
 
 def unshard_module(module: nn.Module) -> nn.Module:
-    """A plain copy of a module, and of all that is in it, on every rank; every rank must call it.
+    """Return a plain copy of a module, and of all that is in it, on every rank. Every rank must call it.
 
-    Cut and copied modules get back their classes, their whole parameters and buffers, and what else was changed, such
-    as an attention's number of heads; so does what is sharded for data parallelism. Shared parameters and modules stay
-    shared. The module itself is left as it is. Attributes that are neither parameters nor modules are not copied.
+    Sharded and replicated modules get back their classes, their full parameters and buffers, and attributes that were
+    changed, such as an attention's number of heads. Modules that are sharded for data parallelism are gathered too.
+    Shared parameters and modules stay shared. The module itself is not changed. Attributes that are neither parameters
+    nor modules are not copied.
 
     Args:
-        module: A model, or any part of it.
+        module: A model, or any module in it.
 
     Returns:
         The copy, whose parameters have the same names.
 
-    Cost: the size of the module, on every rank; a part at a time needs less.
+    Cost: memory for the full module, on every rank; unsharding its children one by one needs less.
 
     Example:
         >>> import panther as pr, torch
@@ -43,32 +61,34 @@ def unshard_module(module: nn.Module) -> nn.Module:
         copies[id(old)] = plain.__new__(plain)
         for parameter in old._parameters.values():
             if parameter is not None and id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=parameter.requires_grad)
+                copies[id(parameter)] = nn.Parameter(_full(parameter), requires_grad=parameter.requires_grad)
         for buffer in old._buffers.values():
             if buffer is not None and id(buffer) not in copies:
-                copies[id(buffer)] = _whole(buffer)
+                copies[id(buffer)] = _full(buffer)
     for old in modules:
         _fill(copies[id(old)], old, copies)
     return copies[id(module)]
 
 
 def _fill(new: nn.Module, old: nn.Module, copies: dict[int, Any]) -> None:
-    cut = vars(old).get("_cut", Unsharded(type(old)))
+    before = vars(old).get("_unsharded", Unsharded(type(old)))
     for key, value in vars(old).items():
-        if key == "_cut" or key in cut.added or key.startswith("__composable_api"):  # the last of fully_shard
+        # fully_shard leaves its state under "__composable_api...", which must not follow into a plain module.
+        if key == "_unsharded" or key in before.added or key.startswith("__composable_api"):
             continue
         if "hooks" in key and isinstance(value, dict):
-            kept = [hook for hook, function in value.items() if not _is_of_distributed(function)]
+            kept = [hook for hook, function in value.items() if not _came_with_sharding(function, new)]
             new.__dict__[key] = type(value)((hook, value[hook]) for hook in kept)
         else:
             new.__dict__[key] = _mapped(value, copies)
-    new.__dict__.update(cut.attributes)
-    if "_cut" in vars(old) and isinstance(new, SketchedModule) and new.seed is not None:
+    new.__dict__.update(before.attributes)
+    # Sketches were drawn for this rank's shard only; the seed gives the full ones.
+    if "_unsharded" in vars(old) and isinstance(new, SketchedModule) and new.seed is not None:
         new.set_seeded_(new.seed)
 
 
 def _mapped(value: Any, copies: dict[int, Any]) -> Any:
-    """The value with the copies of modules and tensors in their places; a container anew."""
+    """Replace modules and tensors in a value by their copies; containers are new."""
     if id(value) in copies:
         return copies[id(value)]
     if type(value) is list:
@@ -79,17 +99,18 @@ def _mapped(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    if (cut := vars(module).get("_cut")) is not None:
-        return cut.plain
+    if (before := vars(module).get("_unsharded")) is not None:
+        return before.plain
     cls = type(module)
+    # FSDP2 makes a class of its own from FSDPModule and the module's class, and notes the place of the latter.
     return cls.__mro__[cls._orig_cls_mro_index] if issubclass(cls, FSDPModule) else cls
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
-    # Shards of parts of one dimension are put together an axis at a time: of all at once torch warns that it does so.
+    # Where several mesh axes shard one dimension, gather axis by axis: torch warns if it has to do that itself.
     placements = list(tensor.placements)
     for axis in range(len(placements) - 1):
         placements[axis] = Replicate()
@@ -97,8 +118,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().clone()
 
 
-def _is_of_distributed(hook: Any) -> bool:
-    """Whether a hook came with cutting or sharding."""
+def _came_with_sharding(hook: Any, plain: nn.Module) -> bool:
+    """Return whether a hook was registered by sharding, and not by the plain module itself."""
     hook = getattr(hook, "hook", hook)
     hook = getattr(hook, "func", hook)
+    if hook is keep_own_forward:  # sketched layers and attention have one of their own
+        return not type(plain).__module__.startswith("panther.nn")
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "panther.distributed"))

@@ -87,7 +87,7 @@ def test_pickled_and_copied(tmp_path):
 
     for *same, message in on_ranks(rank):
         assert all(same)
-        assert message.startswith("'0.S1' is a DTensor, on a mesh of ranks: call panther.distributed.checkpoint.export")
+        assert message.startswith("'0.S1' is a DTensor, on a device mesh: call panther.distributed.checkpoint.export")
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -1,4 +1,4 @@
-"""What stands between two layers of a block, read off its forward, and blocks that are copied for it."""
+"""Which blocks do nothing but elementwise functions between two layers, and blocks that are replicated if they do."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from ranks import on_ranks, take_steps, weights_of
 from torch import nn
 
 from panther.distributed import make_mesh, tensor_parallel
-from panther.distributed.tensor._elementwise import why_not_a_pair
+from panther.distributed.tensor._elementwise import reason_against_pair
 
 pytestmark = pytest.mark.distributed
 
@@ -23,73 +23,81 @@ class Block(nn.Module):
         self.act, self.soft, self.conv = nn.GELU(), nn.Softmax(-1), nn.Conv2d(1, 3, 3)
         self.kept, self.calls = [], 0
 
-    def forward(self, x, normalise=False):
+    def forward(self, x):
         self.calls += 1
-        return self.function(self, x, normalise)
+        return self.function(self, x)
 
 
-def keeps(block, x, normalise):
+class Optional(Block):
+    """Its option is used nowhere here, but it may change what is between the layers."""
+
+    def forward(self, x, normalise=False):
+        h = self.fc1(x)
+        return self.fc2(h / h.sum(-1, keepdim=True) if normalise else h)
+
+
+def keeps(block, x):
     block.kept.append(block.fc1(x))
     return block.fc2(block.kept[-1])
 
 
-def normalises(block, x, normalise):
-    h = block.fc1(x)
-    return block.fc2(h / h.sum(-1, keepdim=True) if normalise else h)
-
-
-def normalises_in_evaluation(block, x, normalise):
+def normalises_in_evaluation(block, x):
     h = block.fc1(x)
     return block.fc2(h if block.training else F.normalize(h))
 
 
-def uses_twice(block, x, normalise):
+def uses_twice(block, x):
     h = F.relu(block.fc1(x))
     return block.fc2(h) * (1 + h.mean(-1, keepdim=True))
 
 
-def branches(block, x, normalise):
+def branches(block, x):
     h = block.fc1(x)
     return block.fc2(h) if (h > 0).all() else x
 
 
-def branches_on_what_is_whole(block, x, normalise):
-    if x.dim() == 1:
-        x = x[None]
+def branches_on_its_input(block, x):
+    return block.fc2(block.fc1(x[None] if x.dim() == 1 else x))
+
+
+def drops(block, x):
     if x.dtype is torch.float16:
         raise ValueError("half precision is not for this block")
     return block.fc2(F.dropout(block.act(block.fc1(x)), 0.0, block.training))
 
 
-def images(block, x, normalise):
+def images(block, x):
     x = F.max_pool2d(F.relu(block.conv(x)), 2).flatten(1)
     return F.log_softmax(block.fc2(F.relu(block.fc1(x)).mul_(2)), -1)
 
 
-NO_FUNCTION = "its block has {!r} between, which is no function of single entries"
+NOT_ELEMENTWISE = "its block applies {!r} between the layers of the pair, which is not elementwise"
 REFUSED = {
-    "softmax": (lambda b, x, _: b.fc2(torch.softmax(b.fc1(x), -1)), NO_FUNCTION.format("softmax")),
-    "module": (lambda b, x, _: b.fc2(b.soft(b.fc1(x))), NO_FUNCTION.format("Softmax")),
-    "layer_norm": (lambda b, x, _: b.fc2(F.layer_norm(b.fc1(x), (12,))), NO_FUNCTION.format("layer_norm")),
-    "batch norm": (lambda b, x, _: b.fc2(b.norm(b.fc1(x))), NO_FUNCTION.format("BatchNorm1d")),
-    "used twice": (uses_twice, NO_FUNCTION.format("mean")),
-    "option": (normalises, NO_FUNCTION.format("sum")),
-    "evaluation": (normalises_in_evaluation, NO_FUNCTION.format("normalize")),
+    "softmax": (lambda b, x: b.fc2(torch.softmax(b.fc1(x), -1)), NOT_ELEMENTWISE.format("softmax")),
+    "module": (lambda b, x: b.fc2(b.soft(b.fc1(x))), NOT_ELEMENTWISE.format("Softmax")),
+    "layer_norm": (lambda b, x: b.fc2(F.layer_norm(b.fc1(x), (12,))), NOT_ELEMENTWISE.format("layer_norm")),
+    "batch norm": (lambda b, x: b.fc2(b.norm(b.fc1(x))), NOT_ELEMENTWISE.format("BatchNorm1d")),
+    "used twice": (uses_twice, NOT_ELEMENTWISE.format("mean")),
+    "evaluation": (normalises_in_evaluation, NOT_ELEMENTWISE.format("normalize")),
     "scale": (
-        lambda b, x, _: b.fc2(b.scale * b.fc1(x)),
-        "its block puts together, in 'mul', what is whole and what would be cut",
+        lambda b, x: b.fc2(b.scale * b.fc1(x)),
+        "its block combines a replicated tensor with a sharded one in 'mul'",
     ),
     "gates": (
-        lambda b, x, _: torch.tanh(b.fc1(x)) * torch.sigmoid(b.fc2(x)),
-        "its block gives its partner other things than functions of its single entries",
+        lambda b, x: torch.tanh(b.fc1(x)) * torch.sigmoid(b.fc2(x)),
+        "the second layer of the pair also gets tensors that do not come from the first",
     ),
-    "weight": (lambda b, x, _: b.fc2(F.linear(x, b.fc1.weight)), "its block reads 'fc1.weight'"),
-    "kept": (keeps, "its block keeps what is between"),
-    "branch": (branches, NO_FUNCTION.format("all")),
-    "given": (lambda b, x, _: (b.fc2(b.fc1(x)), b.fc1(x)), "its block gives what is between to others"),
-    "unused": (lambda b, x, _: x, "is not called by its block's forward, or its partner is not"),
+    "weight": (lambda b, x: b.fc2(F.linear(x, b.fc1.weight)), "its block reads 'fc1.weight'"),
+    "kept": (keeps, "its block keeps an intermediate activation of the pair in an attribute"),
+    "branch": (branches, "its block's forward branches on a tensor"),
+    "input": (branches_on_its_input, "its block's forward branches on a tensor"),
+    "given": (
+        lambda b, x: (b.fc2(b.fc1(x)), b.fc1(x)),
+        "an intermediate activation of the pair is also returned by its block",
+    ),
+    "unused": (lambda b, x: x, "its block's forward does not call both layers of the pair"),
     "sizes": (
-        lambda b, x, _: sum(b.fc2(b.fc1(row)) for row in range(len(x))),
+        lambda b, x: sum(b.fc2(b.fc1(row)) for row in range(len(x))),
         "its block's forward cannot be traced (RuntimeError)",
     ),
 }
@@ -99,14 +107,20 @@ REFUSED = {
 def test_blocks_that_are_no_pair(case):
     function, reason = REFUSED[case]
     block = Block(function)
-    assert why_not_a_pair(block, [block.fc1], block.fc2) == reason
+    assert reason_against_pair(block, [block.fc1], block.fc2) == reason
     assert (block.calls, block.kept, block.training) == (0, [], True)
 
 
-@pytest.mark.parametrize("function", [branches_on_what_is_whole, images])
+def test_a_block_with_options_is_no_pair():
+    block = Optional(None)
+    reason = "its block's forward has optional arguments, which may change what is between the layers"
+    assert reason_against_pair(block, [block.fc1], block.fc2) == reason
+
+
+@pytest.mark.parametrize("function", [drops, images])
 def test_blocks_that_are_a_pair(function):
     block, state = Block(function), torch.random.get_rng_state()
-    assert why_not_a_pair(block, [block.fc1], block.fc2) is None
+    assert reason_against_pair(block, [block.fc1], block.fc2) is None
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -115,7 +129,7 @@ def test_blocks_that_are_a_pair(function):
 def test_the_activation_of_torchs_layers_counts(kind, activation):
     layer = kind(12, 2, 20, activation=activation)
     paired = activation == "relu" or type(activation) is nn.GELU
-    assert (why_not_a_pair(layer, [layer.linear1], layer.linear2) is None) == paired
+    assert (reason_against_pair(layer, [layer.linear1], layer.linear2) is None) == paired
 
 
 @pytest.mark.parametrize("kind", ["t5", "gated t5", "opt", "bart", "distilbert", "gpt-neox", "clip"])
@@ -149,7 +163,7 @@ def test_feed_forward_blocks_of_transformers_are_pairs(kind):
         config = transformers.CLIPVisionConfig(**sizes, intermediate_size=20, image_size=8, patch_size=4)
         block = transformers.CLIPVisionModel(config).encoder.layers[0].mlp
         layers = [block.fc1], block.fc2
-    assert why_not_a_pair(block, *layers) is None
+    assert reason_against_pair(block, *layers) is None
 
 
 def test_ten_steps_are_those_of_one_process():
@@ -158,7 +172,7 @@ def test_ten_steps_are_those_of_one_process():
 
     def build(seed):
         torch.manual_seed(seed)
-        return nn.Sequential(*map(Block, [*functions, branches_on_what_is_whole])).double()
+        return nn.Sequential(*map(Block, [*functions, drops])).double()
 
     def train(model):
         take_steps(torch.optim.SGD(model.parameters(), 0.5), lambda: model(x).square().mean())
@@ -166,7 +180,7 @@ def test_ten_steps_are_those_of_one_process():
 
     def rank():
         model = build(dist.get_rank())
-        placed = tensor_parallel(model, make_mesh(tp=2)["tp"]).placed
+        placed = tensor_parallel(model, make_mesh(tp=2)["tp"]).placements
         return (
             train(model),
             {entry.name: entry.action for entry in placed},
@@ -177,6 +191,5 @@ def test_ten_steps_are_those_of_one_process():
     for theirs, report, reasons in on_ranks(rank):
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
-        cut = {name for name, action in report.items() if action.endswith("cut")}
-        assert cut == {"6.fc1", "6.fc2"}
+        assert {name for name, action in report.items() if action.endswith("sharded")} == {"6.fc1", "6.fc2"}
         assert reasons["4.fc1"] == "its block reads 'fc1.weight'; its parameters stay plain tensors"

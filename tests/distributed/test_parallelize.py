@@ -65,7 +65,7 @@ def test_ten_steps_are_those_of_one_process(n, sketched):
     def rank():
         model = build(100 + dist.get_rank(), sketched)  # other weights and seeds on every rank
         report = tensor_parallel(model, make_mesh(tp=n)["tp"])
-        return *train(model, x, y), {entry.name: entry for entry in report.placed}
+        return *train(model, x, y), {entry.name: entry for entry in report.placements}
 
     losses, weights = train(build(100, sketched), x, y)
     for their_losses, theirs, report in on_ranks(rank, n):
@@ -75,12 +75,12 @@ def test_ten_steps_are_those_of_one_process(n, sketched):
             torch.testing.assert_close(theirs[name], weights[name], rtol=1e-8, atol=1e-10)
         actions = {name: entry.action for name, entry in report.items()}
         cut = {"stack.0", "encoder.linear1", "gated.gate_proj", "gated.up_proj"}
-        assert {name for name, action in actions.items() if action == "outputs cut"} == cut
+        assert {name for name, action in actions.items() if action == "outputs sharded"} == cut
         rows = {"stack.2", "encoder.linear2", "gated.down_proj"}  # of 50 features between, uneven over 3 ranks
-        assert {name for name, action in actions.items() if action == "inputs cut"} == rows
+        assert {name for name, action in actions.items() if action == "inputs sharded"} == rows
         assert report["gated.down_proj"].reason == "paired with 'gated.gate_proj' and 'gated.up_proj'"
-        assert report["head"].action == "copied"
-        assert report["stack.4"].reason == "has no partner across functions of single entries"
+        assert report["head"].action == "replicated"
+        assert report["stack.4"].reason == "has no partner: no linear layer with only elementwise functions between"
         owners = {name.rpartition(".")[0] for name in weights}
         assert set(report) == owners  # every module that has parameters
 
@@ -125,7 +125,7 @@ def test_a_plan_by_names():
         }
         report = tensor_parallel(model, make_mesh(tp=2)["tp"], plan)
         out = model(data()[0]).detach()
-        return {entry.name: entry.reason for entry in report.placed}, out, str(report)
+        return {entry.name: entry.reason for entry in report.placements}, out, str(report)
 
     reasons, out, text = on_ranks(rank)[0]
     assert reasons["gated.up_proj"] == "by the plan's 'gated.*_proj'"
@@ -146,7 +146,7 @@ def test_what_is_left_and_what_is_refused():
                 "again": nn.Sequential(shared, nn.Softmax(-1), nn.Linear(8, 8)),
             }
         )
-        reasons = {entry.name: entry.reason for entry in tensor_parallel(model, mesh["tp"]).placed}
+        reasons = {entry.name: entry.reason for entry in tensor_parallel(model, mesh["tp"]).placements}
         messages = []
         for call in (
             lambda: tensor_parallel(build(0), mesh),
@@ -159,9 +159,9 @@ def test_what_is_left_and_what_is_refused():
         return reasons, messages
 
     reasons, messages = on_ranks(rank)[0]
-    assert reasons["narrow.0"] == "has 1 features between, too few for 2 ranks"
-    assert reasons["twice.0"] == "stands in several places"
-    assert reasons["again.2"] == "has no partner across functions of single entries"
+    assert reasons["narrow.0"] == "has only 1 features, too few for 2 ranks"
+    assert reasons["twice.0"] == "is used in several places of the model"
+    assert reasons["again.2"] == "has no partner: no linear layer with only elementwise functions between"
     assert messages[0].startswith("tensor_parallel takes one mesh axis, and the mesh has ('dp', 'tp')")
     assert messages[1] == "plan='megatron' must be 'auto', or a mapping of names to styles"
     assert messages[2].startswith("plan names 'mlp', which matches no module of embed, encoder")
@@ -183,7 +183,7 @@ def test_what_is_cut_sharded_or_wrapped_is_refused_and_left_as_it_was():
                 tensor_parallel(model, mesh["tp"])
             same = all(torch.equal(whole(p), before[name]) for name, p in model.named_parameters())
             found.append((str(caught.value), same))
-        with pytest.raises(ShapeError, match=r"takes a DeviceMesh, such as .*, and was given None"):
+        with pytest.raises(ShapeError, match=r"takes a DeviceMesh, such as .*, not None"):
             tensor_parallel(nn.Linear(2, 2), None)
         return found
 

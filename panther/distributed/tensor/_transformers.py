@@ -1,0 +1,178 @@
+"""Blocks whose sharding is known: by the model's own plan, or by the class of an attention.
+
+transformers' models carry a plan, ``_tp_plan``, which maps globs of layer names to ``"colwise"`` or ``"rowwise"``; any
+other model may have such an attribute too. It promises that the forward of a block works on some of its heads or
+features, for example by reshaping to ``(-1, head_dim)``. For attention without a plan the same was tested, class by
+class. Nothing is assumed of other classes: a forward that uses the number of all heads would give wrong results without
+an error.
+"""
+
+__all__ = ["Block", "declared_blocks", "known_attention"]
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from panther.distributed.tensor._elementwise import is_elementwise
+from panther.nn import SKLinear
+
+_ATTENTION = ("self_attn", "attention", "attn")
+_FEED_FORWARD = ("mlp", "feed_forward")
+_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+
+# Projections of queries, keys and values; the one of the output; the module that has the heads; its tested classes.
+_SCHEMES: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], ...] = (
+    (
+        ("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj"), "",
+        ("BartAttention", "CLIPAttention", "OPTAttention", "ViTAttention", "WhisperAttention"),
+    ),
+    (
+        ("self.query", "self.key", "self.value"), ("output.dense",), "self",
+        ("BertSelfAttention", "ElectraSelfAttention", "RobertaSelfAttention"),
+    ),
+    (("q_lin", "k_lin", "v_lin"), ("out_lin",), "", ("DistilBertSelfAttention",)),
+    (("query", "key", "value"), ("dense", "out", "out_proj", "proj"), "", ()),
+    (("attention.query", "attention.key", "attention.value"), ("output.dense",), "attention", ()),
+    (("q", "k", "v"), ("o", "out", "proj"), "", ()),
+    (("wq", "wk", "wv"), ("wo",), "", ()),
+    (("to_q", "to_k", "to_v"), ("to_out", "to_out.0"), "", ()),
+)  # fmt: skip
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = ("head_dim", "attention_head_size", "head_size")
+_ALL_HEADS = ("all_head_size",)
+
+
+@dataclass(frozen=True)
+class Block:
+    """An attention or feed-forward block, by the names of its layers in the model."""
+
+    layers: tuple[str, ...]
+    rowwise: str
+    """The one of them whose inputs are sharded; of the others the outputs are."""
+    reason: str
+    """Why the layers are sharded, or why not."""
+    refused: bool = False
+    norms: tuple[str, ...] = ()
+    """Norms of single heads, which are replicated, and whose gradients are summed."""
+    attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By module, attributes that count heads, and their values on each rank."""
+
+
+class _RefusedError(Exception):
+    """The block cannot be sharded; the message is for the report."""
+
+
+def declared_blocks(model: nn.Module, ranks: int) -> Iterator[Block]:
+    """Yield the attention and feed-forward blocks that the model's own plan names."""
+    modules = dict(model.named_modules())
+    declared: dict[str, dict[str, str]] = {}
+    for prefix, owner in modules.items():
+        for pattern, style in (getattr(owner, "_tp_plan", None) or {}).items():
+            for name in fnmatch.filter(modules, f"{prefix}.{pattern}" if prefix else pattern):
+                declared.setdefault(name.rpartition(".")[0], {})[name] = style
+    for parent, styles in declared.items():
+        kind = parent.rpartition(".")[2]
+        if kind not in (*_ATTENTION, *_FEED_FORWARD):
+            continue
+        rows = [name for name, style in styles.items() if style == "rowwise"]
+        norms = tuple(name for name, style in styles.items() if style == "replicated_with_grad_allreduce")
+        layers = tuple(name for name in styles if name not in norms)
+        try:
+            if len(rows) != 1 or not set(styles.values()) <= _STYLES:
+                used = ", ".join(dict.fromkeys(styles.values()))
+                raise _RefusedError(f"the model's plan has styles for it that are not supported together: {used}")
+            ins, output = [modules[name] for name in layers if name != rows[0]], modules[rows[0]]
+            if kind in _ATTENTION:
+                heads = _check_heads(modules[parent], ins, output, [modules[name] for name in norms], ranks)
+                reason = f"the model's plan: {heads // ranks} of {heads} heads a rank"
+            else:
+                _check_feed_forward(modules[parent], ins, output)
+                reason = "the model's plan"
+        except _RefusedError as error:
+            yield Block(layers, "", str(error), refused=True)
+        else:
+            yield Block(layers, rows[0], reason, norms=norms)
+
+
+def known_attention(model: nn.Module, ranks: int) -> Iterator[Block]:
+    """Yield attention blocks that are recognised by the names of their projections."""
+    for prefix, module in model.named_modules():
+        for inputs, outputs, inner, classes in _SCHEMES:
+            output = next((name for name in outputs if _is_linear(_child(module, name))), None)
+            if output is None or not all(_is_linear(_child(module, name)) for name in inputs):
+                continue
+            dot = f"{prefix}." if prefix else ""
+            layers = tuple(dot + name for name in (*inputs, output))
+            block, ins = _child(module, inner), [_child(module, name) for name in inputs]
+            try:
+                if type(block).__name__ not in classes or not type(block).__module__.startswith("transformers."):
+                    raise _RefusedError(
+                        f"{type(block).__name__} is not known to work on some of its heads: give the model a _tp_plan"
+                    )
+                heads = _check_heads(block, ins, _child(module, output), [], ranks)
+            except _RefusedError as error:
+                yield Block(layers, "", str(error), refused=True)
+            else:
+                names = (*_COUNTS, *_KEY_COUNTS, *_ALL_HEADS)
+                counts = {key: value // ranks for key, value in vars(block).items() if key in names}
+                reason = f"{heads // ranks} of {heads} heads a rank"
+                yield Block(layers, layers[-1], reason, attributes={(dot + inner).removesuffix("."): counts})
+            break
+
+
+def _check_heads(block: nn.Module, ins: list[Any], output: Any, norms: list[nn.Module], ranks: int) -> int:
+    """Return the number of heads of an attention, or refuse it."""
+    config = getattr(block, "config", None)
+    heads = _first(block, _COUNTS) or getattr(config, "num_attention_heads", None)
+    key_heads: Any = _first(block, _KEY_COUNTS) or getattr(config, "num_key_value_heads", None) or heads
+    width = _first(block, _WIDTHS)
+    if heads is None or width is None:
+        raise _RefusedError("the number of heads, or their size, is not an attribute of the attention")
+    if heads % ranks or key_heads % ranks:
+        counts = f"{heads} heads" if heads == key_heads else f"{heads} heads and {key_heads} key heads"
+        raise _RefusedError(f"its attention has {counts}, which are not a multiple of the {ranks} ranks")
+    linear = all(map(_is_linear, (*ins, output)))
+    if not linear or any(size % (width * ranks) for size in (*(x.out_features for x in ins), output.in_features)):
+        raise _RefusedError(f"the projections are not linear layers of heads of size {width}")
+    if any(tuple(p.shape) != (width,) for norm in norms for p in norm.parameters()):
+        raise _RefusedError("a norm acts on more than one head")
+    _check_nothing_else(block, [*ins, output, *norms])
+    return heads
+
+
+def _check_feed_forward(block: nn.Module, ins: list[Any], output: Any) -> None:
+    """Refuse a block whose widths do not fit, or which has other than elementwise modules beside its layers."""
+    layers = [*ins, output]
+    if not all(map(_is_linear, layers)) or {layer.out_features for layer in ins} != {output.in_features}:
+        raise _RefusedError("the widths of the block's layers do not fit")
+    _check_nothing_else(block, layers)
+    for name, module in block.named_children():
+        if module not in layers and not is_elementwise(module):
+            raise _RefusedError(f"the block's {name!r} is not elementwise")
+
+
+def _check_nothing_else(block: nn.Module, known: list[Any]) -> None:
+    """Refuse parameters and buffers beside those of known layers: they may belong to all heads or features."""
+    inside = {id(tensor) for layer in known for tensor in (*layer.parameters(), *layer.buffers())}
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        if id(tensor) not in inside:
+            raise _RefusedError(f"the block has the tensor {name!r} beside its layers, which may be one of all heads")
+
+
+def _first(block: nn.Module, names: tuple[str, ...]) -> int | None:
+    return next((vars(block)[name] for name in names if type(vars(block).get(name)) is int), None)
+
+
+def _child(module: nn.Module, name: str) -> Any:
+    child: Any = module
+    for part in filter(None, name.split(".")):
+        child = child._modules.get(part) if isinstance(child, nn.Module) else None
+    return child
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) in (nn.Linear, SKLinear)
