@@ -7,10 +7,16 @@ import time
 
 import pytest
 import torch
+from fuzzing import fuzz
+from hypothesis import settings
 
 # Kernels run in the interpreter where there is no GPU, which Triton must know before it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# For property tests without the decorator too: hypothesis' deadline of 200 ms fails tests on a busy machine.
+settings.register_profile("panther", fuzz)
+settings.load_profile("panther")
 
 LONG_S = 5.0
 _long = []

@@ -362,7 +362,9 @@ def test_a_mesh_of_groups_that_are_gone():
                 messages.append(str(caught.value))
         finally:
             shutdown()
-        with pytest.raises(DistributedError, match=r"there is no process group: call panther.distributed.init\(\) first"):
+        with pytest.raises(
+            DistributedError, match=r"there is no process group: call panther.distributed.init\(\) first"
+        ):
             data_parallel(nn.Linear(2, 2), mesh)
     start = "the mesh with the axes ('dp',) of sizes (1,) belongs to process groups that are gone"
     assert messages == [f"{start}: make it anew after init"]
