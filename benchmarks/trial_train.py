@@ -174,8 +174,9 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Train, kill, resume; the log, and the seconds of the wall and of all processes that the parts took."""
     settings = given | one.settings | {"checkpoint_dir": str(place)}
-    functions = {name: f"{Path(__file__).stem}:{name}" for name in ("data", "loss")} | {
-        "model": f"{Path(__file__).stem}:{one.model}"
+    functions = {
+        setting: f"{Path(__file__).stem}:{name}"
+        for setting, name in (("data", "data"), ("loss_fn", "loss"), ("model", one.model))
     }
     command = [
         *(sys.executable, "-m", "panther", "train", "--config", str(HERE / "trial_train.toml"), "--nproc", "2"),

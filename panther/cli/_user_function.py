@@ -1,6 +1,6 @@
 """Functions that users name on the command line, as ``module:function``."""
 
-__all__ = ["call", "current_folder_importable", "find", "names_function", "told"]
+__all__ = ["call", "current_folder_importable", "find", "names_function"]
 
 import importlib
 import os
@@ -18,12 +18,12 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def names_function(text: str) -> bool:
-    """Whether a text has the form, and is not a path that exists."""
+    """Return whether a text has this form and is not an existing path."""
     return _FUNCTION.fullmatch(text) is not None and not Path(text).exists()
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names.
+    """Import the function that ``module:function`` names.
 
     Raises:
         PantherError: If there is none.
@@ -39,7 +39,7 @@ def find(spec: str) -> Callable[..., Any]:
             f"that holds {name.partition('.')[0]}.py"
         ) from None
     except Exception as error:
-        raise PantherError(f"{name} cannot be imported: {told(error)}") from error
+        raise PantherError(f"{name} cannot be imported: {_described(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
@@ -50,7 +50,7 @@ def find(spec: str) -> Callable[..., Any]:
 
 
 def call(spec: str, **arguments: Any) -> Any:
-    """What ``module:function`` returns.
+    """Call ``module:function``.
 
     Raises:
         PantherError: If there is no such function, or it fails.
@@ -61,18 +61,18 @@ def call(spec: str, **arguments: Any) -> Any:
     except PantherError:
         raise
     except Exception as error:
-        raise PantherError(f"{spec} failed: {told(error)}") from error
+        raise PantherError(f"{spec} failed: {_described(error)}") from error
 
 
-def told(error: Exception) -> str:
-    """An exception in one line, with the place of its last frame."""
+def _described(error: Exception) -> str:
+    """Return an exception in one line, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
 @contextmanager
 def current_folder_importable() -> Iterator[None]:
-    """As for ``python -m``, also where the command is a script elsewhere."""
+    """Search for modules in the current folder first, as ``python -m`` does."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:

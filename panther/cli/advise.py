@@ -38,24 +38,31 @@ def add_parser(commands: Any) -> None:
         "--model",
         required=True,
         metavar="MODEL",
-        help="transformer/SIZE, of " + ", ".join(_SIZES) + "; or module:function, which returns a model and a batch",
+        help=f"transformer/SIZE, one of {', '.join(_SIZES)}; or module:function, which returns a model and a batch",
     )
-    parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="devices, one a process")
-    parser.add_argument("--memory", type=_memory, metavar="BYTES", help="of a device, 80GB say (default: --device's)")
-    parser.add_argument("--device", choices=_DEVICES, default=_DEVICES[0], help="its speed (default: %(default)s)")
-    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--batch", type=positive, metavar="N", help="samples of a step (default: one a device)")
-    parser.add_argument("--objective", choices=("time", "memory"), default="time", help="(default: %(default)s)")
+    default = "(default: %(default)s)"
+    parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="devices, one for each process")
+    parser.add_argument(
+        "--memory", type=_memory, metavar="BYTES", help="memory of a device, as 80GB (default: --device's)"
+    )
+    parser.add_argument("--device", choices=_DEVICES, default=_DEVICES[0], help=f"kind of device {default}")
+    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help=f"devices of a node {default}")
+    parser.add_argument("--batch", type=positive, metavar="N", help="samples per step (default: one for each device)")
+    parser.add_argument("--objective", choices=("time", "memory"), default="time", help=f"what to minimise {default}")
     parser.add_argument("--sketch", type=positive, metavar="R", help="sketch size of a transformer's linear layers")
-    parser.add_argument("--sequence", type=positive, default=_SEQUENCE, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, parameters in float32")
-    parser.add_argument("--efficiency", type=positive_float, metavar="X", help="share of the peak that is reached")
+    parser.add_argument(
+        "--sequence", type=positive, default=_SEQUENCE, metavar="N", help=f"tokens per sample {default}"
+    )
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
+    parser.add_argument(
+        "--efficiency", type=positive_float, metavar="X", help="share of the peak speed that is reached"
+    )
     parser.add_argument("--json", action="store_true", help="print all options as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, and print the table."""
+    """Plan, print the table, and return 0 if an option fits."""
     from panther.distributed import ClusterSpec, plan_parallelism
 
     changes = {"memory_bytes": args.memory, "efficiency": args.efficiency}
@@ -72,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise PantherError(str(error)) from error
     print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
-    return 0
+    return 0 if any(option.fits for option in plan.options) else 1
 
 
 def _text(plan: Any) -> str:
-    left = len(plan.options) - _SHOWN
-    more = [f"{left} more options are not shown: --json prints all"] if left > 0 else []
+    hidden = len(plan.options) - _SHOWN
+    more = [f"{hidden} more options are not shown: --json prints all"] if hidden > 0 else []
     return "\n".join([plan.table(_SHOWN), "", plan.explain(_SHOWN), *more, *plan.notes])
 
 
@@ -109,8 +116,8 @@ def _stats(args: argparse.Namespace) -> Any:
         made = call(args.model)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise PantherError(
-                f"{args.model} returns a {type(made).__name__}: it must return a pair of an nn.Module and a batch of "
-                "what its forward takes"
+                f"{args.model} returns a {type(made).__name__}: it must return an nn.Module and a batch, the "
+                "arguments of its forward"
             )
         try:
             return ModelStats.of(*made, mixed_precision=half)
@@ -123,7 +130,7 @@ def _stats(args: argparse.Namespace) -> Any:
 def _memory(text: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 80GB or 85899345920, say")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: write it as 80GB or 85899345920")
     value = float(found[1]) * _UNITS[found[2].lower()]
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1 byte")

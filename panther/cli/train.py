@@ -1,4 +1,4 @@
-"""``panther train``: a model and data that functions give, trained by the Trainer, on one or several processes."""
+"""``panther train``: a model and data that functions return, trained by the Trainer on one or several processes."""
 
 __all__ = ["add_parser", "run"]
 
@@ -14,13 +14,13 @@ from panther.cli._arguments import check_folder, non_negative, positive
 from panther.cli._user_function import call, current_folder_importable, find, names_function
 from panther.errors import ConfigError, PantherError
 
-_FUNCTIONS = ("model", "data", "loss", "optimizer", "metrics")
+_FUNCTIONS = ("model", "data", "loss_fn", "optimizer", "metrics")
 _HELP = """\
-settings are key=value: model, data, loss, optimizer and metrics, and those of panther.train.TrainConfig.
+settings are key=value: model, data, loss_fn, optimizer and metrics, and those of panther.train.TrainConfig.
 
   model=module:function      returns an nn.Module
   data=module:function       returns a DataLoader or Dataset to train on, or a pair of it and one to validate on
-  loss=cross_entropy         a function of torch.nn.functional, or module:function; none if the model returns it
+  loss_fn=cross_entropy      a function of torch.nn.functional, or module:function; none if the model returns the loss
   optimizer=AdamW            a class of torch.optim, or module:function of the parameters
   metrics=module:function    returns a mapping of names to functions of output and target
 """
@@ -28,28 +28,21 @@ settings are key=value: model, data, loss, optimizer and metrics, and those of p
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser(
-        "train",
-        epilog=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", metavar="FILE", help="TOML or JSON with settings")
-    parser.add_argument("--nproc", type=positive, default=1, help="processes of this machine (default 1)")
+    parser = commands.add_parser("train", epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = "(default: %(default)s)"
+    parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with settings")
+    parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=f"processes of this machine {default}")
     parser.add_argument(
-        "--max-restarts",
-        type=non_negative,
-        default=0,
-        metavar="N",
-        help="how often to start again after a crash (default 0)",
+        "--max-restarts", type=non_negative, default=0, metavar="N", help=f"restarts after a crash {default}"
     )
-    parser.add_argument("--export", metavar="FOLDER", help="write the trained model for inference to this folder")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, over those of the file")
+    parser.add_argument("--export", metavar="FOLDER", help="folder to write the trained model to, for inference")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the settings, train, and say what came out."""
-    settings = _settings(args.config, args.settings)
+    """Read the settings, train, and print the last record."""
+    settings = _read_settings(args.config, args.settings)
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
     for name in ("model", "data"):
         if name not in functions:
@@ -64,15 +57,14 @@ def run(args: argparse.Namespace) -> int:
         if not started and (args.nproc > 1 or args.max_restarts):
             return _launch(args, settings.get("checkpoint_dir"))
         last = _train(functions, settings, args.export)
-    if last is not None:
-        print(
-            "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in last)
-        )
+    texts = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in last.items()]
+    if texts:
+        print("  ".join(texts))
     return 0
 
 
 def _launch(args: argparse.Namespace, directory: str | None) -> int:
-    """The same on several processes, or started again after a crash; what they write goes beside the checkpoints."""
+    """Start this command on several processes, or with restarts; their logs go beside the checkpoints."""
     from panther.cli.launch import start
     from panther.distributed import LaunchConfig
 
@@ -83,11 +75,11 @@ def _launch(args: argparse.Namespace, directory: str | None) -> int:
     return start([*config.arguments(), "panther", "train", *given, *args.settings], name="train")
 
 
-def _settings(path: str | None, given: list[str]) -> dict[str, Any]:
-    from panther.train.config import read_settings
+def _read_settings(path: str | None, given: list[str]) -> dict[str, Any]:
+    from panther.train.config import asks_for_text, read_settings
 
     settings = {} if path is None else read_settings(path)
-    settings.pop("launch", None)  # is panther init's
+    settings.pop("launch", None)  # the table of panther init
     inner = settings.pop("train", {})
     if not isinstance(inner, Mapping):
         raise ConfigError(f"'train' in {path} must be a table")
@@ -95,17 +87,13 @@ def _settings(path: str | None, given: list[str]) -> dict[str, Any]:
     for item in given:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise PantherError(f"{item!r} is no setting: write key=value")
-        settings[key] = _value(key, text)
+            raise PantherError(f"{item!r} is not a setting: write key=value")
+        settings[key] = (None if text in ("null", "None") else text) if asks_for_text(key) else _value(text)
     return settings
 
 
-def _value(key: str, text: str) -> Any:
-    """A number, truth value, null or list, written as in JSON; else, and where a text is asked for, the text."""
-    from panther.train.config import asks_for_text
-
-    if asks_for_text(key):
-        return None if text in ("null", "None") else text
+def _value(text: str) -> Any:
+    """Return a number, truth value, null or list that is written as in JSON or Python, or else the text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -113,52 +101,45 @@ def _value(key: str, text: str) -> Any:
 
 
 def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """See what can be seen before processes start."""
+    """Raise for errors that can be found before processes start."""
     from panther.train import TrainConfig
 
     for key in settings:
         if near := difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7):
-            raise ConfigError(f"{key!r} is no setting: did you mean {near[0]!r}?")
+            raise ConfigError(f"{key!r} is not a setting: did you mean {near[0]!r}?")
     TrainConfig.from_dict(settings)
-    for name in ("model", "data", "metrics"):
-        if name in functions:
-            if not names_function(str(functions[name])):
-                raise PantherError(f"{name}={functions[name]} must be of the form module:function")
-            find(functions[name])
-    _loss(functions.get("loss"))
-    _optimizer(functions.get("optimizer"))
+    for name, function in functions.items():
+        if name in ("loss_fn", "optimizer"):
+            _find_in_torch(name, function)
+        elif names_function(str(function)):
+            find(function)
+        else:
+            raise PantherError(f"{name}={function} must be of the form module:function")
 
 
-def _loss(name: Any) -> Any:
-    if name is None:
-        return None
-    if names_function(str(name)):
-        return find(name)
+def _find_in_torch(setting: str, name: Any) -> Any:
+    """Return the function or class for ``loss_fn`` or ``optimizer``, of torch or as module:function."""
+    from torch import optim
     from torch.nn import functional
 
-    found = getattr(functional, str(name), None)
-    if not callable(found):
-        raise PantherError(f"loss={name} is no function of torch.nn.functional: use cross_entropy, or module:function")
-    return found
-
-
-def _optimizer(name: Any) -> Any:
     if name is None:
         return None
     if names_function(str(name)):
         return find(name)
-    import torch
-
-    found = getattr(torch.optim, str(name), None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise PantherError(f"optimizer={name} is no optimizer of torch.optim: use AdamW, SGD, or module:function")
+    if setting == "loss_fn":
+        found = getattr(functional, str(name), None)
+        valid, known = callable(found), "a function of torch.nn.functional: use cross_entropy"
+    else:
+        found = getattr(optim, str(name), None)
+        valid = isinstance(found, type) and issubclass(found, optim.Optimizer)
+        known = "an optimizer of torch.optim: use AdamW, SGD"
+    if not valid:
+        raise PantherError(f"{setting}={name} is not {known}, or module:function")
     return found
 
 
-def _train(
-    functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None
-) -> list[tuple[str, Any]] | None:
-    """The work of one process; the last record on the first rank."""
+def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: str | None) -> dict[str, Any]:
+    """Train in one process; return the last record on the first rank, and nothing on others."""
     import torch
     from torch import nn
 
@@ -173,10 +154,10 @@ def _train(
         raise PantherError(f"{functions['model']} returns a {type(model).__name__}: it must return an nn.Module")
     train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     metrics = call(functions["metrics"]) if "metrics" in functions else None
-    loss, optimizer = _loss(functions.get("loss")), _optimizer(functions.get("optimizer"))
+    loss_fn, optimizer = (_find_in_torch(name, functions.get(name)) for name in ("loss_fn", "optimizer"))
     join_process_group(config.timeout_s)
-    trainer = Trainer(model, optimizer, loss, config, metrics=metrics)
+    trainer = Trainer(model, optimizer, loss_fn, config, metrics=metrics)
     history = trainer.fit(train, validation)
     if export is not None:
         trainer.export(export)
-    return list(history.last.items()) if get_rank() == 0 else None
+    return history.last if get_rank() == 0 else {}

@@ -55,7 +55,7 @@ def test_the_options_that_are_not_shown_can_be_had(models, capsys, monkeypatch):
 
 def test_json_has_every_option(models, capsys):
     args = ["advise", "--model", "advised_models:net", "--gpus", "2", "--memory", "100", "--json"]
-    assert main([*args, "--objective", "memory"]) == 0
+    assert main([*args, "--objective", "memory"]) == 1  # nothing fits
     plan = json.loads(capsys.readouterr().out)
     assert plan["objective"] == "memory"
     assert plan["memory_bytes"] == 100
@@ -81,7 +81,10 @@ def test_a_sketched_transformer_needs_less(capsys):
         (["--model", "transformer/9b"], "--model transformer/9b is unknown: use transformer/ and one of 125m, "),
         (["--model", "net"], "--model net is neither transformer/SIZE nor of the form module:function"),
         (["--model", "nowhere:net"], "there is no module nowhere"),
-        (["--model", "advised_models:model_only"], "advised_models:model_only returns a Linear: it must return a pair"),
+        (
+            ["--model", "advised_models:model_only"],
+            "advised_models:model_only returns a Linear: it must return an nn.Module and a batch",
+        ),
         (["--model", "advised_models:wrong_batch"], "the model does not run on its batch: "),
         (["--model", "advised_models:net", "--sketch", "4"], "--sketch is for transformer/SIZE"),
         (["--model", "advised_models:single", "--batch", "3"], "batch=3 cannot be shared by 2 ranks"),
@@ -99,7 +102,7 @@ def test_what_cannot_be_done_is_said(models, args, message, capsys):
     ("args", "message"),
     [
         (["--gpus", "0"], "argument --gpus: 0 must be at least 1"),
-        (["--gpus", "2", "--memory", "80 potatoes"], "'80 potatoes' is no number of bytes: write 80GB"),
+        (["--gpus", "2", "--memory", "80 potatoes"], "'80 potatoes' is not a number of bytes: write it as 80GB"),
         (["--gpus", "2", "--objective", "money"], "invalid choice: 'money'"),
     ],
 )

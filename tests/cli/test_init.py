@@ -358,8 +358,8 @@ def test_one_file_says_what_to_train_and_on_what(capsys):
         "def data():\n    return TensorDataset(torch.randn(8, 3), torch.randn(8, 2))\n"
     )
     Path("run.toml").write_text(
-        'model = "mine:net"\ndata = "mine:data"\nloss = "mse_loss"\n[train]\nbatch_size = 2\ncheckpoint_dir = "kept"\n'
-        '[launch]\nnproc_per_node = 2\nbackend = "gloo"\n'
+        'model = "mine:net"\ndata = "mine:data"\nloss_fn = "mse_loss"\n[train]\nbatch_size = 2\n'
+        'checkpoint_dir = "kept"\n[launch]\nnproc_per_node = 2\nbackend = "gloo"\n'
     )
     assert main(["init", "torchrun", "--config=run.toml"]) == 0
     text = Path("torchrun.sh").read_text()

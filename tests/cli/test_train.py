@@ -49,7 +49,7 @@ def fails():
 TOML = """
 model = "{work}:build"
 data = "{work}:load"
-loss = "cross_entropy"
+loss_fn = "cross_entropy"
 [train]
 epochs = 2
 batch_size = 8
@@ -87,7 +87,7 @@ def test_a_file_and_settings_over_it(work, capsys, caplog):
 
 
 def test_without_a_file(work, capsys):
-    settings = [f"model={work}:build", f"data={work}:load", "loss=cross_entropy", "batch_size=8", "max_steps=4"]
+    settings = [f"model={work}:build", f"data={work}:load", "loss_fn=cross_entropy", "batch_size=8", "max_steps=4"]
     assert main(["train", *settings, f"optimizer={work}:optimizer", "log_every_n_steps=2"]) == 0
     assert "learning_rate 0.1" in capsys.readouterr().out
     texts = ["run_name=5", "trackers=jsonl", "pipeline_layers=null", 'extra={"a": 1}']
@@ -108,11 +108,12 @@ def test_export(work):
     ("given", "message"),
     [
         (["epoch=3"], "'epoch' is not a setting of TrainConfig: did you mean 'epochs'?"),
-        (["modle=x:y"], "'modle' is no setting: did you mean 'model'?"),
+        (["loss=mse_loss"], "'loss' is not a setting: did you mean 'loss_fn'?"),
+        (["modle=x:y"], "'modle' is not a setting: did you mean 'model'?"),
         (["epochs=many"], "epochs='many' must be a whole number, not str"),
-        (["epochs"], "'epochs' is no setting: write key=value"),
-        (["loss=cross_entropie"], "loss=cross_entropie is no function of torch.nn.functional"),
-        (["optimizer=Adamm"], "optimizer=Adamm is no optimizer of torch.optim"),
+        (["epochs"], "'epochs' is not a setting: write key=value"),
+        (["loss_fn=cross_entropie"], "loss_fn=cross_entropie is not a function of torch.nn.functional"),
+        (["optimizer=Adamm"], "optimizer=Adamm is not an optimizer of torch.optim"),
         (["model=nowhere:build"], "there is no module nowhere"),
         (["model=WORK:bild"], "has no function bild: it has"),
         (["model=build"], "model=build must be of the form module:function"),
@@ -122,7 +123,7 @@ def test_export(work):
         (["resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),
         (["max_steps=3"], "epochs=2 and max_steps=3 exclude each other: give one"),
         (["batch_size=null"], "a Dataset needs batch_size"),
-        (["trian=3"], "'trian' is no setting: did you mean 'train'?"),
+        (["trian=3"], "'trian' is not a setting: did you mean 'train'?"),
         (["extra=3"], "extra=3 must be a table, not int"),
         (["--export", "run.toml"], "--export run.toml cannot be written to (Not a directory): give another folder"),
         (["checkpoint_dir=run.toml"], "checkpoint_dir run.toml cannot be written to (Not a directory)"),
@@ -134,6 +135,19 @@ def test_bad_input_exits_with_2_and_says_why(work, given, message, capsys):
     err = capsys.readouterr().err
     assert err.startswith("panther: error: ")
     assert message in err
+
+
+def test_several_processes_run_this_command(work, monkeypatch):
+    seen = []
+    monkeypatch.setattr("panther.cli.launch.start", lambda arguments, name: seen.append((arguments, name)) or 3)
+    options = ["--config", "run.toml", "--nproc", "2", "--max-restarts", "1", "--export", "model"]
+    assert main(["train", *options, "epochs=3"]) == 3
+    ((arguments, name),) = seen
+    place = arguments.index("panther")
+    assert {"--nproc-per-node=2", "--max-restarts=1", "--module"} <= set(arguments[:place])
+    assert any(argument.endswith("runs/logs") for argument in arguments[:place])
+    assert arguments[place:] == ["panther", "train", "--config", "run.toml", "--export", "model", "epochs=3"]
+    assert name == "train"
 
 
 @pytest.mark.distributed
@@ -148,6 +162,8 @@ def test_processes_that_are_started_again_go_on(work, capfd):
     assert [row["step"] for row in log()] == [10, 12]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_what_fails_on_several_processes_is_a_sentence_too(work, capfd):
     assert main(["train", "--config", "run.toml", "--nproc", "2", f"model={work}:fails"]) == 2
     assert "fails failed: RuntimeError: no such file" in capfd.readouterr().err

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from panther._text import format_table
+from panther._text import counted, format_table
 from panther.cli._arguments import check_folder, note_if_wide, positive, seed
 from panther.errors import DistributedError, FormatError, PantherError, require_extra
 
@@ -29,11 +29,11 @@ def add_parser(commands: Any) -> None:
         description="Train dense, sketched and low-rank networks on handwritten digits, and compare them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--nproc", type=positive, default=2, help="processes, one GPU each with --device cuda")
-    parser.add_argument("--epochs", type=positive, default=20, help="epochs a network")
+    parser.add_argument("--nproc", type=positive, default=2, help="processes; with --device cuda, each has a GPU")
+    parser.add_argument("--epochs", type=positive, default=20, help="epochs of each network")
     parser.add_argument("--hidden", type=positive, default=512, help="width of the hidden layers")
-    parser.add_argument("--sketch-size", type=positive, default=8, help="rank R of sketched and low-rank layers")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
+    parser.add_argument("--sketch-size", type=positive, default=8, help="rank of sketched and low-rank layers")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the first run")
     parser.add_argument("--runs", type=positive, default=4, help="seeds to average over")
     parser.add_argument("--out", default="panther-demo", help="folder for the models and the plot")
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, reload, print the table and draw it."""
+    """Train, reload, print the table and plot it."""
     for module in ("sklearn.datasets", "matplotlib.figure", "tqdm"):
         require_extra(module, "demo")
     device = _device(args.device, args.nproc)
@@ -51,24 +51,21 @@ def run(args: argparse.Namespace) -> int:
     from panther.cli.demo._training import Settings, train_all
     from panther.distributed import launch
 
-    settings = Settings(
-        epochs=args.epochs,
-        hidden=args.hidden,
-        sketch_size=args.sketch_size,
-        device=device,
-        seed=args.seed,
-        runs=args.runs,
-        out=str(out),
-    )
-    networks = f"{_count(args.runs, 'seed')} of 3 networks, {_count(args.epochs, 'epoch')} each"
-    print(f"Training {networks}, on {_count(args.nproc, 'process', 'processes')} ({device}) ...", flush=True)
-    results = launch(train_all, settings, nproc=args.nproc)[0]
+    names = ("epochs", "hidden", "sketch_size", "seed", "runs")
+    settings = Settings(**{name: getattr(args, name) for name in names}, device=device, out=str(out))
+    networks = f"{counted(args.runs, 'seed')} of 3 networks, {counted(args.epochs, 'epoch')} each"
+    print(f"Training {networks}, on {counted(args.nproc, 'process', 'processes')} ({device}) ...", flush=True)
+    # Forked processes do not import torch again, but CUDA does not survive a fork, which is unsafe on macOS as well.
+    start_method = "fork" if device == "cpu" and sys.platform == "linux" else "spawn"
+    results = launch(train_all, settings, nproc=args.nproc, start_method=start_method)[0]
     reloaded = _reload(results, settings.hidden, settings.sketch_size, device)
     columns = _summarise(results, reloaded)
     print(_table(columns, args.runs))
     print(_verdict(columns))
     if not all(column["reloaded"] for column in columns.values()):
-        raise FormatError("a network that was saved and loaded again has another accuracy: this is a bug, report it")
+        raise FormatError(
+            "a network has a different accuracy after saving and loading. This is a bug: please report it"
+        )
     plot = out / "demo.png"
     _plot(columns, plot)
     print(f"Models and plot are in {out}: see {plot}")
@@ -76,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reload(results: list[dict[str, Any]], hidden: int, sketch_size: int, device: str) -> dict[str, float]:
-    """Accuracy of every saved network, found by a fresh process."""
+    """Return the accuracy of every saved network, measured by a fresh process."""
     request = {
         "folders": {result["folder"]: result["kind"] for result in results},
         "hidden": hidden,
@@ -103,7 +100,7 @@ def _reload(results: list[dict[str, Any]], hidden: int, sketch_size: int, device
 
 
 def _summarise(results: list[dict[str, Any]], reloaded: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """One column a kind: means over the runs of what differs between them."""
+    """Return a column for each kind: what all runs share, and means over the runs."""
     columns = {}
     for kind in dict.fromkeys(result["kind"] for result in results):
         mine = [result for result in results if result["kind"] == kind]
@@ -123,9 +120,9 @@ def _table(columns: dict[str, dict[str, Any]], runs: int) -> str:
     rows: list[tuple[str, Any]] = [
         ("parameters", lambda c: f"{c['parameters']:,}"),
         ("bytes of the saved weights", lambda c: f"{c['weight_bytes']:,}"),
-        ("gradient bytes sent a step", lambda c: f"{c['gradient_bytes']:,.0f}"),
-        ("sketch bytes sent, once", lambda c: f"{c['sketch_bytes']:,}"),
-        (f"test accuracy, mean of {_count(runs, 'seed')}", lambda c: f"{c['accuracy']:.1f} %"),
+        ("gradient bytes per step", lambda c: f"{c['gradient_bytes']:,.0f}"),
+        ("sketch bytes, once", lambda c: f"{c['sketch_bytes']:,}"),
+        (f"test accuracy, mean of {counted(runs, 'seed')}", lambda c: f"{c['accuracy']:.1f} %"),
         ("  lowest and highest seed", lambda c: f"{min(c['accuracies']):.1f} to {max(c['accuracies']):.1f} %"),
         ("  reloaded in a fresh process", lambda c: "identical" if c["reloaded"] else "DIFFERENT"),
         ("seconds per epoch", lambda c: f"{c['seconds_per_epoch']:.3f}"),
@@ -164,8 +161,8 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
         "A": ("accuracy", "Test accuracy, %", "{:.1f}"),
         "P": ("parameters", "Parameters", "{:,.0f}"),
         "W": ("weight_bytes", "Bytes of the saved weights", "{:,.0f}"),
-        "G": ("gradient_bytes", "Gradient bytes sent a step", "{:,.0f}"),
-        "K": ("sketch_bytes", "Sketch bytes sent, once", "{:,.0f}"),
+        "G": ("gradient_bytes", "Gradient bytes per step", "{:,.0f}"),
+        "K": ("sketch_bytes", "Sketch bytes, once", "{:,.0f}"),
         "S": ("seconds_per_epoch", "Seconds per epoch", "{:.3f}"),
     }
     for place, (key, title, form) in bars.items():
@@ -194,7 +191,7 @@ def _device(choice: str, nproc: int) -> str:
         raise PantherError("--device cuda needs a CUDA device and none is visible: use --device cpu")
     if choice == "cuda" and nproc > count:
         raise PantherError(
-            f"--nproc {nproc} with --device cuda needs as many GPUs and {count} are visible: use --nproc {count}"
+            f"--nproc {nproc} with --device cuda needs {nproc} GPUs and {count} are visible: use --nproc {count}"
         )
     return "cuda" if choice != "cpu" and count >= nproc else "cpu"
 
@@ -202,8 +199,4 @@ def _device(choice: str, nproc: int) -> str:
 def _check_processes(nproc: int, device: str) -> None:
     limit = max(8, 4 * (os.cpu_count() or 1))
     if device == "cpu" and nproc > limit:
-        raise PantherError(f"--nproc {nproc} is more than four processes a core, or 8: use --nproc {limit} or fewer")
-
-
-def _count(number: int, one: str, several: str = "") -> str:
-    return f"{number} {one if number == 1 else several or one + 's'}"
+        raise PantherError(f"--nproc {nproc} is more than four processes per core, or 8: use --nproc {limit} or fewer")

@@ -1,6 +1,6 @@
-"""The work behind ``panther demo``: handwritten digits, three networks, and training them on several processes."""
+"""The networks of ``panther demo`` and ``panther simulate`` on handwritten digits, and the training of the demo."""
 
-__all__ = ["KINDS", "Settings", "build", "evaluate_saved", "train_all"]
+__all__ = ["KINDS", "Settings", "accuracy", "build", "evaluate_saved", "load_digits", "train_all"]
 
 import statistics
 import threading
@@ -29,7 +29,7 @@ TRAIN_SAMPLES = 1347  # three quarters of 1,797
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user chose."""
+    """The options of the demo."""
 
     epochs: int
     hidden: int
@@ -41,26 +41,26 @@ class Settings:
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Train and test set of scikit-learn's digits: 64 pixels in [0, 1], ten classes, always split alike."""
+    """Return a training and a test set of scikit-learn's digits: 64 pixels in [0, 1], ten classes, a fixed split."""
     datasets = require_extra("sklearn.datasets", "demo")
     selection = require_extra("sklearn.model_selection", "demo")
     images, labels = datasets.load_digits(return_X_y=True)
-    parts = selection.train_test_split(images / 16, labels, train_size=TRAIN_SAMPLES, random_state=0, stratify=labels)
-    x_train, x_test = (torch.tensor(part, dtype=torch.float32) for part in parts[:2])
-    y_train, y_test = (torch.tensor(part, dtype=torch.int64) for part in parts[2:])
+    split = selection.train_test_split(images / 16, labels, train_size=TRAIN_SAMPLES, random_state=0, stratify=labels)
+    x_train, x_test = (torch.tensor(images, dtype=torch.float32) for images in split[:2])
+    y_train, y_test = (torch.tensor(labels, dtype=torch.int64) for labels in split[2:])
     return TensorDataset(x_train, y_train), TensorDataset(x_test, y_test)
 
 
 def build(kind: str, hidden: int, sketch_size: int) -> nn.Sequential:
-    """A perceptron 64 - hidden - hidden - hidden - 10, its two hidden layers of the given kind."""
+    """Return a perceptron 64 - hidden - hidden - hidden - 10 with two middle layers of the given kind."""
 
     def middle() -> nn.Module:
         if kind == "dense":
             return nn.Linear(hidden, hidden)
-        if kind == "low-rank":  # the bytes of a seeded sketch: one pair of factors
+        if kind == "low-rank":  # of as many bytes as a sketched layer: one pair of factors
             return nn.Sequential(nn.Linear(hidden, sketch_size, bias=False), nn.Linear(sketch_size, hidden))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PerformanceWarning)  # the command says it once
+            warnings.simplefilter("ignore", PerformanceWarning)  # the command has a note on it
             return SKLinear(hidden, hidden, sketch_size)
 
     return nn.Sequential(
@@ -69,7 +69,7 @@ def build(kind: str, hidden: int, sketch_size: int) -> nn.Sequential:
 
 
 def accuracy(model: nn.Module, data: TensorDataset, device: str) -> float:
-    """Share of the samples whose class is found."""
+    """Return the share of the samples that are classified correctly."""
     x, y = data.tensors
     model.eval()
     with torch.no_grad():
@@ -77,7 +77,7 @@ def accuracy(model: nn.Module, data: TensorDataset, device: str) -> float:
 
 
 def train_all(settings: Settings) -> list[dict[str, Any]]:
-    """Train every kind of network for every run, in an initialised process group; every rank returns the results."""
+    """Train a network of every kind in every run, in an initialised process group; every rank returns the results."""
     tqdm = require_extra("tqdm", "demo")
     tqdm.tqdm.set_lock(threading.RLock())  # its default is a semaphore, which outlives a process that is killed
     train, test = load_digits()
@@ -95,7 +95,7 @@ def _train(
 ) -> dict[str, Any]:
     device = f"cuda:{torch.cuda.current_device()}" if settings.device == "cuda" else "cpu"
     progress.set_description(f"{kind}, seed {seed}")
-    # Every rank draws its own weights and sketches; what they then share was sent, not the luck of equal generators.
+    # Every rank draws different weights and sketches: if they agree later, it is by communication.
     torch.manual_seed(seed + 1000 * dist.get_rank())
     model = build(kind, settings.hidden, settings.sketch_size).to(device)
     with CommunicationCounter() as sketch_traffic:
@@ -104,7 +104,7 @@ def _train(
     batch = max(1, BATCH_SIZE // dist.get_world_size())
     data = DataLoader(train, batch, shuffle=True)
     steps = -(-len(train) // (batch * dist.get_world_size()))
-    config = TrainConfig(  # the same seed for every kind: they see the same batches in the same order
+    config = TrainConfig(  # with the same seed, every kind sees the same batches in the same order
         epochs=settings.epochs,
         strategy="ddp",
         learning_rate=3e-3,
@@ -117,7 +117,10 @@ def _train(
     clock = _Clock(progress)
     trainer = Trainer(model, torch.optim.Adam, F.cross_entropy, config, [clock])
     losses = trainer.fit(data)["loss"][1]
-    gradient_traffic = _bytes_of_a_step(trainer.model, next(iter(data)), device)
+    x, y = next(iter(data))
+    loss = F.cross_entropy(trainer.model(x.to(device)), y.to(device))
+    with CommunicationCounter() as gradient_traffic:
+        loss.backward()
 
     result = {
         "kind": kind,
@@ -125,7 +128,7 @@ def _train(
         "losses": losses,
         "seconds_per_epoch": statistics.median(clock.seconds),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "gradient_bytes": gradient_traffic,
+        "gradient_bytes": gradient_traffic.bytes,
         "sketch_bytes": sketch_traffic.bytes,
         "accuracy": accuracy(model, test, device),
     }
@@ -137,7 +140,7 @@ def _train(
 
 
 class _Clock(Callback):
-    """Times epochs, and tells the progress bar of each."""
+    """Measures epochs and advances the progress bar."""
 
     def __init__(self, progress: Any) -> None:
         self.progress, self.seconds = progress, list[float]()
@@ -152,17 +155,8 @@ class _Clock(Callback):
         self.progress.update()
 
 
-def _bytes_of_a_step(model: nn.Module, batch: Any, device: str) -> int:
-    """What a backward sends."""
-    x, y = batch
-    loss = F.cross_entropy(model(x.to(device)), y.to(device))
-    with CommunicationCounter() as traffic:
-        loss.backward()
-    return traffic.bytes
-
-
 def evaluate_saved(folders: dict[str, str], hidden: int, sketch_size: int, device: str) -> dict[str, float]:
-    """Test accuracy of saved networks, by folder; each is rebuilt from the dense or low-rank architecture alone."""
+    """Return the test accuracy of saved networks by folder; each is rebuilt from its dense or low-rank architecture."""
     _, test = load_digits()
     accuracies = {}
     for folder, kind in folders.items():
