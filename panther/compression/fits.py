@@ -40,38 +40,26 @@ class Fit:
     Attributes:
         left: (groups, outer, components), float32 or wider.
         right: (groups, components, inner).
-        energy: Square of each component's effect on the output, summed over groups, (components,), float64.
-        total: The effect of all components, also of those that are not stored.
-        local: Square of each component's effect on the layer's own output, likewise.
-        local_total: The effect of all on it.
+        tails: Squared effect on the output, summed over groups, that is lost at each rank from 0 on, (components + 1,),
+            float64; also of components that are not stored.
+        local_tails: The same for the layer's own output.
         means: Mean of the layer's input, (groups, inner), and of its output without the bias, (groups, outer); None
             where there is no bias to take up a change, or no calibration.
     """
 
     left: Tensor
     right: Tensor
-    energy: Tensor
-    total: float
-    local: Tensor
-    local_total: float
+    tails: Tensor
+    local_tails: Tensor
     means: tuple[Tensor, Tensor] | None
-
-    @property
-    def most(self) -> int:
-        """Return the largest rank that the components allow."""
-        return self.left.shape[-1]
-
-    def tails(self) -> Tensor:  # (components + 1,)
-        """Return the part of :attr:`energy` that is lost at each rank from 0 on."""
-        return _tails(self.energy, self.total)
 
     def local_error(self, rank: int) -> float:
         """Return the predicted relative error of the layer's own output."""
-        tail = _tails(self.local, self.local_total)[min(rank, self.most)].item()
-        return (tail / self.local_total) ** 0.5 if self.local_total > 0 else 0.0
+        lost, total = self.local_tails[min(rank, len(self.local_tails) - 1)].item(), self.local_tails[0].item()
+        return (lost / total) ** 0.5 if total > 0 else 0.0
 
 
-def _tails(energy: Tensor, total: float) -> Tensor:
+def _tails(energy: Tensor, total: Tensor) -> Tensor:
     kept = torch.cat((energy.new_zeros(1), energy.cumsum(0)))
     return (total - kept).clamp_min(0)
 
@@ -146,7 +134,7 @@ def fit_targets(
             positions[target] = own.positions
             scale = own.positions / energy if energy > 0 and loss_fn is None else own.positions
             if survey.gradients:
-                tails[target] = fits[target].tails() * scale
+                tails[target] = fits[target].tails * scale
             if keep:
                 kept[target] = own
     comparable = loss_fn is None and survey.gradients
@@ -186,8 +174,8 @@ def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int,
     W, dtype = target.matrices(), _wide_dtype(target)
     if moments is None:
         left, sigma, right = _leading(W, most, seed)
-        energy, total = sigma.square().sum(0), W.square().sum().item()
-        return Fit((left * sigma[:, None, :]).to(dtype), right.to(dtype), energy, total, energy, total, None)
+        tails = _tails(sigma.square().sum(0), W.square().sum())
+        return Fit((left * sigma[:, None, :]).to(dtype), right.to(dtype), tails, tails, None)
     A, mean, cross = moments.A, moments.mean, None
     source, source_mean = W, moments.mean
     if drift is not None:
@@ -213,10 +201,8 @@ def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int,
     return Fit(
         left.to(dtype),
         right.to(dtype),
-        sigma.square().sum(0),
-        M.square().sum().item(),
-        local,
-        WL.square().sum().item(),
+        _tails(sigma.square().sum(0), M.square().sum()),
+        _tails(local, WL.square().sum()),
         (mean, (W @ source_mean[..., None])[..., 0]) if biased else None,
     )
 

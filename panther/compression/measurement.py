@@ -22,18 +22,17 @@ from panther.errors import CompressionError
 _ROUNDS = 7
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayerFigures:
-    """Sums of squares of one target over the held-out batches, and its speed-up."""
+    """What was measured of one target.
 
-    lost: float = 0.0
-    total: float = 0.0
-    speedup: float | None = None
+    Attributes:
+        error: Relative error of the layer's output without its bias; None where it was never called.
+        speedup: How many times faster the new layer is.
+    """
 
-    @property
-    def error(self) -> float | None:
-        """Return the relative error of the layer's output without its bias; None where it was never called."""
-        return relative_error(self.lost, self.total) if self.total else None
+    error: float | None
+    speedup: float | None
 
 
 @dataclass(frozen=True)
@@ -80,36 +79,31 @@ def _layer_figures(
     runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
 ) -> dict[Target, LayerFigures]:
     """Run the original on the held-out batches, and give each new layer the old one's input."""
-    figures = {target: LayerFigures() for target in targets}
-    hooks = []
+    sums = torch.zeros(len(targets), 2, dtype=torch.float64)  # lost, and whole
+    speedups: dict[int, float] = {}
     mask: Tensor | None = None
-    for target in targets:
-        for module in target.modules:
-            if module not in replacement:
-                continue
+    with ExitStack() as hooks:
+        for index, target in enumerate(targets):
 
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, target: Target = target) -> None:
-                own, new, x = figures[target], replacement[module], input_of(args, kwargs)
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, index: int = index) -> None:
+                new, x = replacement[module], input_of(args, kwargs)
                 rows = mask if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
-                own.lost += squares(counted(new(x) - output, rows))
-                own.total += squares(counted(output, rows))
-                if speed and own.speedup is None:
+                sums[index, 0] += squares(counted(new(x) - output, rows))
+                sums[index, 1] += squares(counted(output, rows))
+                if speed and index not in speedups:
                     # `forward`, because calling the module would call this hook again.
-                    own.speedup = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
+                    speedups[index] = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
 
-            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
-    try:
+            for module in replacement.keys() & set(target.modules):
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         for batch in runner.over(runner.held_out, "layers' errors"):
             mask = runner.mask(batch)
             runner.output(batch)
-    finally:
-        for handle in hooks:
-            handle.remove()
-    sums = torch.tensor([[own.lost, own.total] for own in figures.values()], dtype=torch.float64)
     runner.sum_([sums])
-    for own, (lost, total) in zip(figures.values(), sums.tolist(), strict=True):
-        own.lost, own.total = lost, total
-    return figures
+    return {
+        target: LayerFigures(relative_error(lost, whole) if whole else None, speedups.get(index))
+        for index, (target, (lost, whole)) in enumerate(zip(targets, sums.tolist(), strict=True))
+    }
 
 
 @torch.no_grad()
