@@ -1,4 +1,4 @@
-"""``panther doctor``: what this machine offers, and how to install what is missing."""
+"""``panther doctor``: versions, devices and extras of this machine, and how to install those that are missing."""
 
 __all__ = ["add_parser", "run"]
 
@@ -10,7 +10,7 @@ from collections import defaultdict
 from importlib import metadata
 from typing import Any
 
-from panther._text import format_table
+from panther._text import counted, format_table
 from panther._version import __version__
 
 _DISTRIBUTION = "panther-sketch"
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         ("panther", __version__),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("torch", str(torch.__version__)),
-        ("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"),
+        ("cpu", f"{counted(os.cpu_count() or 1, 'core')}, torch uses {counted(torch.get_num_threads(), 'thread')}"),
         ("cuda", _cuda()),
         ("distributed", _backends()),
         ("triton", _version("triton") or "missing"),
@@ -53,7 +53,7 @@ def _cuda() -> str:
         build = torch.version.cuda
         return "no device: " + (f"torch is built for CUDA {build}" if build else "torch is built for the CPU only")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return f"{len(names)} devices: {', '.join(names)}"
+    return f"{counted(len(names), 'device')}: {', '.join(names)}"
 
 
 def _backends() -> str:
@@ -82,7 +82,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _extras() -> dict[str, list[str]]:
-    """The distributions each extra asks for, from the installed metadata."""
+    """Return the distributions that each extra requires, from the installed metadata."""
     extras = defaultdict(list)
     for requirement in metadata.requires(_DISTRIBUTION) or ():
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)

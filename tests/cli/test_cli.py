@@ -201,6 +201,7 @@ def test_table_and_verdict_say_what_was_measured():
     assert "DIFFERENT" in _table(_summarise(results, reloaded), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_demo_end_to_end(tmp_path, capfd):
