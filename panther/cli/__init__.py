@@ -35,7 +35,7 @@ exit status:
   1    the work failed: training, a check, a process or a file; or nothing fits (advise, simulate)
   2    bad usage or bad input: an option, a setting, a path or a model that cannot be used
   130  interrupted
-  launch and profile return the exit status of the script that they run.
+  launch returns 1 if a rank failed, 128 + N if signal N ended it; profile returns the status of the script.
 """
 
 
@@ -106,6 +106,8 @@ def _explain(error: PantherError | OSError) -> int:
     """Print an error as one sentence and return the exit status that it stands for."""
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     print(f"panther: error: {text}", file=sys.stderr)
+    # For the launcher of this process, if it has one: bad input is not started again.
+    import_module("panther.distributed.comm._error_file").record_failure(error)
     # The classes of panther.errors that tell of work that failed are RuntimeErrors; those of bad input are ValueErrors
     # and TypeErrors, or PantherError itself, which the commands raise for their arguments.
     return 1 if isinstance(error, RuntimeError | ImportError | OSError) else 2

@@ -16,25 +16,21 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the processes; their exit code."""
+    """Start the processes; return the exit code."""
     return start(args.arguments)
 
 
-def start(arguments: list[str], *, name: str | None = None) -> int:
-    """Start what a command line asks for, say what goes wrong, and return the exit code.
+def start(arguments: list[str], name: str | None = None) -> int:
+    """Start the processes that a command line asks for; return the exit code.
 
     Args:
         arguments: Those of ``panther launch``.
-        name: What to call it, if not by the script's name.
+        name: What to call the run in place of the script's name.
     """
-    from panther.distributed.launcher._result import Interrupted, LaunchError
-    from panther.distributed.launcher.script import run_launch
+    from panther.distributed.launcher.script import run_script
 
-    try:
-        run_launch(arguments, name=name)
-    except LaunchError as error:
-        print(f"panther: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except Interrupted as interrupt:
-        return 128 + interrupt.number
-    return 0
+    number, _ = run_script(arguments, name)
+    if number is None:
+        return 0
+    print(f"panther: {number.name} was passed on, and the processes have ended", file=sys.stderr, flush=True)
+    return 128 + number  # as a shell reports a process that a signal ended

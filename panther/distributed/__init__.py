@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .data.strategies import data_parallel
     from .hybrid import HybridParallelTrainer
     from .launcher.function import launch
-    from .launcher.script import LaunchConfig, LaunchError, LaunchResult, launch_distributed_training
+    from .launcher.script import LaunchConfig, launch_distributed_training
     from .pipeline.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
     from .pipeline.schedules import PipelineSchedule, make_schedule
     from .pipeline.stages import split_stages
@@ -71,8 +71,6 @@ _MODULES = {
     "launcher.function": ("launch",),
     "launcher.script": (
         "LaunchConfig",
-        "LaunchError",
-        "LaunchResult",
         "launch_distributed_training",
     ),
     "pipeline.microbatches": (
@@ -117,8 +115,6 @@ __all__ = [
     "HeadwiseParallel",
     "HybridParallelTrainer",
     "LaunchConfig",
-    "LaunchError",
-    "LaunchResult",
     "MicrobatchPipelineTrainer",
     "ModelStats",
     "ParallelismPlan",

@@ -126,7 +126,7 @@ def test_two_processes(capfd):
     assert out.startswith("arguments ['x']\n\nProfile of the whole script")
     assert out.count("Profile of") == 1
     assert "rank 0" in out
-    assert err.startswith("panther launch: 2 processes of work.py; logs in panther-logs/work-")
+    assert err.startswith("panther: 2 processes of work.py; logs in panther-logs/work-")
     check_collectives(out, Path("here/trace.json"))
 
 

@@ -2,20 +2,28 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launchers import Launcher, until
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from panther.distributed.comm._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import RankInfo, decide
+from panther.distributed.comm._network import find_route, interface_of
 from panther.distributed.comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
 from panther.distributed.launcher.function import launch
 from panther.errors import DistributedError
@@ -158,7 +166,7 @@ def test_bad_requests(call, error, message):
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "1"},
             DistributedError,
-            "MASTER_ADDR=no.such.host.invalid cannot be resolved",
+            "MASTER_ADDR=no.such.host.invalid cannot be resolved or reached",
         ),
     ],
 )
@@ -200,6 +208,35 @@ def test_backend_disagreements():
         decide("t", [cpu, replace(cpu, world_size=3)])
 
 
+# Addresses, and what a launcher is told
+
+
+def test_the_route_to_a_host():
+    assert str(find_route("localhost")) == "from 127.0.0.1 on interface lo"
+    assert find_route("127.0.1.1").is_loopback
+    assert find_route("127.0.0.1").is_local
+    assert interface_of("192.0.2.1") is None
+    assert interface_of("::1") == "lo"
+    with pytest.raises(OSError, match=r"Name or service|not known|resolution"):
+        find_route("no.such.host.invalid")
+
+
+def test_an_uncaught_exception_is_reported_once(tmp_path, monkeypatch):
+    file, shown = tmp_path / "error.json", []
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        patch.setattr("panther.distributed.comm._error_file._installed", False)
+        patch.setattr(sys, "excepthook", lambda *args: shown.append(args))
+        record_uncaught_exceptions()
+        record_uncaught_exceptions()
+        for error in (KeyError("first"), ValueError("second")):
+            sys.excepthook(type(error), error, None)
+    assert len(shown) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))  # as torchrun reads it
+    assert failure.message["message"] == "KeyError: 'first'"
+    assert failure.message["extraInfo"]["py_callstack"] == "KeyError: 'first'\n"
+
+
 # Processes that somebody else starts
 
 
@@ -236,12 +273,12 @@ def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
 
     answers = started(member(0), member(1), member(3))
     assert answers == [answers[0]] * 3
-    assert "rank 2 of 4 did not check in within 1 s, ranks 0, 1, 3 did" in answers[0]
+    assert "rank 2 of 4 did not check in within 1 s on this machine; ranks 0, 1, 3 did" in answers[0]
     (answer,) = started(member(1))
     assert "rank 0 of 4 did not come within 1 s, for rank 1" in answer
     first, second = started(member(0, 2), member(1, 3))
-    assert "rank 1 of 2 did not check in" in first
-    assert "offers a world of 2" in second
+    assert first == second
+    assert "every rank must be given the same world size: rank 0 has 2 and rank 1 has 3" in first
 
 
 def test_missing_rank_over_tcp(free_port):
@@ -259,9 +296,10 @@ def test_missing_rank_over_tcp(free_port):
         return work
 
     answers = started(member(0), member(2))
-    assert "rank 1 of 3 did not check in within 1 s, ranks 0, 2 did" in answers[0]
+    tried = f"at 127.0.0.1:{free_port}, tried from 127.0.0.1 on interface lo"
+    assert f"rank 1 of 3 did not check in within 1 s {tried}; ranks 0, 2 did" in answers[0]
     assert answers[0] == answers[1]
-    assert "rank 0 did not listen at 127.0.0.1" in started(member(1))[0]
+    assert f"rank 0 did not listen {tried} within 1 s" in started(member(1))[0]
     assert started(*map(member, range(3))) == [[3.0, "lo"]] * 3
 
 
@@ -273,15 +311,13 @@ def test_port_in_use(free_port, monkeypatch):
         init(timeout_s=2)
 
     (answer,) = started(work)
-    assert "rank 0 of 1 cannot listen at MASTER_ADDR=127.0.0.1" in answer
-    assert "free port" in answer
+    assert f"rank 0 of 1 cannot listen at 127.0.0.1:{free_port}" in answer
+    assert "MASTER_PORT to a free port" in answer
     del store
 
 
 @pytest.fixture
 def free_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -342,30 +378,37 @@ def test_torchrun_restarts(tmp_path):
     assert sorted(done.stdout.split()) == ["0:4", "1:4"], done.stderr
 
 
-def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path):
-    file = tmp_path / "waits.py"
-    file.write_text(
-        "import signal, sys\nfrom panther.distributed import init\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told', flush=True)))\n"
-        "init()\nprint('there', flush=True)\nwhile True:\n    signal.pause()\n"
+def test_a_launcher_that_is_killed_leaves_nobody_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("waits.py").write_text(
+        "import signal, sys\nfrom pathlib import Path\nfrom panther.distributed import init\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(Path('told').touch()))\n"
+        "init()\nPath('there').touch()\nwhile True:\n    signal.pause()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
-        assert launcher.stdout.readline() == "there\n"
-        launcher.kill()
-        assert launcher.stdout.read() == "told\n"  # which ends when the worker has
+    launcher = Launcher("launcher", "waits.py")
+    until("there")
+    os.kill(launcher.pid, signal.SIGKILL)
+    until("told")
+    assert launcher.wait()[0] == -signal.SIGKILL
 
 
 # launch
 
+
+def test_spawned_processes_take_pickled_arguments_and_give_pickled_results():
+    x = torch.ones(2)
+    (result,) = launch(torch.add, x, 1, nproc=1)
+    assert torch.equal(result, torch.full((2,), 2.0))
+
+
 SPAWNED = """
-    import os, sys
+    import os
     import torch, torch.distributed as dist
     from panther.distributed.launcher.function import launch
 
-    def work(x, fail):
+    def work(x):
         x += dist.get_rank()
-        if fail and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
             raise ValueError("first attempt")
         total = x.clone()
         dist.all_reduce(total)
@@ -373,7 +416,7 @@ SPAWNED = """
 
     if __name__ == "__main__":
         before, x = dict(os.environ), torch.zeros(2)
-        first, second = launch(work, x, len(sys.argv) > 1, nproc=2, max_restarts=1)
+        first, second = launch(work, x, nproc=2, max_restarts=1)
         assert torch.equal(x, torch.zeros(2))  # every worker has a copy
         assert torch.equal(second["own"], torch.ones(2))
         assert torch.equal(first["total"], second["total"])
@@ -382,24 +425,23 @@ SPAWNED = """
 """
 
 
-@pytest.mark.parametrize("fail", [(), pytest.param(("fail",), marks=pytest.mark.slow)], ids=["once", "restarted"])
-def test_launch_spawns(tmp_path, fail):
-    done = script(tmp_path, SPAWNED, *fail)
+@pytest.mark.slow
+def test_spawned_processes_of_a_script_are_restarted(tmp_path):
+    done = script(tmp_path, SPAWNED)
     assert (done.stdout, done.stderr) == ("done\n", "")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["script.py"]
 
 
-def test_script_without_main_guard(tmp_path):
-    text = "from panther.distributed.launcher.function import launch\nlaunch(max, 1, 2, nproc=1)"
-    done = script(tmp_path, text)
-    assert done.returncode == 1
-    assert 'put the call under if __name__ == "__main__":' in done.stderr
-
-
-def test_launch_from_a_prompt():
-    text = "from panther.distributed.launcher.function import launch\ndef f(): pass\nlaunch(f, nproc=1)"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
-    assert "cannot import 'f', defined in an interactive session" in done.stderr
+def test_scripts_and_prompts_that_spawn_cannot_import(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+        with pytest.raises(DistributedError, match='put the call under if __name__ == "__main__":'):
+            launch(max, 1, 2, nproc=1)
+    prompt = types.ModuleType("__main__")
+    exec("def f(): pass", vars(prompt))
+    monkeypatch.setitem(sys.modules, "__main__", prompt)
+    with pytest.raises(TypeError, match="cannot import 'f', defined in an interactive session"):
+        launch(prompt.f, nproc=1)
 
 
 def test_launch_returns_results_by_rank():

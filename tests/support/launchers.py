@@ -5,16 +5,20 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from panther.cli import main
 
 
 class Launcher:
-    """The command in a forked process, whose imports are done."""
+    """The command in a forked process, whose imports are done; ``enter`` is called in it first."""
 
-    def __init__(self, name, *arguments):
-        self.output = Path(f"{name}.txt")
+    started: ClassVar = []
+
+    def __init__(self, name, *arguments, enter=lambda: None):
+        self.output = Path(f"{name}.txt").absolute()
         self.pid = os.fork()
+        Launcher.started.append(self)
         if self.pid == 0:
             code = 99
             try:
@@ -22,19 +26,44 @@ class Launcher:
                 os.dup2(file, 1)
                 os.dup2(file, 2)
                 sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+                enter()
                 code = main(["launch", *arguments])
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}")
+            finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
-            finally:
                 os._exit(code)
 
     def wait(self, seconds=60):
+        """The exit code and what was written."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                self.pid = 0
                 return os.waitstatus_to_exitcode(status), self.output.read_text()
             time.sleep(0.05)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        self.end()
         raise AssertionError(f"still running: {self.output.read_text()}")
+
+    def end(self):
+        """End it with its workers, if it is still there."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGTERM)  # which ends the workers too, as SIGKILL would not
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+    @classmethod
+    def end_all(cls):
+        """End whatever a failed test has left."""
+        while cls.started:
+            cls.started.pop().end()
+
+
+def until(pattern, count=1, seconds=60):
+    """Wait for files to be there."""
+    deadline = time.monotonic() + seconds
+    while len(list(Path().glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"no {pattern}"
+        time.sleep(0.02)

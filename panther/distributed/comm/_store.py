@@ -1,35 +1,50 @@
 """Where the ranks of one run meet before they have a process group: a store that all of them reach.
 
 With MASTER_ADDR and MASTER_PORT in the environment that is torch's TCP store. Without them the ranks are processes of
-one machine with one parent, as under ``mp.spawn``, and meet in a file. Rank 0 makes a file of its own and publishes its
-name in a *pointer*, which bears rank 0's process id and start time, so that what a crashed run leaves behind is never
-taken for the present one.
+one machine with one parent, as under ``mp.spawn``: rank 0 listens on a free port of the loopback interface and writes
+the port to a file that is named after the parent. Rank 0 removes the file as soon as all ranks have checked in, so a
+later run never reads it; what a crashed run leaves behind names a port on which nobody listens.
 """
 
-__all__ = ["open_store"]
+__all__ = ["Meeting", "listening_store", "open_store"]
 
 import getpass
-import json
 import os
 import socket
 import stat
 import tempfile
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from panther.distributed.comm._network import Route, find_route, listens
 from panther.errors import DistributedError
 
 _POLL_S = 0.02
+_LOOPBACK = "127.0.0.1"
 
-_joined: set[str] = set()  # files this process has used: a second init of one process must not meet in the first's file
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The store in which ranks meet."""
+
+    store: dist.Store
+    close: Callable[[], None] = _nothing
+    """Called once all ranks have checked in, or have failed to."""
+    where: str = "on this machine"
+    """For errors: the address of the store, and the address and interface from which it is reached."""
+    route: Route | None = None
+    """To the store's host, if that may be another machine."""
 
 
 def open_store(
@@ -37,28 +52,32 @@ def open_store(
     world_size: int,
     timeout_s: float,
     deadline: float,  # on time.monotonic's clock
-) -> tuple[dist.Store, Callable[[], None]]:
-    """Open the store of this run, and a function that removes what it leaves on disk.
+) -> Meeting:
+    """Open the store of this run.
 
     Raises:
         DistributedError: If rank 0, which makes the store, does not come before the deadline.
     """
     if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
-        return _tcp_store(rank, world_size, timeout_s, deadline), _nothing
+        return _tcp_store(rank, world_size, timeout_s, deadline)
     if world_size == 1:
-        return dist.HashStore(), _nothing
-    folder = _private_folder()
-    key = f"{os.getppid()}-{_start_time(os.getppid())}"
+        return Meeting(dist.HashStore())
+    pointer = _private_folder() / f"{os.getppid()}.port"
     if rank == 0:
-        return _publish(folder, key, world_size)
-    return _find(folder, key, rank, world_size, timeout_s, deadline), _nothing
+        return _publish(pointer)
+    return _find(pointer, rank, world_size, timeout_s, deadline)
 
 
-def _nothing() -> None:
-    pass
+def listening_store() -> tuple[dist.TCPStore, int]:
+    """Open a store on a free port of the loopback interface; it and the port."""
+    listener = socket.create_server((_LOOPBACK, 0), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    # Without a socket of ours torch's server would listen on every interface, and the port could be taken meanwhile.
+    store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
 
 
-def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) -> dist.Store:
+def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise DistributedError(
@@ -66,119 +85,57 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
             "both to start on one machine"
         )
     try:
-        socket.getaddrinfo(address, int(port))  # torch would print a C++ stack for each attempt
+        route = find_route(address, int(port))
     except OSError as error:
         raise DistributedError(
-            f"MASTER_ADDR={address} cannot be resolved ({error}): use rank 0's host name or address"
+            f"MASTER_ADDR={address} cannot be resolved or reached ({error}): use rank 0's host name or address"
         ) from error
+    where = f"at {address}:{port}, tried {route}"
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = "the launcher" if agent_hosts else "rank 0"
     if rank != 0 or agent_hosts:
-        # torch's client prints a C++ stack for each attempt that fails, so it connects once somebody listens.
-        while not _listens(address, int(port)):
+        while not listens(address, int(port)):
             if time.monotonic() > deadline:
                 raise DistributedError(
-                    f"{host} did not listen at {address}:{port} within {timeout_s:g} s, for rank {rank} of "
-                    f"{world_size}: start it, or correct MASTER_ADDR and MASTER_PORT"
+                    f"{host} did not listen {where} within {timeout_s:g} s, for rank {rank} of {world_size}: start it, "
+                    "or correct MASTER_ADDR and MASTER_PORT"
                 )
             time.sleep(5 * _POLL_S)
     try:
         # A world size of -1 keeps rank 0 from waiting here for the others: the check-in does, and names who is missing.
-        store: dist.Store = next(
-            rendezvous(f"env://?rank={rank}&world_size=-1", timeout=timedelta(seconds=_left(deadline)))
-        )[0]
+        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        store: dist.Store = next(rendezvous(f"env://?rank={rank}&world_size=-1", timeout=left))[0]
     except (RuntimeError, ValueError, OSError) as error:
         fault = "cannot listen" if rank == 0 and not agent_hosts else f"cannot reach {host}"
+        cause = str(error).split("\n", 1)[0]
         raise DistributedError(
-            f"rank {rank} of {world_size} {fault} at MASTER_ADDR={address}, MASTER_PORT={port}: {_first_line(error)}; "
-            "use rank 0's address and a free port"
+            f"rank {rank} of {world_size} {fault} {where}: {cause}; set MASTER_ADDR to rank 0's address and "
+            "MASTER_PORT to a free port"
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))
-    return store
+    return Meeting(store, where=where, route=route)
 
 
-def _listens(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=5):
-            return True
-    except OSError:
-        return False
+def _publish(pointer: Path) -> Meeting:
+    store, port = listening_store()
+    draft = pointer.with_suffix(f".{os.getpid()}")
+    draft.write_text(str(port))
+    draft.replace(pointer)  # so that nobody reads half a number
+    return Meeting(store, close=lambda: pointer.unlink(missing_ok=True))
 
 
-def _left(deadline: float) -> float:
-    return max(1.0, deadline - time.monotonic())
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
-
-
-@dataclass(frozen=True)
-class _Pointer:
-    """Says which file the ranks of one parent meet in, and which process made it."""
-
-    pid: int
-    started: str
-    token: str
-    world_size: int
-
-    @classmethod
-    def read(cls, path: Path) -> Self | None:
-        try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def file(self, folder: Path) -> Path:
-        return folder / f"{self.pid}-{self.started}-{self.token}.store"
-
-
-def _publish(folder: Path, key: str, world_size: int) -> tuple[dist.Store, Callable[[], None]]:
-    for leftover in folder.glob("*.store"):
-        pid, started, _ = leftover.name.split("-", 2)
-        if not _is_alive(int(pid), started):
-            leftover.unlink(missing_ok=True)
-    for path in folder.glob("*.json"):
-        pointer = _Pointer.read(path)
-        if pointer is not None and not _is_alive(pointer.pid, pointer.started):
-            path.unlink(missing_ok=True)
-
-    pointer = _Pointer(os.getpid(), _start_time(os.getpid()), uuid.uuid4().hex, world_size)
-    path, file = folder / f"{key}.json", pointer.file(folder)
-    store = dist.FileStore(str(file), world_size)
-    draft = folder / f"{pointer.token}.draft"
-    draft.write_text(json.dumps(asdict(pointer)))
-    draft.replace(path)
-
-    def remove() -> None:
-        if _Pointer.read(path) == pointer:
-            path.unlink(missing_ok=True)
-        if not store.check(["complete"]):  # a complete run's file goes with the last of its stores
-            file.unlink(missing_ok=True)
-
-    return store, remove
-
-
-def _find(folder: Path, key: str, rank: int, world_size: int, timeout_s: float, deadline: float) -> dist.Store:
-    path = folder / f"{key}.json"
-    other = ""
-    while True:
-        pointer = _Pointer.read(path)
-        if pointer is not None and pointer.token not in _joined and _is_alive(pointer.pid, pointer.started):
-            if pointer.world_size != world_size:
-                other = f" (process {pointer.pid} offers a world of {pointer.world_size})"
-            else:
-                store = dist.FileStore(str(pointer.file(folder)), world_size)
-                _joined.add(pointer.token)
-                if not store.check(["complete"]):
-                    return store
-                other = f" (the run of process {pointer.pid} is complete)"
-        if time.monotonic() > deadline:
-            raise DistributedError(
-                f"rank 0 of {world_size} did not come within {timeout_s:g} s, for rank {rank}{other}: start every rank "
-                "from one parent process, or set MASTER_ADDR and MASTER_PORT"
-            )
+def _find(pointer: Path, rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
+    while time.monotonic() < deadline:
+        with suppress(OSError):  # rank 0 has not written it yet
+            port = int(pointer.read_text())
+            if listens(_LOOPBACK, port):
+                timeout = timedelta(seconds=timeout_s)
+                return Meeting(dist.TCPStore(_LOOPBACK, port, wait_for_workers=False, timeout=timeout))
         time.sleep(_POLL_S)
+    raise DistributedError(
+        f"rank 0 of {world_size} did not come within {timeout_s:g} s, for rank {rank}: start every rank from one "
+        "parent process, or set MASTER_ADDR and MASTER_PORT"
+    )
 
 
 def _private_folder() -> Path:
@@ -192,32 +149,3 @@ def _private_folder() -> Path:
             "MASTER_PORT"
         )
     return folder
-
-
-def _start_time(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, which tells it from a later one of its id; "" if unknown."""
-    fields = _stat_fields(pid)
-    return "" if fields is None else fields[19]
-
-
-def _is_alive(pid: int, started: str) -> bool:
-    fields = _stat_fields(pid)
-    if fields is not None:
-        return fields[19] == started and fields[0] not in "ZX"  # a zombie has ended and waits for its parent
-    if os.path.isdir("/proc/self"):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/pid/stat from the third, the state, on."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None

@@ -4,7 +4,7 @@
 """
 
 __all__ = [
-    "Opener",
+    "check_backend",
     "cleanup_distributed",
     "init",
     "leave_group",
@@ -15,7 +15,6 @@ __all__ = [
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -26,13 +25,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from panther.distributed.comm._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import Agreement, check_in
-from panther.distributed.comm._store import open_store
+from panther.distributed.comm._network import find_route, interface_of
+from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.comm._store import Meeting, open_store
 from panther.errors import DistributedError
 
-Opener = Callable[[int, int, float, float], tuple[dist.Store, Callable[[], None]]]
-"""Takes rank, world size, timeout and deadline; gives the store the ranks meet in and what removes it."""
-
+_TIMEOUT_S = 300.0
 _FAREWELL_S = 5.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -42,7 +42,6 @@ class _Session:
     """What shutdown undoes, apart from the process group."""
 
     store: dist.Store
-    close: Callable[[], None]
     token: str = ""
     world_size: int = 1
     set_interface: bool = False
@@ -56,20 +55,23 @@ def start_group(
     world_size: int,
     backend: str | None,
     timeout_s: float,
-    opener: Opener,
+    opener: Callable[[int, int, float, float], Meeting],  # takes rank, world size, timeout and deadline
 ) -> None:
-    """Join the process group, with everything that can go wrong said in one sentence."""
+    """Join the process group; whatever goes wrong raises an error of one sentence."""
     global _session
     _check_request(rank, world_size, backend, timeout_s)
     deadline = time.monotonic() + timeout_s
-    store, close = opener(rank, world_size, timeout_s, deadline)
-    _session = _Session(store, close)
+    meeting = opener(rank, world_size, timeout_s, deadline)
+    _session = _Session(meeting.store)
     try:
-        agreement = check_in(store, rank, world_size, backend, timeout_s, deadline)
-        _session.set_interface = agreement.one_host and _use_loopback()
+        try:
+            agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
+        finally:
+            meeting.close()
+        _session.set_interface = _choose_interface(agreement)
         _session.token, _session.world_size = agreement.token, world_size
-        _make_group(store, rank, world_size, agreement, timeout_s)
-        # One that is connected and fails at once would take the connection from one that is not.
+        _make_group(meeting, rank, world_size, agreement, timeout_s)
+        # A rank that is connected and fails at once would close the connection on one that still connects.
         if not _meet(_session, "connected", deadline):
             raise DistributedError(
                 f"some of {world_size} ranks checked in and then ended or stalled, and rank {rank} waited for them to "
@@ -80,7 +82,7 @@ def start_group(
         raise
 
 
-def _make_group(store: dist.Store, rank: int, world_size: int, agreement: Agreement, timeout_s: float) -> None:
+def _make_group(meeting: Meeting, rank: int, world_size: int, agreement: Agreement, timeout_s: float) -> None:
     device = None
     if "nccl" in agreement.backend:
         device = torch.device(f"cuda:{agreement.gpus[rank]}")
@@ -88,7 +90,7 @@ def _make_group(store: dist.Store, rank: int, world_size: int, agreement: Agreem
     try:
         dist.init_process_group(
             agreement.backend,
-            store=dist.PrefixStore(agreement.token, store),
+            store=dist.PrefixStore(agreement.token, meeting.store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -96,20 +98,25 @@ def _make_group(store: dist.Store, rank: int, world_size: int, agreement: Agreem
         )
     except RuntimeError as error:
         raise DistributedError(
-            f"rank {rank} of {world_size} could not connect to the others over {agreement.backend} "
-            f"({str(error).splitlines()[0]}): see whether one of them has ended"
+            f"rank {rank} of {world_size} could not connect to the others over {agreement.backend}, on interface "
+            f"{os.environ.get(_INTERFACE, 'of its host name')} ({str(error).splitlines()[0]}): see whether one of them "
+            f"has ended, or set {_INTERFACE} to the interface that reaches them"
         ) from error
 
 
-def _use_loopback() -> bool:
-    """Bind gloo to the loopback interface, so that the machine's name need not resolve; whether it was set."""
-    if _INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
+def _choose_interface(agreement: Agreement) -> bool:
+    """Choose the interface of gloo by the route to the other machines; return whether it was set.
+
+    Left alone, gloo resolves the host name, which need not be possible, and on Debian gives 127.0.1.1.
+    """
+    if _INTERFACE in os.environ:
         return False
-    for _, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):
-            os.environ[_INTERFACE] = name
-            return True
-    return False
+    name = None
+    with suppress(OSError):  # no route: gloo may still find its way
+        name = interface_of("127.0.0.1" if agreement.one_host else find_route(agreement.address).own_address)
+    if name is not None:
+        os.environ[_INTERFACE] = name
+    return name is not None
 
 
 def leave_group() -> None:
@@ -120,17 +127,15 @@ def leave_group() -> None:
         if session is not None and sys.exc_info()[0] is None:
             with suppress(RuntimeError):  # the host of the store may go first
                 _meet(session, "leave", time.monotonic() + _FAREWELL_S)
-        if dist.is_available() and dist.is_initialized():
+        if in_process_group():
             dist.destroy_process_group()
     finally:
-        if session is not None:
-            session.close()
-            if session.set_interface:
-                os.environ.pop(_INTERFACE, None)
+        if session is not None and session.set_interface:
+            os.environ.pop(_INTERFACE, None)
 
 
 def _meet(session: _Session, occasion: str, deadline: float) -> bool:
-    """Wait until every rank has come here; whether they all did."""
+    """Wait until every rank has come here; return whether they all did."""
     key = f"{occasion}/{session.token}"
     came = session.store.add(key, 1)
     while came < session.world_size and time.monotonic() < deadline:
@@ -142,7 +147,7 @@ def _meet(session: _Session, occasion: str, deadline: float) -> bool:
 def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: float) -> None:
     if not dist.is_available():
         raise DistributedError("this torch is built without torch.distributed: install a build that has it")
-    if dist.is_initialized():
+    if in_process_group():
         raise DistributedError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group already: initialise "
             "once (launch does it for the function it runs), or call shutdown() first"
@@ -154,14 +159,15 @@ def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: f
         raise ValueError(f"world_size={world_size} must be at least 1: pass the number of processes")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must be in [0, world_size) = [0, {world_size}): number the processes from 0")
-    _check_backend(backend)
+    check_backend(backend)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
         raise TypeError(f"timeout_s must be a number of seconds, not {type(timeout_s).__name__}")
     if not 0 < timeout_s < 1e8:
-        raise ValueError(f"timeout_s={timeout_s:g} must be a positive number of seconds below 1e8, such as 300")
+        raise ValueError(f"timeout_s={timeout_s:g} must be a positive number of seconds below 1e8, for example 300")
 
 
-def _check_backend(backend: str | None) -> None:
+def check_backend(backend: str | None) -> None:
+    """Raise unless this build of torch has the backend."""
     if backend is None:
         return
     if not isinstance(backend, str):
@@ -175,9 +181,6 @@ def _check_backend(backend: str | None) -> None:
             raise DistributedError(f"backend={backend!r} is not in this build of torch: use backend=None or 'gloo'")
 
 
-_TIMEOUT_S = 300.0
-
-
 def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
     """Join the process group of this run, or make one of a single process.
 
@@ -185,19 +188,21 @@ def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
     them this process is rank 0 of 1; with RANK and WORLD_SIZE only, the processes of one parent on this machine find
     each other.
 
+    gloo uses the interface on the route to the other machines, and the loopback interface if there is only one machine;
+    GLOO_SOCKET_IFNAME names another. In a process that torchrun or ``panther launch`` started, an uncaught exception is
+    reported to the launcher, and a launcher that is killed ends its processes (on Linux).
+
     Args:
-        backend: ``"gloo"``, ``"nccl"`` or another of torch's; None is that of ``panther launch --backend``, else nccl
-            if every rank has a GPU of its own, else gloo, decided jointly. With nccl the current CUDA device becomes
-            the rank's own.
+        backend: ``"gloo"``, ``"nccl"`` or another of torch's. None means the one of ``panther launch --backend``, else
+            nccl if every rank has a GPU of its own, else gloo, decided jointly. With nccl the current CUDA device
+            becomes the rank's own.
         timeout_s: Seconds to wait for the other ranks, and afterwards for each collective operation.
 
     Raises:
         DistributedError: If ranks are missing (they are named), disagree, or the process is in a group already.
-        ValueError: If ``backend``, ``timeout_s`` or the environment make no sense.
+        ValueError: If ``backend``, ``timeout_s`` or the environment is not valid.
 
-    A process of a launcher gets SIGTERM if that is killed (on Linux).
-
-    Cost: a few messages a rank. On one machine gloo uses the loopback interface, unless GLOO_SOCKET_IFNAME is set.
+    Cost: a few messages a rank.
 
     Example:
         >>> init()
@@ -206,13 +211,15 @@ def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
         >>> shutdown()
     """
     rank, world_size = _ranks_from_environment()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed would leave its processes to themselves
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A launcher that is killed would leave its processes behind; torch's own workers use the same private call.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+        record_uncaught_exceptions()
     start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s, open_store)
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:
-    """Join the process group as ``rank`` of ``world_size``, say in a function that ``mp.spawn`` runs.
+    """Join the process group as ``rank`` of ``world_size``, for example in a function that ``mp.spawn`` runs.
 
     The ranks meet at MASTER_ADDR and MASTER_PORT if these are set. Otherwise they are processes of one parent on this
     machine and need no address.

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from panther.distributed.comm.process_group import (
-    _TIMEOUT_S,
-    shutdown,
-    start_group,
-)
+from panther.distributed.comm._error_file import record_failure
+from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.comm._store import Meeting
+from panther.distributed.comm.process_group import shutdown, start_group
 from panther.errors import DistributedError
+
+_TIMEOUT_S = 300.0
 
 
 def launch(
@@ -49,7 +49,7 @@ def launch(
     Raises:
         DistributedError: If a process raised, was killed or left, with its rank and traceback.
         TypeError: If ``fn`` or ``args`` cannot be pickled.
-        ValueError: If a number or the start method makes no sense.
+        ValueError: If a number or the start method is not valid.
 
     Cost: about two seconds to spawn two processes, which import torch anew; a tenth of that to fork them.
 
@@ -57,37 +57,38 @@ def launch(
         >>> launch(max, 3, 5, nproc=2, start_method="fork")
         [5, 5]
     """
+    from panther.distributed.launcher import _agent  # whose import takes as long as that of torch
+
     _check_launch(fn, nproc, max_restarts, start_method)
     forked = start_method == "fork"
     with tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
         threads = 1 if forked else max(1, _cores() // nproc)  # a forked OpenMP pool would hang
         job = _Job((fn, args) if forked else _pickle_call(fn, args), Path(folder), threads, forked)
         try:
-            failures = _agent().run_agent(_work, job, nproc, max_restarts, start_method, Path(folder))
-            if failures:
-                raise DistributedError(_explain(failures, nproc, max_restarts))
-            return [pickle.loads(job.result_of(rank).read_bytes()) for rank in range(nproc)]
-        except _agent().SignalException as error:
+            failures = _agent.run_agent(_work, job, nproc, max_restarts, start_method, Path(folder))
+        except _agent.SignalException as error:
             number = error.sigval
+        else:
+            if failures:
+                raise DistributedError(_explain(failures, nproc, max_restarts + 1))
+            return [pickle.loads(job.result_of(rank).read_bytes()) for rank in range(nproc)]
     signal.raise_signal(number)  # as it would have been without launch, and with everything cleaned up
     raise DistributedError(f"launch was ended by {signal.Signals(number).name}, and so were its {nproc} processes")
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What a worker of launch needs."""
+    """The call, and where its results go; goes to every worker."""
 
     call: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
     folder: Path
     threads: int
     forked: bool
 
-    def open_store(
-        self, rank: int, world_size: int, timeout_s: float, deadline: float
-    ) -> tuple[dist.Store, Callable[[], None]]:
-        """A file of this attempt: nothing of an earlier one is in it, and no port can be taken."""
+    def open_store(self, rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
+        """Open a file of this attempt: nothing of an earlier one is in it, and no port can be taken."""
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        return dist.FileStore(str(self.folder / f"store-{attempt}"), world_size), lambda: None
+        return Meeting(dist.FileStore(str(self.folder / f"store-{attempt}"), world_size))
 
     def result_of(self, rank: int) -> Path:
         return self.folder / f"result-{rank}.pickle"
@@ -105,7 +106,7 @@ def _work(job: _Job) -> None:
     except BaseException as error:
         # Leave at once, with the record written: the others find out by the closed connections, so theirs come later,
         # and a live process group would abort the interpreter's shutdown.
-        get_error_handler().record_exception(error)
+        record_failure(error)
         for child in multiprocessing.active_children():
             child.terminate()
         sys.stdout.flush()
@@ -134,13 +135,6 @@ def _call(job: _Job) -> None:
     shutdown()
 
 
-def _agent() -> Any:
-    """The module of the elastic agent, whose import takes a while."""
-    from panther.distributed.launcher import _agent
-
-    return _agent
-
-
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     fix = "use functions of a module and plain data, or start_method='fork'"
     try:
@@ -156,19 +150,14 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return data
 
 
-def _explain(failures: list[Any], nproc: int, max_restarts: int) -> str:
-    first, *others = failures
-    attempts = f", in the last of {max_restarts + 1} attempts" if max_restarts else ""
-    text = f"rank {first.rank} of {nproc} {first.text}{attempts}; the other ranks were ended"
-    if first.text.endswith("no traceback") and not first.traceback:
+def _explain(failures: list[Any], nproc: int, attempts: int) -> str:
+    from panther.distributed.launcher._failures import explain
+
+    text = explain(failures, nproc, attempts)
+    if not any(failure.details for failure in failures) and "no traceback" in text:
         text += (
-            '. It failed before it reached the function: does the script call launch under if __name__ == "__main__": ?'
+            '\nIt failed before it reached the function: does the script call launch under if __name__ == "__main__": ?'
         )
-    for other in others:
-        text += f"\nrank {other.rank} {other.text}".rstrip()
-    for failure in failures:
-        if failure.traceback:
-            return f"{text}\n\nTraceback of rank {failure.rank}:\n{failure.traceback.rstrip()}"
     return text
 
 
@@ -194,7 +183,7 @@ def _check_launch(fn: Callable[..., Any], nproc: int, max_restarts: int, start_m
             "a process started by launch imports the script and calls launch again: put the call under "
             'if __name__ == "__main__":'
         )
-    if start_method == "fork" and dist.is_available() and dist.is_initialized():
+    if start_method == "fork" and in_process_group():
         raise DistributedError(
             "start_method='fork' copies the process group this process is in: call shutdown() first, or use 'spawn'"
         )

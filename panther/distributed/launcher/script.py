@@ -1,20 +1,17 @@
 """Start a script on several processes, on one node or several: ``panther launch`` and the same from Python.
 
-The parser, the agent and the rendezvous are torchrun's. Panther adds files for what each rank writes, a check of the
-world's size, a store of its own for every attempt, and the first failing rank's traceback.
+torch's own launcher does it, with torchrun's options.
 """
 
-__all__ = ["LaunchConfig", "LaunchError", "LaunchResult", "launch_distributed_training"]
+__all__ = ["LaunchConfig", "launch_distributed_training"]
 
 import signal
-import sys
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from panther.distributed.launcher._result import Interrupted, LaunchError, LaunchResult
-from panther.errors import DistributedError
+from panther.errors import ConfigError, DistributedError, PantherError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +32,23 @@ class LaunchConfig:
     node_rank: int | None = None
     """Number of this node, from 0. Node 0 hosts the rendezvous. None lets torch number the nodes."""
 
+    rdzv_backend: str | None = None
+    """``"static"``, or ``"c10d"``, which restarts all nodes together; None means static if there is a node_rank."""
+
     rdzv_endpoint: str = ""
     """``"HOST:PORT"`` of node 0, the same on every node. One node needs none."""
 
     rdzv_id: str = "none"
     """A name of the run, the same on every node, for runs that share an endpoint."""
 
-    rdzv_timeout: int = 600
-    """Seconds to wait for the other nodes."""
+    rdzv_timeout_s: float = 600
+    """How long to wait for the other nodes."""
 
     max_restarts: int = 0
     """How often to start all processes again after a failure."""
+
+    monitor_interval_s: float = 0.1
+    """Time between two looks at the processes."""
 
     backend: str | None = None
     """What :func:`panther.distributed.init` uses in the script: ``"gloo"``, ``"nccl"``, or None, by the GPUs."""
@@ -53,49 +56,50 @@ class LaunchConfig:
     log_dir: str | PathLike[str] = "panther-logs"
     """Folder in which each run gets a folder for what its ranks write."""
 
-    shutdown_timeout: int = 30
-    """Seconds that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed."""
+    shutdown_timeout_s: float = 30
+    """Time that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed; whole seconds."""
 
     module: bool = False
     """Whether the script is the name of a module, as after ``python -m``."""
 
     def arguments(self) -> list[str]:
-        """These options as ``panther launch`` takes them, without those that have their default."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {field.name for field in fields(self) if given[field.name] != field.default}
+        """Return these options as ``panther launch`` takes them, without those that have their default."""
         found = []
-        for name in (field.name for field in fields(self) if field.name in changed):
-            if name == "module":
-                found += ["--module"] if self.module else []
-            elif name == "rdzv_timeout":
-                found.append(f"--rdzv-conf=join_timeout={self.rdzv_timeout}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if field.name == "module":
+                found.append("--module")
+            elif field.name == "rdzv_timeout_s":  # the static rendezvous has the first, c10d the second
+                found.append(f"--rdzv-conf=timeout={int(value)},join_timeout={int(value)}")
             else:
-                found.append(f"--{name.replace('_', '-')}={given[name]}")
+                value = int(value) if field.name == "shutdown_timeout_s" else value
+                found.append(f"--{field.name.removesuffix('_s').replace('_', '-')}={value}")
         return found
 
 
 def launch_distributed_training(
     script: str | PathLike[str], *args: object, config: LaunchConfig | None = None, **options: Any
-) -> LaunchResult:
+) -> Path:
     """Run a script on several processes, as ``panther launch`` and torchrun do.
 
     The script finds RANK, WORLD_SIZE and LOCAL_RANK in its environment, and joins the others by
     :func:`panther.distributed.init` or ``torch.distributed.init_process_group``. What its ranks write goes to files;
-    what rank 0 writes is shown as well. Each attempt has a store of its own, on the loopback interface if there is one
-    node.
+    what rank 0 writes is shown as well. On one node nothing listens beyond the loopback interface.
 
     Args:
         script: Path of the script, or the name of a module with ``module=True``.
-        *args: Its arguments, passed on as they are.
+        *args: Its arguments.
         config: How to start it.
         **options: Fields of :class:`LaunchConfig`, in place of ``config``.
 
     Returns:
-        The size of the world, the number of restarts and the folder of the logs.
+        The folder of this run, with ``attempt-A/rank-R.out`` and ``.err`` for each attempt and rank.
 
     Raises:
-        DistributedError: If the script failed, with the traceback of the rank that failed first and its exit code as
-            ``exit_code``; if a node is missing; if the options make no sense.
+        DistributedError: If the script failed, with the traceback of the rank that failed first; if a node is missing.
+        ConfigError: If the options cannot be met.
         TypeError: If ``options`` has a name that LaunchConfig has not, or there is a ``config`` too.
 
     Cost: the import of torch in each process, about three seconds of a core.
@@ -105,8 +109,8 @@ def launch_distributed_training(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     script = pathlib.Path(folder, "hello.py")
         ...     _ = script.write_text("import os; print('rank', os.environ['RANK'])")
-        ...     result = launch_distributed_training(script, nproc_per_node=2, log_dir=folder)
-        ...     print((result.log_dir / "attempt-0" / "rank-1.out").read_text())
+        ...     logs = launch_distributed_training(script, nproc_per_node=2, log_dir=folder)
+        ...     print((logs / "attempt-0" / "rank-1.out").read_text())
         rank 0
         rank 1
         <BLANKLINE>
@@ -114,46 +118,80 @@ def launch_distributed_training(
     if config is not None and options:
         raise TypeError(f"pass config or its fields ({', '.join(options)}), not both")
     config = LaunchConfig(**options) if config is None else config
-    try:
-        return run_launch([*config.arguments(), str(script), *map(str, args)], quiet=True)
-    except Interrupted as interrupt:
-        number = interrupt.number
+    number, folder = run_script([*config.arguments(), str(script), *map(str, args)])
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    signal.raise_signal(number)  # as it would have been without the launcher, and with everything cleaned up
-    raise DistributedError(f"the launcher was ended by {number.name}, and so were its processes")
+    if number is not None:
+        signal.raise_signal(number)  # as it would have been without the launcher, and with everything cleaned up
+        raise DistributedError(f"the launcher was ended by {number.name}, and so were its processes")
+    return folder
 
 
-def run_launch(argv: list[str], *, name: str | None = None, quiet: bool = False) -> LaunchResult:
+def run_script(argv: list[str], name: str | None = None) -> tuple[signal.Signals | None, Path]:
     """Do what ``panther launch`` is asked to.
 
     Args:
         argv: Its arguments.
-        name: What to call the run; None is the script's name.
-        quiet: Say only what goes wrong.
+        name: What to call the run; None means the script's name.
+
+    Returns:
+        The signal that ended the launcher and with it the processes, None if they ended by themselves; the folder of
+        the logs.
 
     Raises:
-        LaunchError: If the script failed.
-        Interrupted: On a signal, once the processes have ended.
+        DistributedError: If the script failed, or could not be started.
+        ConfigError: If the options cannot be met.
     """
-    from panther.distributed.launcher._arguments import parse_arguments, prepare
-    from panther.distributed.launcher._run import run_job
+    # torch's launcher is as slow to import as torch, and LaunchConfig is needed without it.
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
 
-    job = prepare(parse_arguments(argv), name)
-    say = _say
-    if not quiet:
-        count = job.config.nproc_per_node
-        nodes = "" if job.nodes[1] == 1 else f" here, {job.asked} in all"
-        where = f"; logs in {job.folder}" if job.folder else ""
-        say(f"{count} process{'es' if count > 1 else ''} of {job.name}{nodes}{where}")
-    try:
-        return run_job(job, say)
-    finally:
-        if job.folder is not None:
-            with suppress(OSError):  # there is something in it, unless no process was started
-                job.folder.rmdir()
-                job.folder.parent.rmdir()
+    from panther.distributed.launcher._agent import contained
+    from panther.distributed.launcher._arguments import prepare
+
+    job = prepare(argv, name)
+    folder = Path(job.config.logs_specs.root_log_dir if job.logs is None else job.logs.folder)  # type: ignore[union-attr]
+    if job.logs is not None:
+        job.config.logs_specs = job.logs
+    failure: PantherError | None = None
+    number = None
+    with contained(job.environment):
+        try:
+            elastic_launch(job.config, job.command)(*job.arguments)
+        except ChildFailedError as error:
+            failure = _explain(error, job.logs)
+        except SignalException as interrupt:
+            number = interrupt.sigval
+        except ConfigError as error:  # of the logs, which refuse a restart
+            failure = error.with_traceback(None)
+        except (RendezvousError, dist.DistError, OSError) as error:
+            text = f"the launcher could not go on: {str(error.__cause__ or error).splitlines()[0]}"
+            endpoint = job.config.rdzv_endpoint
+            hint = f"; see what the launchers of the other nodes say, which meet at {endpoint}" if endpoint else ""
+            failure = DistributedError(text + hint)
+        finally:
+            if job.logs is not None:
+                job.logs.stop()
+                folder = job.logs.folder
+    if failure is not None:  # raised here, so that no traceback keeps torch's objects
+        raise failure
+    return number, folder
 
 
-def _say(text: str) -> None:
-    print(f"panther launch: {text}", file=sys.stderr, flush=True)
+def _explain(error: Any, logs: Any) -> DistributedError:
+    from panther.distributed.launcher._failures import describe, explain
+
+    found, begun = [], min(failure.timestamp for failure in error.failures.values())
+    for place, (rank, failure) in enumerate(error.failures.items()):
+        # torch lists the processes that failed by themselves first. Then it ends the others by SIGTERM, and much later
+        # by SIGKILL.
+        stopped = place > 0 and (failure.exitcode == -signal.SIGTERM or failure.timestamp > begun + 2)
+        log = "" if logs is None else logs.destination.stderrs[failure.local_rank]
+        found.append(describe(rank, failure.exitcode, failure.error_file, log, stopped))
+    known = [failure for failure in found if failure is not None]
+    if logs is None:
+        return DistributedError(explain(known, None, 1))
+    return DistributedError(explain(known, logs.world_size, logs.attempts, logs.folder))

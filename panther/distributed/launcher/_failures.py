@@ -1,0 +1,98 @@
+"""How the workers of a run failed, in words: from their exit codes, their error files and what they wrote."""
+
+__all__ = ["Failure", "describe", "explain"]
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LOST = re.compile(  # what a rank says because another one has ended
+    "Connection (was likely )?(closed|reset)|Broken pipe|connection was closed|failed to recv|remote process exited"
+    "|lost the store|see whether one of them has ended|checked in and then ended or stalled|left no note"
+)
+_LAST_LINES = 20
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker failed; the probable cause of all failures sorts first by ``order``."""
+
+    rank: int
+    order: tuple[int, float]
+    text: str
+    """Follows the rank in a sentence."""
+    details: str = ""
+    """Its traceback, or the last lines it wrote."""
+    log: Path | None = None
+    """What it wrote to standard error."""
+
+
+def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", stopped: bool = False) -> Failure | None:
+    """Describe how a worker ended; None if the launcher ended it, or it is still there.
+
+    Args:
+        rank: Of the worker.
+        exit_code: Of the worker; negative for a signal.
+        error_file: Where the worker may have recorded an exception.
+        log: The file with its standard error, if there is one.
+        stopped: Whether the launcher had begun to end the workers.
+    """
+    path = Path(log) if log else None
+    if error := recorded(error_file):
+        summary, traceback = error
+        lost = _LOST.search(summary) is not None
+        text = f"lost its connection to another rank: {summary.splitlines()[0]}" if lost else f"raised {summary}"
+        return Failure(rank, (1 + lost, Path(error_file).stat().st_mtime), text, traceback, path)
+    if exit_code is None or (stopped and exit_code in (-signal.SIGTERM, -signal.SIGKILL)):
+        return None
+    details, written = "", 0.0
+    if path is not None and path.is_file():
+        details = "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-_LAST_LINES:])
+        written = path.stat().st_mtime if details else 0.0
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+        return Failure(rank, (0, 0.0), f"was ended by {name} (exit code {exit_code})", details, path)
+    if exit_code == 0:  # a function with a result waits until the launcher has read it
+        return Failure(rank, (0, 0.0), "left with exit code 0 before its function returned, as by os._exit")
+    lost = _LOST.search(details) is not None
+    return Failure(rank, (1 + lost, written), f"left with exit code {exit_code} and no traceback", details, path)
+
+
+def recorded(error_file: str) -> tuple[str, str] | None:
+    """Return the message and the traceback that a worker recorded; None if it recorded nothing."""
+    path = Path(error_file)
+    if not path.is_file():
+        return None
+    message: Any = json.loads(path.read_text())["message"]
+    if isinstance(message, str):  # of an error handler other than torch's
+        return message, ""
+    return message["message"], message["extraInfo"]["py_callstack"]
+
+
+def explain(failures: Sequence[Failure], world_size: int | None, attempts: int, folder: Path | None = None) -> str:
+    """Return all failures as text, the probable cause first and its traceback last.
+
+    Args:
+        failures: How the workers failed.
+        world_size: Number of ranks; None if unknown.
+        attempts: How often the workers were started.
+        folder: Of the logs.
+    """
+    if not failures:
+        return "the processes failed, and none says why: see the launchers of the other nodes"
+    first, *others = sorted(failures, key=lambda failure: failure.order)
+    of = "" if world_size is None else f" of {world_size}"
+    last = f", in the last of {attempts} attempts" if attempts > 1 else ""
+    lines = [f"rank {first.rank}{of} {first.text}{last}; the other ranks were ended"]
+    lines += [f"rank {other.rank}{of} {other.text}" for other in others]
+    lines += [] if folder is None else [f"What every rank wrote is in {folder}"]
+    shown = next((failure for failure in (first, *others) if failure.details), None)
+    if shown is not None:
+        kind = "Traceback" if "(most recent call last):" in shown.details else "Last lines"
+        source = "" if shown.log is None else f" ({shown.log})"
+        lines += ["", f"{kind} of rank {shown.rank}{source}:", shown.details.rstrip()]
+    return "\n".join(lines)
