@@ -1,26 +1,22 @@
 """The base of all sketched layers: a seed, the two modes, and how both are saved and loaded.
 
 *Seeded*: the sketches are fixed, a function of ``seed``; they are buffers outside the state_dict. *Fitted*: they are
-Parameters like any other. ``sketch_seed``, in the state_dict, says which: (seed or -1, num_terms, stream version,
-checksum of the three).
+Parameters like any other. ``sketch_seed``, in the state_dict, says which.
 """
 
-__all__ = ["SketchedModule", "has_values", "keep_own_forward", "read_integers"]
+__all__ = ["SketchedModule", "keep_own_forward"]
 
 import math
-import struct
-import zlib
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from panther.errors import ShapeError, SketchMismatchError
-from panther.sketch import STREAM_VERSION, check_seed, signs
+from panther.nn._sketch_record import has_values, make_record, read_record
+from panther.sketch import check_seed, signs
 
-_FITTED = -1
 _STACKED = ("S1s", "S2s", "U1s", "U2s")
 
 
@@ -47,6 +43,8 @@ class SketchedModule(nn.Module):
     num_terms: int
     low_rank: int
     groups: int = 1
+    fan_in: int
+    """Number of inputs that an output is a sum over."""
     sketch_seed: Tensor
     bias: nn.Parameter | None
 
@@ -64,16 +62,6 @@ class SketchedModule(nn.Module):
                 f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}"
             )
         super().__setattr__(name, value)
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense effective weight."""
-        raise NotImplementedError
-
-    @property
-    def fan_in(self) -> int:
-        """Number of inputs that an output is a sum over."""
-        raise NotImplementedError
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shape of each sketch, by name."""
@@ -190,7 +178,7 @@ class SketchedModule(nn.Module):
         """
         if not has_values(self.sketch_seed):
             return False
-        seed = self._read_record(self.sketch_seed, "sketch_seed")
+        seed = read_record(self.sketch_seed, self.num_terms, "sketch_seed")
         if seed == self.seed:
             return False
         if seed is None or self.seed is None:
@@ -202,7 +190,7 @@ class SketchedModule(nn.Module):
         return True
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if has_values(self.sketch_seed) and self.sketch_seed.tolist() != self._record(self.seed):
+        if has_values(self.sketch_seed) and self.sketch_seed.tolist() != make_record(self.seed, self.num_terms):
             self._settle_record()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -218,7 +206,7 @@ class SketchedModule(nn.Module):
         except SketchMismatchError:
             like = self.sketch_like()
             sound = (
-                int(self.sketch_seed[0]) == _FITTED
+                int(self.sketch_seed[0]) == make_record(None, self.num_terms)[0]
                 if self.is_fitted
                 else all(
                     torch.equal(getattr(self, name), self.draw_sketch(name, dtype=like.dtype, device=like.device))
@@ -229,7 +217,7 @@ class SketchedModule(nn.Module):
                 self._mirror_seed()
 
     def _mirror_seed(self) -> None:
-        record = self._record(self.seed)
+        record = make_record(self.seed, self.num_terms)
         with torch.inference_mode(False):
             mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
         self._buffers.pop("sketch_seed", None)  # always last: averaged models pair buffers by their order
@@ -255,47 +243,11 @@ class SketchedModule(nn.Module):
         """Settle ``sketch_seed`` as for saving, and raise SketchMismatchError if it is not valid even then."""
         if has_values(self.sketch_seed):
             self._settle_record()
-            self._read_record(self.sketch_seed, "sketch_seed")
+            read_record(self.sketch_seed, self.num_terms, "sketch_seed")
 
-    def _record(self, seed: int | None) -> list[int]:
-        head = [_FITTED if seed is None else seed, self.num_terms, STREAM_VERSION]
-        return [*head, zlib.crc32(struct.pack("<3q", *head))]
-
-    def _read_record(self, record: Tensor, key: str) -> int | None:
-        """Return the seed that a valid record holds, None for fitted."""
-        if record.dtype is not torch.int64:
-            raise SketchMismatchError(
-                f"{key} is {record.dtype} and must be torch.int64: cast only the floating tensors of a state_dict"
-            )
-        seed, num_terms, version, checksum = values = record.tolist()
-        if zlib.crc32(struct.pack("<3q", *values[:3])) != checksum:
-            raise SketchMismatchError(
-                f"{key}={values} does not match its checksum, as when seeds are averaged or the file is damaged: use "
-                "models that share their seeds, or a sound checkpoint"
-            )
-        if version != STREAM_VERSION:
-            raise SketchMismatchError(
-                f"{key} is of stream version {version} and this Panther knows {STREAM_VERSION}: use the Panther that "
-                "wrote it, or a newer one"
-            )
-        if num_terms != self.num_terms:
-            raise SketchMismatchError(
-                f"{key} was saved with num_terms={num_terms} and the layer has num_terms={self.num_terms}: build the "
-                f"layer with num_terms={num_terms}"
-            )
-        return None if seed == _FITTED else seed
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing, in the checkpoint's mode, and draw the sketches anew."""
+        missing_keys, unexpected_keys, error_msgs = args[-3:]
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             state = self._from_stacked(state)
@@ -305,7 +257,7 @@ class SketchedModule(nn.Module):
         fitted, seed = self.sketch_names[0] in state, self.seed
         record = state.get("sketch_seed")
         if isinstance(record, Tensor) and record.shape == (4,) and has_values(record):
-            seed = self._read_record(record, prefix + "sketch_seed")
+            seed = read_record(record, self.num_terms, prefix + "sketch_seed")
             fitted = seed is None
 
         # Tensors that users add, such as a pruning mask, are loaded with the rest; child modules load themselves.
@@ -350,7 +302,7 @@ class SketchedModule(nn.Module):
         elif not fitted and (self.is_fitted or seed != self.seed):
             self.set_seeded_(check_seed(seed))  # drawn where the checkpoint is on the meta device
         state = {prefix + name: state[name] for name in expected}
-        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state, prefix, *args)
         if not self.is_fitted:
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
 
@@ -380,7 +332,7 @@ class SketchedModule(nn.Module):
                 factors[name] = factors[name] / (2 * self.num_terms)
             else:
                 del factors[name]
-        return rest | factors | {"sketch_seed": torch.tensor(self._record(seed))}
+        return rest | factors | {"sketch_seed": torch.tensor(make_record(seed, self.num_terms))}
 
     def _are_own_sketches(self, factors: dict[str, Tensor]) -> bool:
         """Whether sketches with entries +-1/sqrt(k) are those of the layer's seed."""
@@ -394,23 +346,6 @@ class SketchedModule(nn.Module):
             )
             for name in self.sketch_names
         )
-
-
-def read_integers(state: Tensor) -> list[int] | None:
-    """Return the numbers of an ``_extra_state``, None if it has no values."""
-    if not has_values(state):
-        return None
-    if state.dtype is not torch.int64:
-        raise SketchMismatchError(
-            f"_extra_state is {state.dtype} and must be torch.int64: cast and average only the floating tensors of a "
-            "state_dict"
-        )
-    return state.tolist()
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is more than a shape: neither on the meta device nor traced in fake mode."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _mode(seed: int | None) -> str:

@@ -23,7 +23,8 @@ from panther.nn._features import (
     relu_features,
     taylor_features,
 )
-from panther.nn._sketched import keep_own_forward, read_integers
+from panther.nn._sketch_record import read_integers
+from panther.nn._sketched import keep_own_forward
 from panther.nn.functional import linear_attention
 from panther.sketch import check_seed
 

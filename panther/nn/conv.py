@@ -72,7 +72,7 @@ class _SKConv(SketchedModule):
                 f"padding_mode={padding_mode!r} is unknown: use one of {', '.join(map(repr, _PADDING_MODES))}"
             )
         self.padding_mode = padding_mode
-        inner = self.in_channels // self.groups * math.prod(self.kernel_size)
+        self.fan_in = inner = self.in_channels // self.groups * math.prod(self.kernel_size)
         default = default_low_rank(inner, self.out_channels, self.groups)
         self.num_terms, low_rank = terms_and_rank((), num_terms, low_rank, sketch_size, default)
         self.low_rank = divisible("low_rank", low_rank, self.groups)
@@ -95,11 +95,6 @@ class _SKConv(SketchedModule):
         self.bias = nn.Parameter(torch.empty(self.out_channels, dtype=dtype, device=device)) if bias else None
         self.set_seeded_(seed)
         self.reset_parameters()
-
-    @property
-    def fan_in(self) -> int:
-        """Number of inputs that an output is a sum over."""
-        return math.prod(self.S.shape[1:])
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, *size)`` to ``(N, out_channels, *size)``; also without N."""

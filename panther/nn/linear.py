@@ -111,7 +111,7 @@ class SKLinear(SketchedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = check_size("in_features", in_features, least=1)
+        self.in_features = self.fan_in = check_size("in_features", in_features, least=1)
         self.out_features = check_size("out_features", out_features, least=1)
         default = default_low_rank(self.in_features, self.out_features)
         self.num_terms, self.low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
@@ -144,11 +144,6 @@ class SKLinear(SketchedModule):
         self.reset_parameters()
         if weight_init is not None:
             self._fit_svd_(weight_init)
-
-    @property
-    def fan_in(self) -> int:
-        """Number of inputs that an output is a sum over."""
-        return self.in_features
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""

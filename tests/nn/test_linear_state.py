@@ -156,7 +156,7 @@ def test_a_wrong_record_raises_and_changes_nothing():
 
 
 def test_an_unknown_stream_version_raises(monkeypatch):
-    monkeypatch.setattr("panther.nn._sketched.STREAM_VERSION", 2)
+    monkeypatch.setattr("panther.nn._sketch_record.STREAM_VERSION", 2)
     state = seeded().state_dict()
     monkeypatch.undo()
     with pytest.raises(SketchMismatchError, match="stream version 2 and this Panther knows 1"):
