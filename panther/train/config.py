@@ -294,23 +294,12 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     return settings
 
 
-_MINIMUM = {
-    "epochs": 1,
-    "max_steps": 1,
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "data_parallel_size": 1,
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "num_microbatches": 1,
-    "warmup_steps": 0,
-    "seed": 0,
-    "checkpoint_every_n_steps": 1,
-    "checkpoint_every_n_epochs": 1,
-    "keep_checkpoints": 1,
-    "log_every_n_steps": 1,
-    "validate_every_n_steps": 1,
-}
+_COUNTS = (
+    "epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "data_parallel_size", "tensor_parallel_size",
+    "pipeline_parallel_size", "num_microbatches", "checkpoint_every_n_steps", "checkpoint_every_n_epochs",
+    "keep_checkpoints", "log_every_n_steps", "validate_every_n_steps",
+)  # fmt: skip
+_MINIMUM = {"warmup_steps": 0, "seed": 0} | dict.fromkeys(_COUNTS, 1)
 
 
 def asks_for_text(name: str) -> bool:

@@ -1,11 +1,10 @@
-"""What one rank holds, computes, keeps and sends of a model, measured on tensors without values.
+"""Run a model on fake tensors, and count its flops, the bytes that autograd saves, and its traffic over the tp axis.
 
-A copy of the model on the meta device is cut by :func:`tensor_parallel` itself, over a process group that sends
-nothing, and then runs forward and backward on torch's fake tensors. That costs no memory, and shows what autograd
-keeps.
+A copy of the model on the meta device is sharded by :func:`tensor_parallel` itself, over torch's fake process group,
+and then runs forward and backward on torch's fake tensors. That needs no memory, and counts what the real code does.
 """
 
-__all__ = ["Run", "fake_inputs", "make_fake_", "meta_copy", "pretended_mesh", "run"]
+__all__ = ["BYTES", "CALLS", "FLOPS", "Run", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
 
 import copy
 import itertools
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,10 +32,10 @@ _GROUPS = itertools.count()
 
 
 @contextmanager
-def pretended_mesh(ranks: int) -> Iterator[DeviceMesh]:
-    """A tp axis of so many ranks, of which this process is the first, and on which nothing is sent.
+def fake_mesh(ranks: int) -> Iterator[DeviceMesh]:
+    """Yield a tp mesh of ``ranks`` ranks on the fake backend, which sends nothing; this process is its first rank.
 
-    Whatever process group there is stays as it is.
+    A process group that exists already is left as it is.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
@@ -43,19 +43,15 @@ def pretended_mesh(ranks: int) -> Iterator[DeviceMesh]:
     if alone:
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     members = list(range(dist.get_rank(), dist.get_rank() + ranks))
+    # DTensor caches what it finds for a mesh and compares meshes by name, so every mesh gets a name of its own.
     name = f"panther_plan_{next(_GROUPS)}"
+    # Private: dist.new_group would need all ranks of the group as processes.
     group, _ = distributed_c10d._new_process_group_helper(
-        ranks,
-        0,
-        members,
-        "fake",
-        FakeStore(),
-        distributed_c10d.GroupName(name),
-        timeout=timedelta(minutes=1),
+        ranks, 0, members, "fake", FakeStore(), distributed_c10d.GroupName(name), timeout=timedelta(minutes=1)
     )
+    # Private: which global rank each rank of the group is, which DeviceMesh asks for.
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
     try:
-        # By a name of its own: DTensor keeps what it found for a mesh, and takes equal ones for the same.
         yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
     finally:
         dist.destroy_process_group(group)
@@ -64,16 +60,16 @@ def pretended_mesh(ranks: int) -> Iterator[DeviceMesh]:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """The model on the meta device, in training mode; no weight is copied.
+    """Return a copy of the model on the meta device, in training mode, without copying any weight.
 
     Raises:
-        DistributedError: If layers are cut or sharded already.
+        DistributedError: If layers are sharded already.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, DTensor):
-                raise DistributedError("layers of the model are cut over ranks already: plan for the model as it was")
+                raise DistributedError("layers of the model are already sharded: plan before sharding it")
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
                 trained = isinstance(tensor, nn.Parameter)
@@ -82,7 +78,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> None:
-    """Give a model fake tensors for its own, shared where they are, parameters in the dtype to compute in."""
+    """Replace a model's tensors by fake ones, in place: tied ones stay tied, parameters get the compute dtype."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -112,7 +108,7 @@ def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
 
 
 def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> tuple[Any, int]:
-    """The sample input with ``times`` its batch, and that batch: the first size of its first tensor."""
+    """Return a fake sample input with ``times`` its batch size, and that size."""
     tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].dim() == 0 or len(tensors[0]) == 0:
         raise ShapeError("sample_input holds no tensor with a batch: give a batch of samples as the model reads them")
@@ -128,94 +124,89 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
         return tree_map_only(Tensor, grown, sample), times * batch
 
 
-class Run:
-    """What a forward and backward pass did, by elements of the model."""
+FLOPS, BYTES, CALLS = range(3)  # columns of the counts of a Run
 
-    def __init__(self, batch: int, elements: int) -> None:
+
+class Run:
+    """Counts of a forward and backward pass, by layers of the model."""
+
+    def __init__(self, batch: int, layers: int) -> None:
         self.batch = batch
-        self.flops, self.backward_flops = [0] * elements, [0] * elements
-        self.kept = [0] * elements
-        """Bytes that autograd first keeps in the element, parameters and buffers left out."""
-        self.keeps_input = [False] * elements
-        self.output = [0] * elements
-        self.sent, self.backward_sent = [0] * elements, [0] * elements
-        """Bytes handed to the tp axis."""
-        self.calls, self.backward_calls = [0] * elements, [0] * elements
+        self.forward, self.backward = np.zeros((2, layers, 3), dtype=np.int64)
+        """Flops, bytes that are reduced over the tp axis, and calls of these reductions."""
+        self.saved = [0] * layers
+        """Bytes that autograd saves first in this layer, without parameters and buffers."""
+        self.saves_input = [False] * layers
+        self.output = [0] * layers
 
 
 def run(
     model: nn.Module,
-    elements: list[tuple[str, nn.Module]],
+    layers: list[tuple[str, nn.Module]],
     inputs: Any,
     batch: int,
     loss_fn: Callable[[Any], Tensor] | None,
     mode: FakeTensorMode,
 ) -> Run:
-    """Run a fake model forward and backward, and record."""
-    n = len(elements)
+    """Run a fake model forward and backward, and return the counts."""
+    n = len(layers)
     done = Run(batch, n)
     held = (*model.parameters(), *model.buffers(), *(v for m in model.modules() for v in vars(m).values()))
     weights = {_storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
     seen: dict[int, Tensor] = {}
-    inputs_of, current, before = [-1] * n, 0, (0, 0, 0)
+    inputs_of, current = [-1] * n, 0
     flops, traffic = FlopCounterMode(display=False), CommunicationCounter()
+
+    def totals() -> np.ndarray[Any, Any]:
+        return np.array([flops.get_total_flops(), traffic.bytes, traffic.calls])
+
+    begun, before = [totals()] * n, totals()
 
     def pack(tensor: Tensor) -> Tensor:
         key = _storage(tensor)
         if key not in weights and key not in seen:
-            seen[key] = tensor  # held, so that no other storage gets its address
-            done.kept[current] += _local(tensor).untyped_storage().nbytes()
-            done.keeps_input[current] |= key == inputs_of[current]
+            seen[key] = tensor  # keeps it alive, so that no other storage gets its address
+            done.saved[current] += _local(tensor).untyped_storage().nbytes()
+            done.saves_input[current] |= key == inputs_of[current]
         return tensor
 
     def enter(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal current
-            current = i
+            current, begun[i] = i, totals()
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             inputs_of[i] = _storage(given[0]) if given else -1
-            done.flops[i] -= flops.get_total_flops()
-            done.sent[i] -= traffic.bytes
-            done.calls[i] -= traffic.calls
 
         return hook
 
     def leave(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            done.flops[i] += flops.get_total_flops()
-            done.sent[i] += traffic.bytes
-            done.calls[i] += traffic.calls
+            done.forward[i] += totals() - begun[i]
             made = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
             done.output[i] += sum(leaf.numel() * leaf.itemsize for leaf in made)
             for leaf in made:
-                if leaf.requires_grad:
+                if leaf.requires_grad:  # its gradient is ready just before the layer's backward pass begins
                     leaf.register_hook(lambda gradient: backward_enters(i))
 
         return hook
 
     def backward_enters(i: int) -> None:
-        """What backward did until now was of the element that it was in."""
+        """Attribute what the backward pass did until now to the layer that it leaves."""
         nonlocal current, before
-        now = flops.get_total_flops(), traffic.bytes, traffic.calls
-        counts = (done.backward_flops, done.backward_sent, done.backward_calls)
-        for count, new, old in zip(counts, now, before, strict=True):
-            count[current] += new - old
+        now = totals()
+        done.backward[current] += now - before
         current, before = i, now
 
     handles: list[Any] = []
-    for i, (_, element) in enumerate(elements):
-        handles.append(element.register_forward_pre_hook(enter(i), with_kwargs=True))
-        handles.append(element.register_forward_hook(leave(i)))
+    for i, (_, layer) in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(enter(i), with_kwargs=True))
+        handles.append(layer.register_forward_hook(leave(i)))
     try:
-        with (
-            mode,
-            flops,
-            traffic,
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with mode, flops, traffic, saving:
             output = _call(model, inputs)
             scalar = loss_fn(output) if loss_fn is not None else _sum(output)
-            before = flops.get_total_flops(), traffic.bytes, traffic.calls
+            before = totals()
             scalar.backward()
             backward_enters(0)
     finally:
@@ -235,7 +226,7 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 def _sum(output: Any) -> Tensor:
     made = [leaf for leaf in tree_leaves(output) if _is_float(leaf) and leaf.requires_grad]
     if not made:
-        raise ShapeError("the model's output depends on no parameter that is trained: there is nothing to plan")
+        raise ShapeError("the model's output depends on no trainable parameter: there is nothing to plan")
     return torch.stack([leaf.sum() for leaf in made]).sum()
 
 
@@ -248,4 +239,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    return _local(tensor).untyped_storage()._cdata
+    return _local(tensor).untyped_storage()._cdata  # the address; data_ptr() is 0 for all fake tensors

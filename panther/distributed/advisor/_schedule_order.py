@@ -1,4 +1,4 @@
-"""In what order the ranks of a pipeline work, as torch's schedules say, and what follows from it."""
+"""The order of work in torch's pipeline schedules, and the idle time and peak memory that follow from it."""
 
 __all__ = ["Order", "order_of"]
 
@@ -15,11 +15,11 @@ from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError
 
 Step = tuple[int, str, int]
-"""Stage, what is done (F, B, I or W: forward, backward, the part of it for inputs, for weights), and microbatch."""
+"""Stage, kind (F forward, B backward, I and W its parts for inputs and for weights), and microbatch."""
 
 
 class _Stage(_PipelineStageBase):
-    """As much of a stage as schedules look at when they are made."""
+    """A stage with only the attributes that torch's schedules read in their constructors, so that none is needed."""
 
     def __init__(self, index: int, stages: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_size = index, stages, ranks
@@ -38,21 +38,21 @@ class _Stage(_PipelineStageBase):
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank does, and how long it is idle.
+    """The steps of every rank, and the idle time.
 
-    A forward pass of a stage takes one unit of time, a backward pass two, half of it for the inputs; sending none.
+    A forward pass of a stage takes one unit of time, a backward pass two (half of it for inputs), and sending none.
     """
 
     steps: tuple[tuple[Step, ...], ...]
-    """By rank."""
+    """The steps of each rank."""
     bubble: float
-    """Share of the time from first to last step in which the mean rank is idle."""
+    """Share of the time from the first to the last step in which a rank is idle, on average."""
 
     def peak(self, rank: int, sizes: Sequence[float]) -> float:
-        """The most that a rank holds at once, given what a microbatch leaves in each stage from forward to backward.
+        """Return a rank's peak, given what a microbatch occupies in each stage from forward to backward.
 
-        Where backward passes come in two parts this is an upper bound: what torch frees between them, of all stages
-        but the first, is left out.
+        For schedules that split the backward pass it is an upper bound: it ignores what torch frees between the two
+        parts in all stages except for the first.
         """
         held = most = 0.0
         steps = self.steps[rank]
@@ -68,10 +68,10 @@ class Order:
 
 @lru_cache(maxsize=512)
 def order_of(name: str, ranks: int, microbatches: int) -> Order:
-    """The order of a schedule.
+    """Return the order of a schedule.
 
     Raises:
-        ShapeError: If the schedule does not take so many microbatches.
+        ShapeError: If the schedule does not support the number of microbatches.
     """
     if name == "gpipe":
         steps = [
@@ -108,9 +108,10 @@ def _torch_order(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
     stages = 2 * ranks
     mine = [0, stages - 1] if SCHEDULES[name].order == "v" else [0, ranks]
     try:
+        # Private stage class: the public one runs collectives when it is made.
         schedule = SCHEDULES[name].make([_Stage(i, stages, ranks) for i in mine], microbatches, None)
     except ValueError as error:
-        raise ShapeError(f"schedule {name!r} takes no {microbatches} microbatches on {ranks} ranks: {error}") from error
+        raise ShapeError(f"{name!r} does not support {microbatches} microbatches on {ranks} ranks: {error}") from error
     made: list[list[Step]] = []
     for rank in range(ranks):
         steps: list[Step] = []
@@ -127,7 +128,7 @@ _UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
 def _bubble(steps: tuple[tuple[Step, ...], ...]) -> float:
-    """Play the steps, each as soon as its rank is free and what it needs is there."""
+    """Simulate the steps, each as soon as its rank is free and its input is ready, and return the idle share."""
     last = max(stage for rank in steps for stage, _, _ in rank)
     ready: dict[tuple[int, str, int], int] = {}
     clock, position = [0] * len(steps), [0] * len(steps)
@@ -151,7 +152,7 @@ def _bubble(steps: tuple[tuple[Step, ...], ...]) -> float:
                 position[rank] += 1
                 left -= 1
         if left == before:
-            raise ShapeError("the schedule waits for itself: this is a fault of its order")
+            raise ShapeError("the order of the schedule deadlocks")
     end = max(clock)
     work = sum(_UNITS[kind] for rank in steps for _, kind, _ in rank) / len(steps)
     return 1 - work / end

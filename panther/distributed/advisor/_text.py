@@ -1,6 +1,6 @@
-"""Sentences of a plan: why an option won, and why another lost."""
+"""The sentences of a plan: why an option is best, and why another is not."""
 
-__all__ = ["explain", "reason"]
+__all__ = ["explain_best", "explain_other"]
 
 from collections.abc import Sequence
 
@@ -9,60 +9,55 @@ from panther.distributed.advisor.cost_model import Estimate
 
 _TIMES = {
     "compute": "computing",
-    "bubble": "waiting in the pipeline",
-    "tp": "sums over tp",
-    "pp": "sending between stages",
-    "dp": "sending gradients and parameters along dp",
+    "bubble": "idle time of the pipeline",
+    "tp": "communication over tp",
+    "pp": "communication between stages",
+    "dp": "gradient and parameter communication over dp",
 }
 
 
-def explain(estimates: Sequence[Estimate], room: float, objective: str) -> str:
-    """Why the first of them won."""
-    first = estimates[0]
-    memory, step = format_bytes(first.memory.total), format_seconds(first.step_seconds)
-    if first.memory.total > room:
-        over = format_bytes(first.memory.total - room)
-        return (
-            f"{first.layout} comes closest, and nothing fits: it needs {memory}, {over} more than the "
-            f"{format_bytes(room)} that may be used, mostly {_largest(first)}."
-        )
+def explain_best(estimates: Sequence[Estimate], room: float, objective: str) -> str:
+    """Say why the first estimate is the best one; ``room`` is the memory that a rank may use."""
+    best = estimates[0]
+    if best.memory.total > room:
+        return f"No layout fits. {_needs(best, room)}, which is the closest."
     fitting = sum(e.memory.total <= room for e in estimates)
-    what = "the shortest step" if objective == "time" else "the least memory"
-    won = f"{first.layout} wins: of the {fitting} options that fit it has {what}" if fitting > 1 else None
-    won = won or f"{first.layout} wins: it is the only option that fits"
-    seconds = max(first.seconds, key=lambda name: first.seconds[name])
+    quality = "has the shortest step" if objective == "time" else "needs the least memory"
+    won = f"{best.layout} is best: it {quality} of the {fitting} options that fit"
+    if fitting == 1:
+        won = f"{best.layout} is best: it is the only option that fits"
+    part = max(best.seconds, key=lambda name: best.seconds[name])
     return (
-        f"{won}; a step takes {step}, mostly {_TIMES[seconds]}, and a rank holds {memory} of the "
-        f"{format_bytes(room)} that may be used, mostly {_largest(first)}."
+        f"{won}. A step takes {format_seconds(best.step_seconds)}, mostly {_TIMES[part]}, and a rank needs "
+        f"{format_bytes(best.memory.total)} of the {format_bytes(room)} that may be used, mostly {_largest(best)}."
     )
 
 
-def reason(lost: Estimate, first: Estimate, room: float, objective: str) -> str:
-    """Why an option lost against the first."""
-    if lost.memory.total > room:
-        over = format_bytes(lost.memory.total - room)
-        return (
-            f"{lost.layout} does not fit: it needs {format_bytes(lost.memory.total)}, {over} more than the "
-            f"{format_bytes(room)} that may be used, mostly {_largest(lost)}."
-        )
-    if objective == "memory":
-        parts, best = lost.memory.parts(), first.memory.parts()
-        if lost.memory.total == first.memory.total:
-            return f"{lost.layout} holds as much, and a step takes {_longer(lost, first)}."
-        name = max(parts, key=lambda part: parts[part] - best[part])
-        more = format_bytes(lost.memory.total - first.memory.total)
-        return f"{lost.layout} holds {more} more on a rank, mostly {name}."
-    if lost.step_seconds == first.step_seconds:
-        more = format_bytes(lost.memory.total - first.memory.total)
-        return f"{lost.layout} takes as long, and holds {more} more on a rank."
-    name = max(lost.seconds, key=lambda part: lost.seconds[part] - first.seconds[part])
-    more = format_seconds(lost.seconds[name] - first.seconds[name])
-    return f"{lost.layout} takes {_longer(lost, first)}, mostly by {more} more of {_TIMES[name]}."
+def explain_other(other: Estimate, best: Estimate, room: float, objective: str) -> str:
+    """Say why an estimate is not the best one."""
+    more_memory = other.memory.total - best.memory.total
+    if other.memory.total > room:
+        return f"{other.layout} does not fit. {_needs(other, room)}."
+    if objective == "memory" and more_memory:
+        parts, least = other.memory.parts(), best.memory.parts()
+        part = max(parts, key=lambda name: parts[name] - least[name])
+        return f"{other.layout} needs {format_bytes(more_memory)} more memory per rank, mostly for {part}."
+    if other.step_seconds == best.step_seconds:
+        return f"{other.layout} takes as long, and needs {format_bytes(more_memory)} more memory per rank."
+    part = max(other.seconds, key=lambda name: other.seconds[name] - best.seconds[name])
+    more_time = format_seconds(other.seconds[part] - best.seconds[part])
+    ratio = other.step_seconds / best.step_seconds
+    longer = f"takes {ratio:.2f} times as long as" if ratio >= 1.005 else "is within 0.5 % of"
+    equal = "needs as much memory and " if objective == "memory" else ""
+    return f"{other.layout} {equal}{longer} the best: {more_time} more for {_TIMES[part]}."
 
 
-def _longer(lost: Estimate, first: Estimate) -> str:
-    ratio = lost.step_seconds / first.step_seconds
-    return f"{ratio:.2f} times as long" if ratio >= 1.005 else "as long but for half a percent"
+def _needs(e: Estimate, room: float) -> str:
+    over = format_bytes(e.memory.total - room)
+    return (
+        f"{e.layout} needs {format_bytes(e.memory.total)}, {over} more than the {format_bytes(room)} that may be used, "
+        f"mostly for {_largest(e)}"
+    )
 
 
 def _largest(e: Estimate) -> str:

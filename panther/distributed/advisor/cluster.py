@@ -1,4 +1,4 @@
-"""The machines that a plan is made for, in the figures of their data sheets."""
+"""The devices and links of a cluster, with figures from data sheets."""
 
 __all__ = ["ClusterSpec"]
 
@@ -11,12 +11,12 @@ from panther.errors import check_size
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """Devices, and the links between them.
+    """The devices of a cluster, and the links between them.
 
-    Presets, by :meth:`preset`, have NVIDIA's published figures: ``"a100-80gb"``, ``"h100-80gb"`` and ``"h200"`` as
-    SXM modules, eight to a node, without sparsity, NVLink in one direction, one network card a GPU (InfiniBand of 200
-    Gb/s beside an A100, of 400 Gb/s beside the others). Latencies and ``efficiency`` are on no data sheet: they are
-    assumptions. ``"cpu"`` is a guess at one core of a server, for tests and first tries.
+    The presets of :meth:`preset` have NVIDIA's published figures: ``"a100-80gb"``, ``"h100-80gb"`` and ``"h200"`` are
+    SXM modules, eight per node, without sparsity, with NVLink in one direction and one network card per GPU (InfiniBand
+    at 200 Gb/s for the A100, 400 Gb/s for the others). Data sheets have neither latencies nor ``efficiency``: these are
+    assumptions. ``"cpu"`` is a guess for one core of a server, for tests.
 
     Example:
         >>> cluster = ClusterSpec.preset("h100-80gb", gpus=16)
@@ -25,29 +25,29 @@ class ClusterSpec:
     """
 
     gpus: int
-    """Devices in all, one a rank."""
+    """Number of devices, one per rank."""
     memory_bytes: float
-    """Of each device."""
+    """Memory of each device."""
     gpus_per_node: int = 8
-    """Devices that the fast links join; neighbouring ranks share a node."""
+    """Number of devices per node, which neighbouring ranks share."""
     intra_bandwidth: float = 450e9
-    """Bytes a second that a device sends inside a node."""
+    """Bytes per second that a device sends within a node."""
     inter_bandwidth: float = 50e9
-    """Bytes a second that a device sends to other nodes."""
+    """Bytes per second that a device sends to other nodes."""
     intra_latency: float = 5e-6
-    """Seconds before the first byte arrives, inside a node."""
+    """Latency within a node, in seconds."""
     inter_latency: float = 15e-6
-    """Seconds before the first byte arrives, between nodes."""
+    """Latency between nodes, in seconds."""
     peak_flops: float = 989.4e12
-    """A second, of a device, in half precision."""
+    """Peak flops per second of a device in half precision."""
     peak_flops_fp32: float = 66.9e12
-    """The same in float32; torch's default leaves TF32 off."""
+    """Peak flops per second in float32, without TF32, which torch leaves off by default."""
     efficiency: float = 0.4
-    """Share of the peak that matrix products reach in training."""
+    """Share of the peak flops that training reaches."""
     overlap: float = 0.7
-    """Share of the shorter of computing and data-parallel sending that hides behind the other."""
+    """Share of the shorter of computing and data-parallel communication that is hidden behind the other."""
     usable: float = 0.9
-    """Share of the memory that a plan may fill: the rest is for temporaries, the driver and gaps between blocks."""
+    """Share of the memory that a plan may use; the rest is for workspace, the driver and fragmentation."""
 
     def __post_init__(self) -> None:
         check_size("gpus", self.gpus, least=1)
@@ -63,12 +63,12 @@ class ClusterSpec:
 
     @classmethod
     def preset(cls, name: str, gpus: int, **changes: Any) -> Self:
-        """Figures of known devices.
+        """Return the figures of a known device.
 
         Args:
             name: ``"a100-80gb"``, ``"h100-80gb"``, ``"h200"`` or ``"cpu"``.
-            gpus: How many.
-            **changes: Fields to set otherwise.
+            gpus: Number of devices.
+            **changes: Fields with different values.
 
         Raises:
             ValueError: If the name is unknown.
@@ -79,45 +79,33 @@ class ClusterSpec:
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of nodes."""
         return -(-self.gpus // self.gpus_per_node)
 
     def link(self, span: int) -> str:
-        """``"intra"`` if so many neighbouring ranks share a node, else ``"inter"``."""
+        """Return ``"intra"`` if groups of ``span`` neighbouring ranks lie within nodes, else ``"inter"``."""
         return "intra" if span <= self.gpus_per_node and self.gpus_per_node % span == 0 else "inter"
 
     def bandwidth(self, span: int) -> float:
-        """Bytes a second along an axis whose groups lie within so many neighbouring ranks."""
+        """Return the bytes per second along an axis whose groups span this many neighbouring ranks."""
         return self.intra_bandwidth if self.link(span) == "intra" else self.inter_bandwidth
 
     def latency(self, span: int) -> float:
-        """Seconds before the first byte arrives there."""
+        """Return the latency along that axis, in seconds."""
         return self.intra_latency if self.link(span) == "intra" else self.inter_latency
 
     def flops(self, dtype_bytes: int) -> float:
-        """A second that a device is taken to reach, computing in numbers of so many bytes."""
+        """Return the assumed flops per second for numbers of ``dtype_bytes`` bytes."""
         return (self.peak_flops if dtype_bytes <= 2 else self.peak_flops_fp32) * self.efficiency
 
 
 _HOPPER = {"peak_flops": 989.4e12, "peak_flops_fp32": 66.9e12, "intra_bandwidth": 450e9, "inter_bandwidth": 50e9}
+_A100 = {"peak_flops": 312e12, "peak_flops_fp32": 19.5e12, "intra_bandwidth": 300e9, "inter_bandwidth": 25e9}
+_CPU_FLOPS = {"peak_flops": 5e10, "peak_flops_fp32": 5e10}
+_CPU_LINKS = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e9, "intra_latency": 1e-4, "inter_latency": 1e-4}
 _PRESETS: dict[str, dict[str, Any]] = {
-    "a100-80gb": {
-        "memory_bytes": 80e9,
-        "peak_flops": 312e12,
-        "peak_flops_fp32": 19.5e12,
-        "intra_bandwidth": 300e9,
-        "inter_bandwidth": 25e9,
-    },
+    "a100-80gb": {"memory_bytes": 80e9, **_A100},
     "h100-80gb": {"memory_bytes": 80e9, **_HOPPER},
     "h200": {"memory_bytes": 141e9, **_HOPPER},
-    "cpu": {
-        "memory_bytes": 4e9,
-        "peak_flops": 5e10,
-        "peak_flops_fp32": 5e10,
-        "intra_bandwidth": 1e9,
-        "inter_bandwidth": 1e9,
-        "intra_latency": 1e-4,
-        "inter_latency": 1e-4,
-        "gpus_per_node": 8,
-    },
+    "cpu": {"memory_bytes": 4e9, **_CPU_FLOPS, **_CPU_LINKS},
 }

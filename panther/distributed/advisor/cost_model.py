@@ -1,15 +1,14 @@
 r"""What a layout of a model on a cluster costs each rank: memory, bytes sent, and time, by stated assumptions.
 
-Memory is that of the rank which holds most, as the sum of what it holds. Not all of it is there at one moment
-(gradients are not, early in a step, nor activations late), so the sum is an upper bound, but for an operator's
-temporaries.
+Memory is reported for the most loaded rank, as the sum of all its tensors. They are not all alive at the same time
+(gradients early in a step, activations late), so this is an upper bound, excluding the workspace of operators.
 
-Time: computing is flops over ``peak * efficiency``. Rings carry collectives: an all-reduce of V bytes over n ranks
-sends :math:`2 V (n-1)/n` over a link in :math:`2 (n-1)` rounds, a gather or scatter of V in all :math:`V (n-1)/n` in
-:math:`n - 1`. A pipeline is idle for the share that its schedule's order gives, :math:`(p-1)/(v m + p - 1)` for p
-ranks, m microbatches and v stages a rank with 1F1B and its interleaved form. What is sent over tp and pp is waited for;
-over dp the share ``overlap`` of the shorter of sending and computing hides, and none under a pipeline, whose gradients
-are sent at the end.
+Time: computing takes flops over ``peak * efficiency``. Collectives run on rings: an all-reduce of V bytes over n ranks
+sends :math:`2 V (n-1)/n` bytes over a link in :math:`2 (n-1)` rounds; a gather or scatter of V bytes in total sends
+:math:`V (n-1)/n` in :math:`n - 1`. A pipeline is idle for the share of its schedule, :math:`(p-1)/(v m + p - 1)` for p
+ranks, m microbatches and v stages per rank with 1F1B and its interleaved form. Traffic over tp and pp is waited for.
+Over dp, the share ``overlap`` of the shorter of sending and computing is hidden; under a pipeline none is, because
+gradients are sent at the end.
 """
 
 __all__ = ["Estimate", "Layout", "MemoryEstimate", "Traffic", "estimate"]
@@ -26,32 +25,32 @@ from panther.distributed.pipeline._balance import balanced_cuts
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError
 
-_BUCKET = 25 * 2**20  # DDP's
-_STEP = 4  # bytes of Adam's count of steps, one a parameter
+_BUCKET = 25 * 2**20  # bytes of a gradient bucket, torch's default for DDP
+_STEP = 4  # bytes of Adam's step count, one per parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How ranks are arranged: the axes of :func:`make_mesh`, and what is done along them."""
+    """An arrangement of ranks: the axes of :func:`make_mesh`, and the strategy along each."""
 
     dp: int = 1
     pp: int = 1
     tp: int = 1
     replicate: int = 1
-    """Copies of what ``"fsdp"`` shards along dp (HSDP)."""
+    """Number of replicas of what ``"fsdp"`` shards along dp (HSDP)."""
     strategy: str | None = None
-    """:func:`data_parallel`'s; None where nothing is to be done along dp."""
+    """Strategy of :func:`data_parallel`; None without data parallelism."""
     schedule: str | None = None
-    """:func:`make_schedule`'s, of a pipeline."""
+    """Schedule of :func:`make_schedule`; None without a pipeline."""
     num_microbatches: int = 1
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.replicate * self.dp * self.pp * self.tp
 
     def __str__(self) -> str:
-        """Short: the axes longer than one."""
+        """Return the axes that are longer than one."""
         sharding = "" if self.strategy is None else f" {self.strategy}"
         parts = [f"replicate={self.replicate}"] if self.replicate > 1 else []
         parts += [f"dp={self.dp}{sharding}"] if self.dp > 1 else []
@@ -62,91 +61,91 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     parameters: float = 0
     gradients: float = 0
     optimizer: float = 0
     sketches: float = 0
-    """Of seeded layers; a fitted one's are parameters."""
+    """Sketches of seeded layers; those of fitted layers are parameters."""
     buffers: float = 0
     activations: float = 0
-    """What autograd keeps from forward to backward."""
+    """Tensors that autograd saves for the backward pass."""
     communication: float = 0
-    """Copies that sending needs: DDP's buckets, what FSDP gathers and scatters, a pipeline's inputs and outputs."""
+    """Buffers: DDP's buckets, what FSDP gathers and scatters, inputs and outputs of pipeline stages."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """By name."""
+        """Return each part by its name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends along an axis in a step."""
+    """Traffic of one rank along an axis in one step."""
 
     axis: str
     link: str
-    """``"intra"`` (within a node) or ``"inter"``."""
-    handed: float
-    """Bytes handed to the operations, as :class:`CommunicationCounter` counts them."""
+    """``"intra"`` (within a node) or ``"inter"`` (between nodes)."""
+    payload: float
+    """Bytes of the tensors that are communicated, as :class:`CommunicationCounter` counts them."""
     sent: float
-    """Bytes that the rank's link carries, with rings."""
+    """Bytes that the rank sends over its link, with ring algorithms."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout costs."""
+    """The predicted cost of a layout."""
 
     layout: Layout
     stages: tuple[MemoryEstimate, ...]
-    """Bytes of a rank of each place along pp."""
+    """Memory of a rank at each position along pp."""
     traffic: tuple[Traffic, ...]
     seconds: dict[str, float]
-    """Of a step: compute, bubble, and tp, pp and dp as far as they are waited for."""
+    """Parts of the time of a step: compute, bubble, and communication over tp, pp and dp that is not hidden."""
     bubble: float
-    """Share of the time in which pipelined work is idle."""
+    """Share of the time in which a pipeline's ranks are idle."""
 
     @property
     def memory(self) -> MemoryEstimate:
-        """Bytes of the rank that holds most."""
+        """Memory of the most loaded rank."""
         return max(self.stages, key=lambda memory: memory.total)
 
     @property
     def step_seconds(self) -> float:
-        """Of a step."""
+        """Predicted time of a step in seconds."""
         return sum(self.seconds.values())
 
     def sent(self, link: str | None = None) -> float:
-        """Bytes that a rank sends in a step, over one kind of link or over all."""
+        """Return the bytes that a rank sends in a step, over one kind of link or over all."""
         return sum(traffic.sent for traffic in self.traffic if link in (None, traffic.link))
 
 
 def estimate(
     stats: ModelStats, cluster: ClusterSpec, layout: Layout, batch: int, optimizer_states: int = 2
 ) -> Estimate:
-    """Predict a layout.
+    """Predict memory, traffic and time of a layout.
 
     Args:
-        stats: Of the whole model.
-        cluster: Where it runs.
-        layout: The axes.
-        batch: Samples of a step, of all ranks.
-        optimizer_states: Copies of the trained parameters that the optimizer keeps: 2 with Adam, 0 with SGD.
+        stats: Statistics of the whole model.
+        cluster: The devices and links.
+        layout: The layout.
+        batch: Number of samples of a step, over all ranks.
+        optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
 
     Raises:
         ShapeError: If the layout does not suit the model.
     """
     stages = _stages(stats, layout)
-    stats = stats.cut(layout.tp)
-    held = {tensor.element for tensor in stats.tensors if tensor.trained}
+    stats = stats.shard(layout.tp)
+    held = {tensor.layer for tensor in stats.tensors if tensor.trained}
     if any(held.isdisjoint(stage) for stage in stages):
-        raise ShapeError(f"of {len(stages)} stages one would have no parameters to train")
+        raise ShapeError(f"one of {len(stages)} stages would have no trainable parameters")
     samples = batch / (layout.dp * layout.replicate * layout.num_microbatches)
     order = order_of(layout.schedule, layout.pp, layout.num_microbatches) if layout.schedule else None
     ranks = [_Rank(stats, layout, stages, rank, samples, order, optimizer_states) for rank in range(layout.pp)]
@@ -167,26 +166,26 @@ def estimate(
         "pp": pp,
         "dp": dp - hidden,
     }
-    used = tuple(t for t in (*traffic, *along_dp) if t.handed)
+    used = tuple(t for t in (*traffic, *along_dp) if t.payload)
     return Estimate(layout, memory, used, seconds, bubble)
 
 
 def _stages(stats: ModelStats, layout: Layout) -> list[range]:
-    """The elements of every stage, as :func:`split_stages` cuts."""
+    """Return the layers of each stage, as :func:`split_stages` chooses them."""
     n = layout.pp * SCHEDULES[layout.schedule].stages_per_rank if layout.schedule else 1
-    return list(_cut(stats.tensors, len(stats.elements), n))
+    return list(_balanced_stages(stats.tensors, len(stats.layers), n))
 
 
 @lru_cache(maxsize=256)
-def _cut(tensors: tuple[TensorStats, ...], elements: int, n: int) -> tuple[range, ...]:
+def _balanced_stages(tensors: tuple[TensorStats, ...], layers: int, n: int) -> tuple[range, ...]:
     if n == 1:
-        return (range(elements),)
-    costs = [0.0] * elements
+        return (range(layers),)
+    costs = [0.0] * layers
     for tensor in tensors:
         if tensor.role == "parameter":
-            costs[tensor.element] += tensor.whole
+            costs[tensor.layer] += tensor.global_numel
     begins = balanced_cuts(costs, n)
-    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], elements], strict=True))
+    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], layers], strict=True))
 
 
 def _itemsize(stats: ModelStats) -> int:
@@ -194,7 +193,7 @@ def _itemsize(stats: ModelStats) -> int:
 
 
 def shard_numel(tensor: TensorStats, ranks: int) -> int:
-    """Entries of the largest shard, padded, as ``data_parallel(strategy="fsdp")`` cuts."""
+    """Return the entries of a padded shard of ``data_parallel(strategy="fsdp")``."""
     if not tensor.shape:
         return 1
     if not tensor.on_mesh and len(tensor.shape) == 2:
@@ -205,7 +204,7 @@ def shard_numel(tensor: TensorStats, ranks: int) -> int:
 
 
 class _Rank:
-    """One rank of the pp axis, or the one there is."""
+    """The cost of one rank of the pp axis; without a pipeline, of any rank."""
 
     def __init__(
         self,
@@ -222,18 +221,18 @@ class _Rank:
         n = len(stages)
         in_v = layout.schedule is not None and SCHEDULES[layout.schedule].order == "v"
         self.mine = ([rank, n - 1 - rank] if in_v else list(range(rank, n, layout.pp))) if layout.pp > 1 else [0]
-        own = {element for stage in self.mine for element in stages[stage]}
-        self.tensors = [tensor for tensor in stats.tensors if tensor.element in own]
-        self.elements = [stats.elements[i] for i in sorted(own)]
+        own = {layer for stage in self.mine for layer in stages[stage]}
+        self.tensors = [tensor for tensor in stats.tensors if tensor.layer in own]
+        self.layers = [stats.layers[i] for i in sorted(own)]
         self.engine = layout.strategy in ("fsdp", "replicate")
         self.shards = layout.dp if layout.strategy == "fsdp" else 1
 
     def flops(self) -> float:
-        """Of a microbatch."""
-        return sum(e.forward_flops.at(self.samples) + e.backward_flops.at(self.samples) for e in self.elements)
+        """Return the flops of a microbatch."""
+        return sum(e.forward_flops.at(self.samples) + e.backward_flops.at(self.samples) for e in self.layers)
 
     def memory(self) -> MemoryEstimate:
-        """What the rank holds."""
+        """Return the memory of the rank."""
         parameters = [tensor for tensor in self.tensors if tensor.role == "parameter"]
         trained = [tensor for tensor in parameters if tensor.trained]
         held = self._bytes(trained)
@@ -244,7 +243,7 @@ class _Rank:
             sketches=sum(tensor.nbytes for tensor in self.tensors if tensor.role == "sketch"),
             buffers=sum(tensor.nbytes for tensor in self.tensors if tensor.role == "buffer"),
             activations=self._peak([self._kept(stage) for stage in range(len(self.stages))]),
-            communication=(held if self.layout.strategy == "ddp" else self._gathered()) + self._handed_on(),
+            communication=(held if self.layout.strategy == "ddp" else self._gathered()) + self._pipeline_buffers(),
         )
 
     def _bytes(self, tensors: Iterable[TensorStats]) -> float:
@@ -254,92 +253,93 @@ class _Rank:
         return self.order.peak(self.rank, sizes) if self.order else sum(sizes[stage] for stage in self.mine)
 
     def _kept(self, stage: int) -> float:
-        """What a microbatch leaves in a stage, but for what it was handed, which has a buffer of its own."""
-        elements = [self.stats.elements[i] for i in self.stages[stage]]
-        kept = sum(element.activations.at(self.samples) for element in elements)
-        return kept - (self._input(stage) if stage and elements[0].keeps_input else 0)
+        """Return what autograd saves of a microbatch in a stage, except for the input, which is a pipeline buffer."""
+        layers = [self.stats.layers[i] for i in self.stages[stage]]
+        kept = sum(layer.activations.at(self.samples) for layer in layers)
+        return kept - (self._input(stage) if stage and layers[0].saves_input else 0)
 
     def _input(self, stage: int) -> float:
         return self._output(stage - 1) if stage else 0.0
 
     def _output(self, stage: int) -> float:
-        return self.stats.elements[self.stages[stage][-1]].output.at(self.samples)
+        return self.stats.layers[self.stages[stage][-1]].output.at(self.samples)
 
-    def _handed_on(self) -> float:
-        """A pipeline's buffers, one a microbatch, for what stages receive, and the outputs that wait for backward."""
+    def _pipeline_buffers(self) -> float:
+        """Return a pipeline's receive buffers, one per microbatch, and outputs that wait for their backward pass."""
         if self.order is None:
             return 0.0
         last, m = len(self.stages) - 1, self.layout.num_microbatches
         received = sum(self._input(s) + (self._output(s) if s < last else 0.0) for s in self.mine)
-        results = 2 * self._output(last) if last in self.mine else 0.0  # in parts, then as one
+        results = 2 * self._output(last) if last in self.mine else 0.0  # of each microbatch, and concatenated
         waiting = self._peak([self._output(s) if s < last else 0.0 for s in range(last + 1)])
         return m * (received + results) + waiting
 
     def _units(self) -> dict[str, list[TensorStats]]:
-        """What is gathered at once: blocks, or a whole stage; ``""`` is the rest."""
+        """Return the groups of tensors that FSDP gathers at once: blocks, or a whole stage; ``""`` is the rest."""
         units: dict[str, list[TensorStats]] = {}
         stage_of = {i: s for s, stage in enumerate(self.stages) for i in stage}
         for tensor in self.tensors:
             if tensor.role == "parameter":
-                name = tensor.block if self.layout.pp == 1 else f"stage {stage_of[tensor.element]}"
+                name = tensor.block if self.layout.pp == 1 else f"stage {stage_of[tensor.layer]}"
                 units.setdefault(name, []).append(tensor)
         return units
 
     def _full(self, unit: list[TensorStats], *, reduced: bool = False) -> float:
-        """Bytes of a unit gathered, with the padding, or of its gradients as they are summed."""
+        """Return the padded bytes of a gathered unit, or (``reduced``) those of its gradients."""
         half = compute_dtype(self.stats.mixed_precision)
         chosen = [t for t in unit if t.trained] if reduced else unit
         sizes = [half.itemsize if half and not reduced else t.itemsize for t in chosen]
         return sum(shard_numel(t, self.shards) * self.shards * size for t, size in zip(chosen, sizes, strict=True))
 
     def _gathered(self) -> float:
-        """FSDP's copies: what is gathered, its gradients, and these once more as they are summed."""
+        """Return FSDP's buffers: gathered parameters, their gradients, and a copy of these to reduce."""
         if not self.engine:
             return 0.0
         units = self._units()
         sizes = {name: (self._full(unit), self._full(unit, reduced=True)) for name, unit in units.items()}
-        if self.layout.pp > 1:  # stages stay gathered, and add up gradients, from first to last microbatch
+        if self.layout.pp > 1:  # a stage stays gathered, with its gradients, for all microbatches
             return sum(g + u for g, u in sizes.values()) + max(u for _, u in sizes.values())
+        # Besides the root unit, two blocks are gathered at a time: FSDP prefetches the next one.
         root, root_summed = sizes.pop("", (0.0, 0.0))
         block = max((2 * (g + u) for g, u in sizes.values()), default=0.0)
         return root + max(block, 2 * root_summed)
 
     def along(self, axis: str, cluster: ClusterSpec) -> Traffic:
-        """What is sent along tp or pp."""
+        """Return the traffic along tp or pp."""
         layout, m = self.layout, self.layout.num_microbatches
         if axis == "tp":
             n = layout.tp
-            handed = m * sum(e.tp_forward.at(self.samples) + e.tp_backward.at(self.samples) for e in self.elements)
-            calls = m * sum(e.tp_calls for e in self.elements)
-            sent = 2 * (n - 1) / n * handed
+            payload = m * sum(e.tp_forward.at(self.samples) + e.tp_backward.at(self.samples) for e in self.layers)
+            calls = m * sum(e.tp_calls for e in self.layers)
+            sent = 2 * (n - 1) / n * payload
             rounds, span = 2 * (n - 1) * calls, n
         else:
-            # The gradient of what a stage was handed goes back; neighbours on one rank, in a v, send nothing.
+            # A stage sends its output forward and the gradient of its input back. With V schedules neighbouring stages
+            # can be on one rank, which sends nothing.
             last, mine = len(self.stages) - 1, set(self.mine)
             out = [self._output(s) for s in self.mine if s < last and s + 1 not in mine]
             back = [self._input(s) for s in self.mine if s > 0 and s - 1 not in mine]
-            sent = handed = m * (sum(out) + sum(back))
+            sent = payload = m * (sum(out) + sum(back))
             rounds = m * (len(out) + len(back))
             span = layout.pp * layout.tp
-        seconds = sent / cluster.bandwidth(span) + rounds * cluster.latency(span)
-        return Traffic(axis, cluster.link(span), handed, sent, seconds if handed else 0.0)
+        return _traffic(axis, cluster, span, payload, sent, rounds)
 
     def data_parallel(self, cluster: ClusterSpec) -> tuple[Traffic, ...]:
-        """What is sent along dp and replicate."""
+        """Return the traffic along dp and replicate."""
         layout = self.layout
         inner = layout.dp * layout.pp * layout.tp
         trained = sum(t.nbytes for t in self.tensors if t.trained)
         if layout.strategy == "fsdp" and layout.dp > 1:
-            n, handed, whole = layout.dp, 0.0, 0.0
+            n, payload, whole = layout.dp, 0.0, 0.0
             units = self._units()
             for name, unit in units.items():
-                gathers = 2 if name and layout.pp == 1 else 1  # root and stages stay gathered to the end
+                gathers = 2 if name and layout.pp == 1 else 1  # the root unit and stages stay gathered
                 full, summed = self._full(unit), self._full(unit, reduced=True)
-                handed += gathers * full / n + summed
+                payload += gathers * full / n + summed
                 whole += gathers * full + summed
             rounds = (n - 1) * 3 * len(units)
             sent = (n - 1) / n * whole
-            dp = _traffic("dp", cluster, inner, handed, sent, rounds)
+            dp = _traffic("dp", cluster, inner, payload, sent, rounds)
             if layout.replicate == 1:
                 return (dp,)
             shard = sum(self._full(unit, reduced=True) for unit in units.values()) / n
@@ -351,13 +351,13 @@ class _Rank:
             return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
         n = layout.dp
         calls = -(-trained // _BUCKET) if layout.strategy == "ddp" else len(self._units())
-        sent, handed = 2 * (n - 1) / n * trained, float(trained)
-        if layout.strategy == "ddp":  # which sends buffers, in every forward, but for a sketched layer's
+        sent, payload = 2 * (n - 1) / n * trained, float(trained)
+        if layout.strategy == "ddp":  # it also broadcasts buffers in every forward, except for sketches
             buffers = [t for t in self.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed")]
-            handed += sum(t.nbytes for t in buffers)
-        return (_traffic("dp", cluster, inner, handed, sent, 2 * (n - 1) * calls),)
+            payload += sum(t.nbytes for t in buffers)
+        return (_traffic("dp", cluster, inner, payload, sent, 2 * (n - 1) * calls),)
 
 
-def _traffic(axis: str, cluster: ClusterSpec, span: int, handed: float, sent: float, rounds: float) -> Traffic:
+def _traffic(axis: str, cluster: ClusterSpec, span: int, payload: float, sent: float, rounds: float) -> Traffic:
     seconds = sent / cluster.bandwidth(span) + rounds * cluster.latency(span)
-    return Traffic(axis, cluster.link(span), handed, sent, seconds if handed else 0.0)
+    return Traffic(axis, cluster.link(span), payload, sent, seconds if payload else 0.0)

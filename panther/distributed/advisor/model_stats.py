@@ -1,11 +1,12 @@
-"""What planning needs to know of a model: its tensors, flops, what autograd keeps, and what is sent where it is cut."""
+"""The statistics of a model that planning needs: tensors, flops, saved activations, and traffic when it is sharded."""
 
-__all__ = ["ElementStats", "Line", "ModelStats", "TensorStats"]
+__all__ = ["LayerStats", "Line", "ModelStats", "TensorStats"]
 
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from panther.distributed.advisor._fake_run import Run, fake_inputs, make_fake_, meta_copy, pretended_mesh, run
+from panther.distributed.advisor._fake_run import (
+    BYTES,
+    CALLS,
+    FLOPS,
+    Run,
+    fake_inputs,
+    fake_mesh,
+    make_fake_,
+    meta_copy,
+    run,
+)
 from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.tensor.parallelize import tensor_parallel
@@ -24,119 +35,117 @@ from panther.nn._sketched import SketchedModule
 
 
 class Line(NamedTuple):
-    """A quantity that grows with the samples of a batch: ``fixed + per_sample * samples``."""
+    """A quantity that is linear in the number of samples: ``fixed + per_sample * samples``."""
 
     fixed: float
     per_sample: float
 
     def at(self, samples: float) -> float:
-        """Its value for so many samples."""
+        """Return its value for a number of samples."""
         return self.fixed + self.per_sample * samples
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """A parameter or buffer that one rank holds, before data parallelism shards it."""
+    """A parameter or buffer of one rank, before data parallelism shards it."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     role: str
-    """``"parameter"``, ``"sketch"`` (of a seeded layer; a fitted one's are parameters) or ``"buffer"``."""
+    """``"parameter"``, ``"sketch"`` (of a seeded layer; those of a fitted layer are parameters) or ``"buffer"``."""
     trained: bool
-    element: int
-    """Of the model's elements, the one that holds it."""
+    layer: int
+    """Index of the layer that holds it, in ``ModelStats.layers``."""
     block: str
-    """What FSDP gathers it with: the name of an element of a ModuleList or Sequential, ``""`` the rest."""
+    """Name of the block that FSDP gathers it with; ``""`` for parameters outside of all blocks."""
     on_mesh: bool = False
     """Whether tensor parallelism made it a DTensor."""
-    whole: int = 0
-    """Entries of all ranks' parts together."""
+    global_numel: int = 0
+    """Number of entries over all ranks of the tp axis."""
 
     @property
     def numel(self) -> int:
-        """Entries."""
+        """Number of entries on this rank."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes on this rank."""
         return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
-class ElementStats:
-    """A part of the model that a pipeline leaves whole. Flops, and bytes, by samples."""
+class LayerStats:
+    """A layer that a pipeline does not split, with flops and bytes as functions of the number of samples."""
 
     name: str
     forward_flops: Line
     backward_flops: Line
     activations: Line
-    """What autograd keeps from forward to backward."""
+    """Bytes that autograd saves for the backward pass."""
     output: Line
     tp_forward: Line
-    """What its cut layers hand to the tp axis, forward."""
+    """Bytes that its sharded layers reduce over the tp axis in the forward pass."""
     tp_backward: Line
     tp_calls: int
-    """All-reduces over the tp axis, forward and backward."""
-    keeps_input: bool
-    """Whether its input is among ``activations``, rather than among those of the element before."""
+    """Number of all-reduces over the tp axis, forward and backward."""
+    saves_input: bool
+    """Whether ``activations`` include its input; otherwise those of the layer before do."""
 
 
 @dataclass(frozen=True)
 class ModelStats:
     """What a model costs one rank, for :func:`plan_parallelism`. Made by :meth:`of` or :meth:`transformer`.
 
-    Activations are counted as torch's CPU operations keep them: attention with dropout keeps its matrix there, and a
-    fused kernel on a GPU does not.
+    Activations are counted as torch's CPU operations save them. For example, attention with dropout saves its matrix of
+    weights there, which a fused kernel on a GPU does not.
 
     Example:
         >>> model = nn.Sequential(SKLinear(256, 256, 4), nn.ReLU(), nn.Linear(256, 2))
         >>> stats = ModelStats.of(model, torch.ones(8, 256))
-        >>> stats.num_parameters, stats.sketch_elements
+        >>> stats.num_parameters, stats.num_sketch_entries
         (2818, 2048)
-        >>> [int(element.activations.at(8)) for element in stats.elements]
+        >>> [int(layer.activations.at(8)) for layer in stats.layers]
         [8320, 8192, 0]
     """
 
     tensors: tuple[TensorStats, ...]
-    elements: tuple[ElementStats, ...]
-    in_sequence: bool
-    """Whether a pipeline can cut it: the model is an nn.Sequential."""
+    layers: tuple[LayerStats, ...]
+    is_sequential: bool
+    """Whether the model is an nn.Sequential, which a pipeline can split."""
     tp: int = 1
-    """Ranks that share the layers; the figures are those of one of them, with the largest part."""
-    whole: tuple[tuple[str, str], ...] = ()
-    """Modules that tensor parallelism leaves whole, and why."""
+    """Number of ranks that share each layer. The figures are those of the rank with the largest shards."""
     mixed_precision: str | None = None
-    """What it computes in, if not in the dtype of its parameters."""
-    _cut: Callable[[int], "ModelStats"] | None = field(default=None, repr=False, compare=False)
+    """Dtype of the computation; None is that of the parameters."""
+    _shard: Callable[[int], "ModelStats"] | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_parameters(self) -> int:
-        """Entries of all parameters."""
+        """Number of entries of all parameters."""
         return sum(tensor.numel for tensor in self.tensors if tensor.role == "parameter")
 
     @property
-    def sketch_elements(self) -> int:
-        """Entries of the fixed sketches, which every rank draws."""
+    def num_sketch_entries(self) -> int:
+        """Number of entries of the seeded sketches, which every rank draws itself."""
         return sum(tensor.numel for tensor in self.tensors if tensor.role == "sketch")
 
     @property
     def activation_bytes(self) -> float:
-        """What autograd keeps of one more sample."""
-        return sum(element.activations.per_sample for element in self.elements)
+        """Bytes that autograd saves per sample."""
+        return sum(layer.activations.per_sample for layer in self.layers)
 
-    def cut(self, tp: int) -> "ModelStats":
-        """The figures of one of ``tp`` ranks that share the layers by :func:`tensor_parallel`.
+    def shard(self, tp: int) -> "ModelStats":
+        """Return the statistics of one of ``tp`` ranks after :func:`tensor_parallel`.
 
         Raises:
-            ShapeError: If the model was cut already.
+            ShapeError: If these are the statistics of a sharded model.
         """
         if tp == self.tp:
             return self
-        if self._cut is None or self.tp != 1:
-            raise ShapeError(f"these are the figures of one of {self.tp} ranks: cut those of the whole model")
-        return self._cut(tp)
+        if self._shard is None or self.tp != 1:
+            raise ShapeError(f"these are the statistics of one of {self.tp} ranks: shard those of the whole model")
+        return self._shard(tp)
 
     @classmethod
     def of(
@@ -147,32 +156,30 @@ class ModelStats:
         loss_fn: Callable[[Any], Tensor] | None = None,
         mixed_precision: str | None = None,
     ) -> "ModelStats":
-        """Measure a model by running it on tensors without values, which takes neither its weights nor memory.
+        """Measure a model by running it on fake tensors, which have no values and need no memory.
 
         Args:
-            model: On any device, meta too; it is left as it is.
-            sample_input: What forward takes: a tensor, a tuple of arguments or a mapping of keywords. Tensors whose
-                first size is that of the first one are taken to be of samples.
+            model: The model, on any device including meta. It is not changed.
+            sample_input: Input of its forward: a tensor, a tuple of arguments or a mapping of keywords. The batch size
+                is the first size of the first tensor, and every tensor with that first size is a batch.
             loss_fn: Computes a scalar from the output, so that what it saves for backward is counted. None sums the
                 output, which saves nothing.
-            mixed_precision: What to compute in, as :func:`data_parallel`'s.
+            mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`.
 
         Raises:
-            ShapeError: If the sample input has no batch, or the output depends on no trained parameter.
+            ShapeError: If the sample input has no batch, or the output depends on no trainable parameter.
             ValueError: If ``mixed_precision`` is unknown.
 
-        Cost: two passes without arithmetic, of one and two times the batch, and two more for every size of the tp axis
-        that is asked for.
+        Cost: two forward and backward passes without arithmetic, at one and two times the batch size, and two more for
+        every size of the tp axis.
         """
         compute_dtype(mixed_precision)
-        known: dict[int, ModelStats] = {}
 
-        def cut(tp: int) -> ModelStats:
-            if tp not in known:
-                known[tp] = _measure(model, sample_input, loss_fn, mixed_precision, tp, cut)
-            return known[tp]
+        @cache
+        def measure(tp: int) -> ModelStats:
+            return _measure(model, sample_input, loss_fn, mixed_precision, tp, measure)
 
-        return cut(1)
+        return measure(1)
 
     @classmethod
     def transformer(
@@ -187,22 +194,22 @@ class ModelStats:
         sketch: int | None = None,
         mixed_precision: str | None = None,
     ) -> "ModelStats":
-        """The figures of a plain transformer: an embedding, layers of torch's, normed first, and a linear head.
+        """Return the statistics of a plain pre-norm transformer: embedding, torch's encoder layers, linear head.
 
-        A sample is a sequence of tokens, and the loss cross-entropy.
+        A sample is a sequence of tokens, and the loss is cross-entropy.
 
         Args:
-            hidden: Width.
-            layers: Number of layers, each attention and a feed-forward block.
-            heads: Of attention.
-            ffn: Width inside feed-forward blocks; None is four times the hidden one.
-            vocab: Number of tokens.
-            sequence: Tokens of a sample.
-            sketch: Sketch size R of the feed-forward blocks' layers; None leaves them dense. Attention stays dense.
-            mixed_precision: What to compute in, as :func:`data_parallel`'s.
+            hidden: Width of the hidden states.
+            layers: Number of layers, each with attention and a feed-forward block.
+            heads: Number of attention heads.
+            ffn: Inner width of feed-forward blocks; None is four times ``hidden``.
+            vocab: Size of the vocabulary.
+            sequence: Number of tokens of a sample.
+            sketch: Sketch size R of the layers in feed-forward blocks; None keeps them dense. Attention stays dense.
+            mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`.
 
         Raises:
-            ShapeError: If a size is not positive, or the heads do not divide the width.
+            ShapeError: If a size is not positive, or ``heads`` does not divide ``hidden``.
 
         Example:
             >>> sizes = dict(hidden=512, layers=2, heads=8, vocab=1000, sequence=16)
@@ -227,11 +234,12 @@ class ModelStats:
 
         tokens = torch.empty(1, sequence, dtype=torch.int64, device="meta")
         short = cls.of(model, tokens, loss_fn=loss_fn, mixed_precision=mixed_precision)
+        # All layers after the second have its figures, so two are measured whatever the number of layers.
         return _lengthened(short, layers) if layers > 2 else short
 
 
 def _lengthened(stats: ModelStats, layers: int) -> ModelStats:
-    """Of a transformer of two layers that of more: all are like the second."""
+    """Return the statistics of a longer transformer, from one whose second layer is repeated."""
 
     def place(name: str, shift: int) -> str:
         head, dot, tail = name.partition(".")
@@ -245,15 +253,14 @@ def _lengthened(stats: ModelStats, layers: int) -> ModelStats:
 
     tensors = repeated(
         stats.tensors,
-        lambda t: t.element,
-        lambda t, k: replace(t, name=place(t.name, k), block=place(t.block, k), element=t.element + k),
+        lambda t: t.layer,
+        lambda t, k: replace(t, name=place(t.name, k), block=place(t.block, k), layer=t.layer + k),
     )
     return replace(
         stats,
         tensors=tensors,
-        elements=repeated(stats.elements, lambda e: int(e.name), lambda e, k: replace(e, name=place(e.name, k))),
-        whole=repeated(stats.whole, lambda w: int(w[0].partition(".")[0]), lambda w, k: (place(w[0], k), w[1])),
-        _cut=lambda tp: _lengthened(stats.cut(tp), layers),
+        layers=repeated(stats.layers, lambda e: int(e.name), lambda e, k: replace(e, name=place(e.name, k))),
+        _shard=lambda tp: _lengthened(stats.shard(tp), layers),
     )
 
 
@@ -276,30 +283,30 @@ def _measure(
     loss_fn: Callable[[Any], Tensor] | None,
     mixed_precision: str | None,
     tp: int,
-    cut: Callable[[int], ModelStats],
+    measure: Callable[[int], ModelStats],
 ) -> ModelStats:
     mode, made, dtype = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
-    with pretended_mesh(tp) if tp > 1 else nullcontext() as mesh:
-        placed = tensor_parallel(made, mesh).placements if mesh is not None else ()
+    with fake_mesh(tp) if tp > 1 else nullcontext() as mesh:
+        if mesh is not None:
+            tensor_parallel(made, mesh)
         tensors = _tensors(made)
         make_fake_(made, mode, dtype)
         runs = []
         for times in (1, 2):
             inputs, batch = fake_inputs(sample_input, times, mode, dtype)
-            runs.append(run(made, _elements(made), inputs, batch, loss_fn, mode))
+            runs.append(run(made, _layers_of(made), inputs, batch, loss_fn, mode))
     return ModelStats(
         tensors,
-        tuple(_element(i, name, runs) for i, (name, _) in enumerate(_elements(made))),
+        tuple(_layer(i, name, runs) for i, (name, _) in enumerate(_layers_of(made))),
         isinstance(model, nn.Sequential),
         tp,
-        tuple((entry.name, entry.reason) for entry in placed if entry.action == "replicated"),
         mixed_precision,
-        cut,
+        measure,
     )
 
 
-def _elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A Sequential's, as far as no module stands twice, else the model as one."""
+def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a Sequential in which none occurs twice; of any other model the model as one layer."""
     children = list(model._modules.items())
     different = len({id(child) for _, child in children}) == len(children)
     if isinstance(model, nn.Sequential) and children and different:
@@ -309,17 +316,18 @@ def _elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
     blocks = {id(inner): name for name, module in _named_blocks(model) for inner in module.modules()}
-    elements = {id(m): i for i, (_, element) in enumerate(_elements(model)) for m in element.modules()}
+    layers = {id(m): i for i, (_, layer) in enumerate(_layers_of(model)) for m in layer.modules()}
     found, seen = [], set()
     for prefix, module in model.named_modules():
         sketches = module.sketch_names if isinstance(module, SketchedModule) else ()
         held = [(name, p, "parameter") for name, p in module._parameters.items()]
         held += [(name, b, "sketch" if name in sketches else "buffer") for name, b in module._buffers.items()]
-        held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]  # packed
+        held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]  # packed signs
         for name, tensor, role in held:
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
+            # Private, but to_local() is differentiable and records what is only looked at here.
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             found.append(
                 TensorStats(
@@ -328,10 +336,10 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
                     itemsize=tensor.itemsize,
                     role=role,
                     trained=role == "parameter" and tensor.requires_grad,
-                    element=elements.get(id(module), 0),
+                    layer=layers.get(id(module), 0),
                     block=blocks.get(id(module), ""),
                     on_mesh=isinstance(tensor, DTensor),
-                    whole=tensor.numel(),
+                    global_numel=tensor.numel(),
                 )
             )
     return tuple(found)
@@ -342,20 +350,20 @@ def _named_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(names[id(block)], block) for block in fsdp_blocks(model)]
 
 
-def _element(i: int, name: str, runs: list[Run]) -> ElementStats:
+def _layer(i: int, name: str, runs: list[Run]) -> LayerStats:
     def line(of: Callable[[Run], float]) -> Line:
         first, second = runs
-        slope = (of(second) - of(first)) / (second.batch - first.batch)
-        return Line(of(first) - slope * first.batch, slope)
+        slope = float(of(second) - of(first)) / (second.batch - first.batch)
+        return Line(float(of(first)) - slope * first.batch, slope)
 
-    return ElementStats(
+    return LayerStats(
         name=name,
-        forward_flops=line(lambda done: done.flops[i]),
-        backward_flops=line(lambda done: done.backward_flops[i]),
-        activations=line(lambda done: done.kept[i]),
+        forward_flops=line(lambda done: done.forward[i, FLOPS]),
+        backward_flops=line(lambda done: done.backward[i, FLOPS]),
+        activations=line(lambda done: done.saved[i]),
         output=line(lambda done: done.output[i]),
-        tp_forward=line(lambda done: done.sent[i]),
-        tp_backward=line(lambda done: done.backward_sent[i]),
-        tp_calls=runs[0].calls[i] + runs[0].backward_calls[i],
-        keeps_input=runs[0].keeps_input[i],
+        tp_forward=line(lambda done: done.forward[i, BYTES]),
+        tp_backward=line(lambda done: done.backward[i, BYTES]),
+        tp_calls=int(runs[0].forward[i, CALLS] + runs[0].backward[i, CALLS]),
+        saves_input=runs[0].saves_input[i],
     )

@@ -1,4 +1,4 @@
-"""Which parallelism to use: every mesh and strategy that a cluster allows, priced, ranked and explained."""
+"""Plan parallelism: predict the cost of every mesh and strategy that a cluster allows, and rank them with reasons."""
 
 __all__ = ["Option", "ParallelismPlan", "plan_parallelism"]
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from panther._text import format_bytes, format_seconds, format_table
-from panther.distributed.advisor._text import explain, reason
+from panther.distributed.advisor._text import explain_best, explain_other
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
 from panther.distributed.advisor.model_stats import ModelStats
@@ -23,12 +23,12 @@ from panther.errors import DistributedError, ShapeError, check_size
 
 _OBJECTIVES = ("time", "memory")
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
-_LONGEST = 32  # of the pp axis: orders of longer pipelines take seconds to play
+_MAX_PP = 32  # computing the order of a longer pipeline's schedule takes seconds
 
 
 @dataclass(frozen=True)
 class Option:
-    """A layout, what it costs, and why it stands where it does."""
+    """A layout with its predicted cost, and the reason of its rank."""
 
     estimate: Estimate
     fits: bool
@@ -36,29 +36,29 @@ class Option:
 
     @property
     def layout(self) -> Layout:
-        """The mesh and the strategies."""
+        """The mesh and its strategies."""
         return self.estimate.layout
 
 
 @dataclass(frozen=True)
 class ParallelismPlan:
-    """Layouts of a model on a cluster, the best first; ``print`` shows a table and the reasons."""
+    """Layouts of a model on a cluster, the best first. ``print`` shows a table and the reasons."""
 
     options: tuple[Option, ...]
     cluster: ClusterSpec
     batch: int
     objective: str
     notes: tuple[str, ...]
-    """What was not tried, and why."""
+    """Layouts that were not considered, and why."""
     mixed_precision: str | None = None
 
     @property
     def best(self) -> Option:
-        """The first."""
+        """The best option."""
         return self.options[0]
 
     def table(self, rows: int = 10) -> str:
-        """The first options, a line each."""
+        """Return a table of the first options."""
         head = ("", "layout", "memory", "fits", "step", "bubble", "sent in node", "between nodes")
         lines = [head]
         for i, option in enumerate(self.options[:rows], 1):
@@ -73,17 +73,17 @@ class ParallelismPlan:
         return format_table(lines)
 
     def explain(self, rows: int = 10) -> str:
-        """Why the first option won, and why each of the next lost, a sentence each."""
+        """Return one sentence for each of the first options: why it is best, or why it is not."""
         return "\n".join(f"{i}. {option.reason}" for i, option in enumerate(self.options[:rows], 1))
 
     def __str__(self) -> str:
-        """The table, the reasons and the notes."""
+        """Return the table, the reasons and the notes."""
         left = len(self.options) - 10
         more = [f"{left} more options are in .options"] if left > 0 else []
         return "\n".join([self.table(), "", self.explain(), *more, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan in types that JSON has."""
         return {
             "objective": self.objective,
             "batch": self.batch,
@@ -97,7 +97,7 @@ class ParallelismPlan:
                     "seconds": {**option.estimate.seconds, "step": option.estimate.step_seconds},
                     "bubble": option.estimate.bubble,
                     "sent_bytes": {
-                        t.axis: {"link": t.link, "handed": t.handed, "sent": t.sent} for t in option.estimate.traffic
+                        t.axis: {"link": t.link, "payload": t.payload, "sent": t.sent} for t in option.estimate.traffic
                     },
                     "reason": option.reason,
                 }
@@ -107,19 +107,19 @@ class ParallelismPlan:
         }
 
     def apply(self, model: nn.Module, option: int = 0) -> Any:
-        """Build an option on the live process group. Every rank must call it.
+        """Distribute a model as an option says, on the present process group. Every rank must call it.
 
         Args:
-            model: The model that was planned for, on its device.
+            model: The model that was planned for, on its device. It is changed in place.
             option: Its place in ``options``.
 
         Returns:
-            What to train: the model, wrapped with ``"ddp"``, to be called with this rank's samples; or for a pipeline a
-            :class:`HybridParallelTrainer`, whose ``train_step`` takes them. Make the optimizer after it.
+            The model to train, wrapped if the strategy is ``"ddp"``; for a pipeline a :class:`HybridParallelTrainer`.
+            Either takes this rank's samples. Make the optimizer afterwards.
 
         Raises:
-            DistributedError: If there is no process group, or it is of another size than the plan.
-            IndexError: If there is no such option.
+            DistributedError: If there is no process group, or its size is not that of the plan.
+            IndexError: If ``option`` is out of range.
         """
         layout = self.options[option].layout
         require_process_group()
@@ -161,36 +161,36 @@ def plan_parallelism(
     optimizer_states: int = 2,
     schedules: Sequence[str] = _SCHEDULES,
 ) -> ParallelismPlan:
-    """Price every way to train a model on a cluster, and rank them.
+    """Predict the cost of every way to train a model on a cluster, and rank them.
 
-    Tried are the axes dp, pp and tp of every size that divides the ranks, tp within a node, with ``"ddp"``, ``"fsdp"``,
-    ``"replicate"`` and HSDP where they go together, and pipelines of one to four microbatches a stage. What the
-    figures assume is said in :mod:`panther.distributed.advisor.cost_model`; on the memory of a device they are checked.
+    It considers all sizes of the axes dp, pp and tp that divide the number of ranks, with tp within a node; ``"ddp"``,
+    ``"fsdp"``, ``"replicate"`` and HSDP where they can be combined; and pipelines with one to four microbatches per
+    rank. The assumptions are documented in :mod:`panther.distributed.advisor.cost_model`.
 
     Args:
-        model: A module, of which nothing is read but shapes, or its :class:`ModelStats`.
-        cluster: Where it is to run.
-        batch: Samples of a step, of all ranks.
-        objective: ``"time"``, the shortest step, or ``"memory"``, the fewest bytes on a rank; of equal ones the other
-            decides. What does not fit comes last.
-        sample_input: For a module, what its forward takes, with a batch of any size; see :meth:`ModelStats.of`.
+        model: A module, of which only shapes are read, or its :class:`ModelStats`.
+        cluster: The devices and links.
+        batch: Number of samples of a step, over all ranks.
+        objective: ``"time"`` for the shortest step or ``"memory"`` for the fewest bytes per rank; the other breaks
+            ties. Layouts that do not fit come last.
+        sample_input: For a module, an input of its forward with any batch size; see :meth:`ModelStats.of`.
         loss_fn: For a module, computes a scalar from its output.
-        mixed_precision: For a module, what to compute in, as :func:`data_parallel`'s.
-        optimizer_states: Copies of the trained parameters that the optimizer keeps: 2 with Adam, 0 with SGD.
-        schedules: Of pipelines, to be tried.
+        mixed_precision: For a module, ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`.
+        optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
+        schedules: Pipeline schedules to consider.
 
     Returns:
         All options, the best first, with reasons.
 
     Raises:
-        ValueError: If ``objective`` or a schedule is unknown, or an argument is for a module and stats are given.
-        TypeError: If ``model`` is neither, or a module comes without ``sample_input``.
-        ShapeError: If a size is not positive, or no axes divide the batch.
+        ValueError: If ``objective`` or a schedule is unknown, or an argument for a module is given with statistics.
+        TypeError: If ``model`` has the wrong type, or is a module without ``sample_input``.
+        ShapeError: If a size is not positive, or no mesh divides the batch.
 
-    Cost: running the model without arithmetic, twice for every size of tp, and up to some seconds for long pipelines.
+    Cost: the model runs without arithmetic, twice for every size of tp; long pipelines take up to some seconds.
 
     Example:
-        >>> import panther as pr
+        >>> import torch, panther as pr
         >>> model = nn.Sequential(pr.nn.SKLinear(1024, 1024, 16), nn.ReLU(), nn.Linear(1024, 10))
         >>> cluster = ClusterSpec.preset("h100-80gb", gpus=4)
         >>> plan = plan_parallelism(model, cluster, batch=512, sample_input=torch.ones(1, 1024))
@@ -211,12 +211,12 @@ def plan_parallelism(
         try:
             estimates.append(estimate(stats, cluster, layout, batch, optimizer_states))
         except ShapeError as error:
-            if (note := f"pp={layout.pp} was left out with some schedules: {error}") not in notes:
+            if (note := f"pp={layout.pp} was not considered with some schedules: {error}") not in notes:
                 notes.append(note)
     if not estimates:
         raise ShapeError(
-            f"batch={batch} cannot be shared by {cluster.gpus} ranks: give a multiple of them, or of a divisor that tp "
-            f"and pp leave to dp ({'; '.join(notes) or 'no axis can be longer than one'})"
+            f"batch={batch} cannot be divided over {cluster.gpus} ranks: use a multiple of {cluster.gpus}, or of the "
+            f"data-parallel size that remains with tp and pp ({'; '.join(notes) or 'neither can be used here'})"
         )
     room = cluster.memory_bytes * cluster.usable
 
@@ -229,8 +229,8 @@ def plan_parallelism(
 
     estimates.sort(key=rank)
     first = estimates[0]
-    options = [Option(first, first.memory.total <= room, explain(estimates, room, objective))]
-    options += [Option(e, e.memory.total <= room, reason(e, first, room, objective)) for e in estimates[1:]]
+    options = [Option(first, first.memory.total <= room, explain_best(estimates, room, objective))]
+    options += [Option(e, e.memory.total <= room, explain_other(e, first, room, objective)) for e in estimates[1:]]
     return ParallelismPlan(tuple(options), cluster, batch, objective, tuple(notes), stats.mixed_precision)
 
 
@@ -249,7 +249,7 @@ def _stats(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or ModelStats, not {type(model).__name__}")
     if sample_input is None:
-        raise TypeError("a module needs sample_input, what its forward takes, to see what autograd keeps")
+        raise TypeError("a module needs sample_input, an input of its forward, to measure its activations")
     return ModelStats.of(model, sample_input, loss_fn=loss_fn, mixed_precision=mixed_precision)
 
 
@@ -258,31 +258,32 @@ def _layouts(
 ) -> Iterator[Layout]:
     half = stats.mixed_precision is not None
     if half:
-        notes.append("ddp and pipelines were left out: mixed_precision is for fsdp and replicate")
-    elif not stats.in_sequence:
-        notes.append("pipelines were left out: the model is no nn.Sequential")
-    longest = min(_LONGEST, len(stats.elements)) if stats.in_sequence and not half else 1
-    if longest == _LONGEST < min(cluster.gpus, len(stats.elements)):
-        notes.append(f"pipelines of more than {_LONGEST} ranks were left out")
+        notes.append("ddp and pipelines were not considered: mixed_precision is for fsdp and replicate")
+    elif not stats.is_sequential:
+        notes.append("pipelines were not considered: the model is not an nn.Sequential")
+    longest = min(_MAX_PP, len(stats.layers)) if stats.is_sequential and not half else 1
+    if longest == _MAX_PP < min(cluster.gpus, len(stats.layers)):
+        notes.append(f"pipelines of more than {_MAX_PP} ranks were not considered")
     for tp in _divisors(cluster.gpus):
-        if cluster.link(tp) == "inter" or not _can_cut(stats, tp, notes):
+        # tp exchanges activations in every layer, for which links between nodes are too slow.
+        if cluster.link(tp) == "inter" or not _can_shard(stats, tp, notes):
             continue
         for pp in _divisors(cluster.gpus // tp):
             dp = cluster.gpus // (tp * pp)
             if pp > longest or batch % dp:
                 continue
             if pp == 1:
-                yield from _unpiped(dp, tp, cluster, half=half)
+                yield from _without_pipeline(dp, tp, cluster, half=half)
                 continue
             for strategy in ("fsdp", "replicate") if dp > 1 else ("fsdp",):
                 for schedule in schedules:
-                    if pp * SCHEDULES[schedule].stages_per_rank > len(stats.elements):
+                    if pp * SCHEDULES[schedule].stages_per_rank > len(stats.layers):
                         continue
                     for m in _microbatches(batch // dp, pp):
                         yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, num_microbatches=m)
 
 
-def _unpiped(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> Iterator[Layout]:
+def _without_pipeline(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> Iterator[Layout]:
     if dp == 1:
         yield Layout(tp=tp, strategy="replicate" if half else None)
         return
@@ -294,16 +295,16 @@ def _unpiped(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> Iterator[
         yield Layout(replicate=dp // inside, dp=inside, tp=tp, strategy="fsdp")
 
 
-def _can_cut(stats: ModelStats, tp: int, notes: list[str]) -> bool:
+def _can_shard(stats: ModelStats, tp: int, notes: list[str]) -> bool:
     if tp == 1:
         return True
     try:
-        cut = stats.cut(tp)
-    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may use what is cut in ways of its own
-        notes.append(f"tp={tp} was left out: {str(error).partition(chr(10))[0]}")
+        sharded = stats.shard(tp)
+    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may use what is sharded in any way
+        notes.append(f"tp={tp} was not considered: {str(error).partition(chr(10))[0]}")
         return False
-    if not any(element.tp_calls for element in cut.elements):
-        notes.append(f"tp={tp} was left out: it cuts none of the model's layers")
+    if not any(layer.tp_calls for layer in sharded.layers):
+        notes.append(f"tp={tp} was not considered: it shards none of the model's layers")
         return False
     return True
 

@@ -1,24 +1,24 @@
-"""Which parallelism a model needs on a given machine."""
+"""Rules of thumb for a parallelism, from the number of parameters alone."""
 
 __all__ = ["choose_parallelism_strategy"]
 
 from numbers import Real
 
-_BYTES = 4  # of a parameter
+_BYTES = 4  # of a parameter in float32
 
 
 def choose_parallelism_strategy(model_size: int, num_gpus: int, memory_per_gpu: float) -> list[str]:
-    """Rules of thumb, in this order, for what to look at; several or none can hold.
+    """Return the kinds of parallelism that rules of thumb suggest, in this order; there can be several or none.
 
-    ``"data_parallel"`` if the parameters in float32 take less than 70 % of a GPU; ``"model_parallel"`` if they take
-    more than one; ``"tensor_parallel"`` from four GPUs on; ``"hybrid_parallel"`` from eight on, if the parameters take
-    more than half of one. Gradients, optimizer states and activations are not counted: with Adam they are three times
-    the parameters and more.
+    ``"data_parallel"`` if the parameters in float32 need less than 70 % of a GPU; ``"model_parallel"`` if they need
+    more than one GPU; ``"tensor_parallel"`` with four GPUs or more; ``"hybrid_parallel"`` with eight or more, if the
+    parameters need more than half of a GPU. Gradients, optimizer states and activations are not counted; with Adam they
+    are more than three times the parameters. :func:`plan_parallelism` counts them.
 
     Args:
-        model_size: Parameters of the model.
+        model_size: Number of parameters of the model.
         num_gpus: Number of GPUs.
-        memory_per_gpu: Bytes.
+        memory_per_gpu: Memory of a GPU in bytes.
 
     Raises:
         TypeError: If an argument is not a number.
