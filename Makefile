@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test test-all torture lint docs bench trials clean
+.PHONY: demo test test-isa test-all torture lint docs bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -19,6 +19,10 @@ demo: .venv/.demo-stamp
 # One thread: torch and scipy bring a pool each, and two pools on shared cores get in each other's way.
 test: .venv/.test-stamp
 	OMP_NUM_THREADS=1 .venv/bin/$(if $(ARGS),pytest $(ARGS),python tests/support/shards.py)
+
+# Numerical tests as older processors compute them, with one thread and with two.
+test-isa: .venv/.test-stamp
+	.venv/bin/python tests/support/instruction_sets.py
 
 # What `make test` leaves out: grids, tools, the property tests with more examples, and what needs further extras.
 test-all: .venv/.all-stamp

@@ -23,7 +23,7 @@ def interpreting() -> bool:
 
 @lru_cache(maxsize=1)
 def backend() -> str:
-    """The kernels in use, ``"torch"`` or ``"triton"``.
+    """Return the kernels in use, ``"torch"`` or ``"triton"``.
 
     Raises:
         ValueError: If ``PANTHER_KERNELS`` has an unknown value.

@@ -16,7 +16,7 @@ INTERPRETED = tl.constexpr(interpreting())
 
 @triton.jit
 def dot_operand(tile):
-    """A tile as tensor cores take it. The interpreter computes bfloat16 wrongly, so there it becomes float32."""
+    """Return a tile for tensor cores: in float32 in the interpreter, which computes bfloat16 wrongly."""
     return tile.to(tl.float32) if INTERPRETED else tile
 
 

@@ -29,7 +29,7 @@ _SCAN_BLOCK = 256
 
 @triton.jit
 def _subtrahend(r):
-    """What may be subtracted from -inf: r, and 0 where no key has been seen."""
+    """Return what may be subtracted from -inf: r, or 0 where no key has been seen."""
     return tl.where(r == float("-inf"), 0.0, r)
 
 
@@ -38,7 +38,7 @@ def _adjoint_kernel(
     grad, y, den, scaled_grad, delta, rows,
     E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What backward is made of, nu and delta, 0 in rows that attended to nothing."""
+    """Return nu and delta, from which backward is computed: 0 in rows that attended to nothing."""
     start = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     inside = start + row < rows
@@ -63,7 +63,7 @@ def _states_kernel(
     D: tl.constexpr, E: tl.constexpr, SUFFIX: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Sums of left_i (right_i | extra_i) over a chunk, stored with the next chunk that needs them.
+    """Sum left_i (right_i | extra_i) over a chunk, and store the sums with the next chunk that needs them.
 
     That is the chunk after, or before if SUFFIX: then a scan that includes its own row is all there is to do, and the
     last chunk's sums are not taken; its program writes the zeros of the first.
@@ -121,7 +121,7 @@ def _scan_kernel(
     states, r, n, chunks, width,
     SUFFIX: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Running sums of the states over chunks, in place, from the last chunk on if SUFFIX."""
+    """Replace the states by their running sums over chunks, from the last chunk on if SUFFIX."""
     blocks = tl.cdiv(width, BLOCK)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     entry = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -367,7 +367,7 @@ def _attend(
 
 
 def _chunk(x: Tensor, D: int, E: int) -> int:
-    """The smallest multiple of 64, a power of two, with which states take no more memory than q, k and v."""
+    """Return the smallest multiple of 64, a power of two, with which states take no more memory than q, k and v."""
     return max(_CHUNK, triton.next_power_of_2(triton.cdiv(4 * (D * E + D), (2 * D + E) * x.element_size())))
 
 
@@ -384,7 +384,7 @@ def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
     precision = dot_precision(x.dtype)
     target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
     ampere = target is not None and target.backend == "cuda" and target.arch < 90
-    # Rows whose width is no multiple of 16 bytes are loaded entry by entry, which takes registers for the addresses.
+    # Rows whose width is not a multiple of 16 bytes are loaded entry by entry, which takes registers for the addresses.
     aligned = inner % 16 == outer % 16 == 0
     light = aligned and max(inner, outer) <= 64 and x.dtype is not torch.float32
     tile = _Tile(rows=64, inner=64, columns=64 if aligned else 32, warps=4 if light else 8, stages=1)
@@ -402,7 +402,7 @@ def _padded(size: int) -> int:
 
 
 def _inner(x: Tensor) -> torch.dtype:
-    """What sums are rounded to between two products: half precision, with the range that float16 lacks."""
+    """Return the dtype that sums are rounded to between two products: half precision, with the range float16 lacks."""
     return torch.float32 if x.dtype is torch.float32 or INTERPRETED.value else torch.bfloat16
 
 

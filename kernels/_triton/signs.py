@@ -1,6 +1,6 @@
 """Signs in registers: drawn from the Philox stream, or expanded from one bit an entry.
 
-Bit for bit those of :func:`panther.kernels.reference.sign_block`: 128 entries of a row a call, a set bit a minus sign.
+Bit for bit those of :func:`panther.kernels.sign_block`: 128 entries of a row a call, a set bit a minus sign.
 """
 
 __all__ = ["draw_tile", "draw_words", "expand", "fill_signs_"]

@@ -208,7 +208,7 @@ def _pair_inner_kernel(
 
 @triton.jit
 def _reduce(partial, m, M, R, splits, part_stride, scale, like, BM: tl.constexpr, RP: tl.constexpr):
-    """The parts of ``x S1`` and ``x U2``, added in a fixed order, scaled and rounded as the inner result."""
+    """Add the parts of ``x S1`` and ``x U2`` in a fixed order, and scale and round them to the inner result."""
     r = tl.arange(0, RP)
     rows = (m[:, None] < M) & (r[None, :] < R)
     at = m[:, None].to(tl.int64) * (2 * R) + r[None, :]
@@ -225,7 +225,7 @@ def _reduce(partial, m, M, R, splits, part_stride, scale, like, BM: tl.constexpr
 
 @triton.jit
 def _pair_reduce_kernel(partial, inner, scale, n, splits, part_stride, BLOCK: tl.constexpr):
-    """The same for a rank of several tiles, whose parts too many programs would have to read."""
+    """Reduce as ``_reduce`` does for a rank of several tiles, whose parts too many programs would have to read."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, splits, _PARTS, num_stages=3):
@@ -273,7 +273,7 @@ def fused_matmul(
     bias: Tensor | None,  # (out,), contiguous
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """The output and ``scale x [S1 | U2]``, in one kernel, for many rows and a rank of at most 64."""
+    """Return the output and ``scale x [S1 | U2]``, in one kernel, for many rows and a rank of at most 64."""
     (M, K), (R, N) = x.shape, S2.shape
     x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
@@ -296,7 +296,7 @@ def pair_matmul(
     bias: Tensor | None,  # (out,), contiguous
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """The output and ``scale x [S1 | U2]``, in two kernels (three for a rank of several tiles), for any rank."""
+    """Return the output and ``scale x [S1 | U2]``, in two kernels (three for a rank of several tiles), for any rank."""
     (M, K), (R, N) = x.shape, S2.shape
     x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
@@ -340,7 +340,7 @@ def pair_matmul(
 
 
 def _row_tile(M: int, most: int, wanted: float = math.inf) -> int:
-    """A power of two of at least 16, and no more than ``most``, than the rows fill, or than is wanted."""
+    """Return a power of two, at least 16 and at most ``most``, the rows there are, and what is wanted."""
     return max(16, min(most, triton.next_power_of_2(M), triton.next_power_of_2(int(min(wanted, most)))))
 
 

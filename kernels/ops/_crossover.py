@@ -41,7 +41,7 @@ _FUSED = Rule(
     max_rank=64,
     aligned_only=True,
     why="predicted, not measured: with 32 rows or more a program, 4096 rows fill 128 multiprocessors, x is read once "
-    "and nothing but y written. Where sizes are no multiples of 16, entries are loaded one by one, for which the "
+    "and nothing but y written. Where sizes are not multiples of 16, entries are loaded one by one, for which the "
     "fused kernel, and not the pair, spills registers (compiled for sm_80 and sm_90)",
 )
 _PAIR = Rule(

@@ -191,7 +191,7 @@ def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ..
 
 def _batched(function: Any) -> Any:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[Any, Any]:
-        """The dimension mapped over is one more of the batch."""
+        """Treat the dimension mapped over as one more of the batch."""
         moved = [
             arg if arg is None else arg.expand(info.batch_size, *arg.shape) if dim is None else arg.movedim(dim, 0)
             for arg, dim in zip(args, in_dims, strict=True)

@@ -15,7 +15,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
-    r"""The Walsh-Hadamard transform over dimension -2, unnormalised, in natural order: :math:`y_i = \sum_j \pm x_j`.
+    r"""Return the Walsh-Hadamard transform over dimension -2, unnormalised and in natural order.
 
     The sign is that of :math:`(-1)^{\mathrm{popcount}(i \,\&\, j)}`: :math:`y = H x` with H symmetric and
     :math:`H^2 = N I`, so that its derivatives are transforms again. B. J. Fino and V. R. Algazi, "Unified matrix
@@ -29,7 +29,7 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same
         most once for every four bits of the index.
 
     Raises:
-        ValueError: If N is no power of two, or x has fewer than two dimensions.
+        ValueError: If N is not a power of two, or x has fewer than two dimensions.
         RuntimeError: If ``PANTHER_KERNELS=triton``, and x is neither float32, float16 nor bfloat16.
 
     Cost: on a GPU one read and one write of x for N up to 1024 (with n = 1 up to 8192, in half precision 16384), two

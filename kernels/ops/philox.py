@@ -56,12 +56,7 @@ def sign_block(
         raise ValueError(
             f"seed={seed} must be in [0, 2^64), and stream={stream} and tag={tag} in [0, 2^32): take them modulo that"
         )
-    device = torch.device(device)
-    # Layers are often built on the CPU and moved, so there the demand for Triton is one for the interpreter.
-    on_kernel_device = device.type != "cpu" or interpreting()
-    if torch.compiler.is_compiling() or (on_kernel_device and use_triton("sign_block", device)):
-        return _by_operator("sign", seed, stream, tag, rows, cols, 1.0, dtype, device)
-    return reference.sign_block(seed, stream, tag, rows, cols, dtype=dtype, device=device)
+    return _draw("sign", seed, stream, tag, rows, cols, 1.0, dtype, device)
 
 
 def word_block(
@@ -78,9 +73,7 @@ def word_block(
         >>> word_block(0, 0, 0, range(1), range(2), device="cpu").tolist()
         [[1713891541, 3781805453]]
     """
-    if torch.compiler.is_compiling():
-        return _by_operator("word", seed, stream, tag, rows, cols, 1.0, torch.int64, device)
-    return reference.word_block(seed, stream, tag, rows, cols, device=device)
+    return _draw("word", seed, stream, tag, rows, cols, 1.0, torch.int64, device)
 
 
 def uniform_block(
@@ -103,9 +96,7 @@ def uniform_block(
         >>> uniform_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
         tensor([[-0.2019,  0.7610]])
     """
-    if torch.compiler.is_compiling():
-        return _by_operator("uniform", seed, stream, tag, rows, cols, scale, dtype, device)
-    return reference.uniform_block(seed, stream, tag, rows, cols, scale=scale, dtype=dtype, device=device)
+    return _draw("uniform", seed, stream, tag, rows, cols, scale, dtype, device)
 
 
 def normal_block(
@@ -130,12 +121,10 @@ def normal_block(
         >>> normal_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
         tensor([[ 0.9911, -0.9247]])
     """
-    if torch.compiler.is_compiling():
-        return _by_operator("normal", seed, stream, tag, rows, cols, scale, dtype, device)
-    return reference.normal_block(seed, stream, tag, rows, cols, scale=scale, dtype=dtype, device=device)
+    return _draw("normal", seed, stream, tag, rows, cols, scale, dtype, device)
 
 
-def _by_operator(
+def _draw(
     kind: str,
     seed: int,
     stream: int,
@@ -146,26 +135,29 @@ def _by_operator(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
+    if not torch.compiler.is_compiling() and not _runs_triton(kind, torch.device(device)):
+        return reference.random_block(kind, seed, stream, tag, rows, cols, scale=scale, dtype=dtype, device=device)
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
     signed = seed - (seed >> 63 << 64)  # the key as an operator's integer
     _fill_block_(out, kind, signed, stream, tag, rows.start, cols.start, scale)
     return out
 
 
+def _runs_triton(kind: str, device: torch.device) -> bool:
+    # Layers are often built on the CPU and moved, so PANTHER_KERNELS=triton is no reason to refuse to draw there.
+    return kind == "sign" and (device.type != "cpu" or interpreting()) and use_triton("sign_block", device)
+
+
 def _fill(out: Tensor, kind: str, seed: int, stream: int, tag: int, row: int, col: int, scale: float) -> None:
-    rows, cols = range(row, row + out.shape[0]), range(col, col + out.shape[1])
-    key = seed + (1 << 64 if seed < 0 else 0)
-    if kind == "word":
-        out.copy_(reference.word_block(key, stream, tag, rows, cols, device=out.device))
-    elif kind != "sign":
-        block = reference.uniform_block if kind == "uniform" else reference.normal_block
-        out.copy_(block(key, stream, tag, rows, cols, scale=scale, dtype=out.dtype, device=out.device))
-    elif (out.device.type != "cpu" or interpreting()) and use_triton("sign_block", out.device):
+    if _runs_triton(kind, out.device):
         from .._triton import signs
 
         signs.fill_signs_(out, seed, stream, tag, row, col)
-    else:
-        out.copy_(reference.sign_block(key, stream, tag, rows, cols, dtype=out.dtype, device=out.device))
+        return
+    rows, cols = range(row, row + out.shape[0]), range(col, col + out.shape[1])
+    key = seed + (1 << 64 if seed < 0 else 0)
+    block = reference.random_block(kind, key, stream, tag, rows, cols, scale=scale, dtype=out.dtype, device=out.device)
+    out.copy_(block)
 
 
 _fill_block_ = define(

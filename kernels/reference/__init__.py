@@ -3,7 +3,7 @@
 from .attention import causal_linear_attention
 from .hadamard import hadamard_transform
 from .packing import pack_signs, unpack_signs
-from .philox import normal_block, philox_4x32, sign_block, uniform_block, word_block
+from .philox import philox_4x32, random_block
 from .sketched import sketched_matmul
 from .sparse import csr_matmul, csr_tensor
 
@@ -12,12 +12,9 @@ __all__ = [
     "csr_matmul",
     "csr_tensor",
     "hadamard_transform",
-    "normal_block",
     "pack_signs",
     "philox_4x32",
-    "sign_block",
+    "random_block",
     "sketched_matmul",
-    "uniform_block",
     "unpack_signs",
-    "word_block",
 ]

@@ -144,7 +144,7 @@ def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[t
 
 
 def _scales(c: Tensor, before: Tensor | None) -> tuple[_Scales, Tensor]:
-    """The scales of c (*batch, N, C) after the maximum ``before`` (*batch, 1), and the maximum at its end.
+    """Return the scales of c (*batch, N, C) after the maximum ``before`` (*batch, 1), and the maximum at its end.
 
     The output does not depend on the maximum subtracted, so no gradient goes through it. Differences are never
     -inf - (-inf): what is subtracted has 0 in the place of -inf.

@@ -10,7 +10,7 @@ _RADIX_BITS = 4
 
 
 def hadamard_transform(x: Tensor, *, differentiable: bool = False) -> Tensor:  # (*batch, N, n) -> the same
-    r"""The dispatching :func:`panther.kernels.hadamard_transform`, in torch.
+    r"""Compute :func:`panther.kernels.hadamard_transform` in torch.
 
     :math:`H_{ab} = H_a \otimes H_b`, so it is a few products with a Hadamard matrix of at most 16 rows, each one pass
     over the data. Two buffers take turns, unless autograd or torch.func is to look into it (``differentiable``).

@@ -1,6 +1,6 @@
 """Signs held as one bit an entry, 32 to an int32 word: the layout of the Philox stream, a set bit a minus sign."""
 
-__all__ = ["pack_signs", "unpack_signs"]
+__all__ = ["byte_signs", "pack_signs", "unpack_signs"]
 
 from functools import lru_cache
 
@@ -42,7 +42,7 @@ def pack_signs(signs: Tensor) -> Tensor:  # (rows, n) -> (rows, ceil(n / 32)), i
 
 
 def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows, ceil(n / 32)) -> (rows, n)
-    """The signs that :func:`pack_signs` packed, as +1 and -1.
+    """Return the signs that :func:`pack_signs` packed, as +1 and -1.
 
     Args:
         words: int32, of shape ``(rows, ceil(n / 32))``.
@@ -63,13 +63,13 @@ def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows,
         )
     # Fake tensors must not be kept, nor must a graph that is traced hold what is.
     plain = type(words) is Tensor and words.device.type == "cpu" and not torch.compiler.is_compiling()
-    table = _kept_table(dtype) if plain else _table(dtype, words.device)
+    table = _kept_table(dtype) if plain else byte_signs(dtype, words.device)
     index = words.contiguous().view(torch.uint8).flatten().to(torch.int32)  # bytes, the lowest first
     return table.index_select(0, index).view(words.shape[0], words.shape[1] * _WORD)[:, :n]
 
 
-def _table(dtype: torch.dtype, device: torch.device | str) -> Tensor:  # (256, 8)
-    """The signs in every byte, from its lowest bit."""
+def byte_signs(dtype: torch.dtype, device: torch.device | str) -> Tensor:  # (256, 8)
+    """Return the signs in every byte, from its lowest bit."""
     octets = torch.arange(256, dtype=torch.int64, device=device)[:, None]
     return (1 - 2 * (octets >> torch.arange(8, device=device) & 1)).to(dtype)
 
@@ -77,4 +77,4 @@ def _table(dtype: torch.dtype, device: torch.device | str) -> Tensor:  # (256, 8
 @lru_cache
 def _kept_table(dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
-        return _table(dtype, "cpu")
+        return byte_signs(dtype, "cpu")

@@ -5,19 +5,15 @@ doi:10.1145/2063384.2063405) is a keyed bijection of 128-bit counters. All of it
 values are the same on every device.
 """
 
-__all__ = [
-    "normal_block",
-    "philox_4x32",
-    "sign_block",
-    "uniform_block",
-    "word_block",
-]
+__all__ = ["SIGNS_PER_CALL", "philox_4x32", "random_block"]
 
 import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+from .packing import byte_signs
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -69,27 +65,30 @@ def philox_4x32(
     return c0, c1, c2, c3
 
 
-def sign_block(
+def random_block(
+    kind: str,
     seed: int,
     stream: int,
     tag: int,
     rows: range,
     cols: range,
     *,
+    scale: float = 1.0,
     dtype: torch.dtype,
     device: torch.device | str,
-) -> Tensor:  # (len(rows), len(cols)), entries +1 and -1
-    """The dispatching :func:`panther.kernels.sign_block`, in torch."""
+) -> Tensor:  # (len(rows), len(cols))
+    """Compute a block of ``kind`` "sign", "word", "uniform" or "normal", as ``sign_block`` and its like define it.
+
+    Example:
+        >>> random_block("sign", 0, 0, 0, range(1), range(3), dtype=torch.float32, device="cpu").abs()
+        tensor([[1., 1., 1.]])
+    """
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
-    byte = torch.arange(0, 32, 8, dtype=torch.int64, device=device)
-    octets = torch.arange(256, dtype=torch.int64, device=device)[:, None] >> torch.arange(8, device=device) & 1
-    table = (1 - 2 * octets).to(dtype)  # (256, 8), the signs in a byte, from its lowest bit
-    for i, j, part in _slabs(out, cols, SIGNS_PER_CALL):
-        words = _philox_block(seed, stream, tag, rows[i], part, SIGNS_PER_CALL, device)  # (rows, words)
-        index = (words[..., None] >> byte & 255).flatten()
-        block = table.index_select(0, index).view(len(words), -1)
-        offset = part.start % SIGNS_PER_CALL
-        out[i, j] = block[:, offset : offset + len(part)]
+    per_call = SIGNS_PER_CALL if kind == "sign" else 4
+    for i, j, part in _slabs(out, cols, per_call):
+        words = _philox_block(seed, stream, tag, rows[i], part, per_call, device)
+        offset = part.start % per_call
+        out[i, j] = _CONVERSIONS[kind](words, scale, dtype)[:, offset : offset + len(part)]
     return out
 
 
@@ -109,7 +108,7 @@ def _slabs(out: Tensor, cols: range, per_call: int) -> Iterator[tuple[slice, sli
 def _philox_block(
     seed: int, stream: int, tag: int, rows: range, cols: range, per_call: int, device: torch.device | str
 ) -> Tensor:  # (len(rows), 4 calls), int64
-    """The words of the calls that cover the columns, ``per_call`` of which take one call."""
+    """Return the words of the calls that cover the columns, ``per_call`` columns a call."""
     row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)[:, None]
     first, last = cols.start // per_call, (cols.stop - 1) // per_call + 1
     call = torch.arange(first, last, dtype=torch.int64, device=device)
@@ -117,76 +116,26 @@ def _philox_block(
     return torch.stack(philox_4x32((row, call, high[0], high[1]), seed), dim=-1).flatten(1)
 
 
-def word_block(
-    seed: int,
-    stream: int,
-    tag: int,
-    rows: range,
-    cols: range,
-    *,
-    device: torch.device | str,
-) -> Tensor:  # (len(rows), len(cols)), int64
-    """The dispatching :func:`panther.kernels.word_block`, in torch."""
-    out = torch.empty(len(rows), len(cols), dtype=torch.int64, device=device)
-    for i, j, part in _slabs(out, cols, 4):
-        words = _philox_block(seed, stream, tag, rows[i], part, 4, device)
-        out[i, j] = words[:, part.start % 4 : part.start % 4 + len(part)]
-    return out
+def _signs(words: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    index = words[..., None] >> torch.arange(0, 32, 8, device=words.device) & 255  # bytes, the lowest first
+    return byte_signs(dtype, words.device).index_select(0, index.flatten()).view(len(words), -1)
 
 
-def _real_block(
-    convert: Callable[[Tensor], Tensor],  # words of whole calls, as float64, to float64
-    seed: int,
-    stream: int,
-    tag: int,
-    rows: range,
-    cols: range,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Tensor:
-    out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
-    for i, j, part in _slabs(out, cols, 4):
-        words = _philox_block(seed, stream, tag, rows[i], part, 4, device)
-        out[i, j] = convert(words.double())[:, part.start % 4 : part.start % 4 + len(part)]
-    return out
+def _uniforms(words: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    return words.double().mul_(2).add_(1 - 2.0**32).mul_(2.0**-32).mul_(scale)
 
 
-def uniform_block(
-    seed: int,
-    stream: int,
-    tag: int,
-    rows: range,
-    cols: range,
-    *,
-    scale: float = 1.0,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Tensor:  # (len(rows), len(cols))
-    """The dispatching :func:`panther.kernels.uniform_block`, in torch."""
-
-    def convert(words: Tensor) -> Tensor:
-        return words.mul_(2).add_(1 - 2.0**32).mul_(2.0**-32).mul_(scale)
-
-    return _real_block(convert, seed, stream, tag, rows, cols, dtype, device)
+def _normals(words: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    unit = words.double().add_(0.5).mul_(2.0**-32)
+    rho = unit[:, 0::2].log().mul_(-2).sqrt_().mul_(scale)
+    phi = unit[:, 1::2] * (2 * math.pi)
+    return torch.stack((rho * phi.cos(), rho * phi.sin()), dim=-1).flatten(1)
 
 
-def normal_block(
-    seed: int,
-    stream: int,
-    tag: int,
-    rows: range,
-    cols: range,
-    *,
-    scale: float = 1.0,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Tensor:  # (len(rows), len(cols))
-    """The dispatching :func:`panther.kernels.normal_block`, in torch."""
-
-    def convert(words: Tensor) -> Tensor:
-        unit = words.add_(0.5).mul_(2.0**-32)
-        rho = unit[:, 0::2].log().mul_(-2).sqrt_().mul_(scale)
-        phi = unit[:, 1::2] * (2 * math.pi)
-        return torch.stack((rho * phi.cos(), rho * phi.sin()), dim=-1).flatten(1)
-
-    return _real_block(convert, seed, stream, tag, rows, cols, dtype, device)
+# From the words of whole calls, (rows, words), to entries.
+_CONVERSIONS: dict[str, Callable[[Tensor, float, torch.dtype], Tensor]] = {
+    "sign": _signs,
+    "word": lambda words, scale, dtype: words,
+    "uniform": _uniforms,
+    "normal": _normals,
+}

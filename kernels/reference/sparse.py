@@ -16,7 +16,7 @@ def csr_matmul(
     value: Tensor,  # (nnz,)
     A: Tensor,  # (*batch, m, n)
 ) -> Tensor:  # (*batch, d, n)
-    """The dispatching :func:`panther.kernels.csr_matmul`, in torch: as one product of two matrices."""
+    """Compute :func:`panther.kernels.csr_matmul` in torch, as one product of two matrices."""
     *batch, m, n = A.shape
     d = starts.numel() - 1
     if not (A.numel() and index.numel()):
@@ -29,7 +29,7 @@ def csr_matmul(
 
 
 def csr_tensor(starts: Tensor, index: Tensor, value: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A CSR tensor of torch's, unchecked and without the remark, made once a process, that the layout is in beta."""
+    """Return torch's CSR tensor, unchecked and without torch's warning that the layout is in beta."""
     global _csr_allowed
     if not _csr_allowed:
         with warnings.catch_warnings():

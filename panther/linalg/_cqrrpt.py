@@ -28,7 +28,7 @@ _MOST_GAMMA = 1e6
 # Rows that are gathered, solved and multiplied together, while a CPU has them in its cache. Gram matrices of panels are
 # added up in float64, so that rounding does not grow with m.
 _PANEL, _CUDA_PANEL = 2048, 1 << 16
-# Columns of one block of a Gram matrix, of which only the blocks on and above the diagonal are computed.
+# Columns of one block of a Gram matrix, whose blocks below the diagonal are not computed.
 _BLOCK = 128
 # float32 takes two passes of CholeskyQR, and so pays later.
 _LEAST_NUMBERS = {torch.float64: 1 << 19, torch.float32: 1 << 22}
@@ -101,7 +101,7 @@ def cqrrpt(
         ``CQRRPTResult(Q, R, P)``, of shapes (m, r), (r, n) and (n,); or a tuple of these and the error.
 
     Raises:
-        TypeError: If M is no dense tensor or array, or ``gamma`` or ``rtol`` no number.
+        TypeError: If M is not a dense tensor or array, or ``gamma`` or ``rtol`` not a number.
         ShapeError: If M does not have two dimensions.
         DTypeError: If M is not real and floating.
         ValueError: If M has NaN or infinity, ``gamma`` or ``rtol`` is outside its range, or R is beyond the range of
@@ -146,7 +146,7 @@ def _check_matrix(M: Any) -> Tensor:
     if M.layout != torch.strided:
         raise TypeError(f"M, of layout {M.layout}, must be dense, as Q is: use M.to_dense()")
     if not M.dtype.is_floating_point:
-        fix = "pass torch.cat((M.real, M.imag)), say" if M.dtype.is_complex else "use M.double()"
+        fix = "pass torch.cat((M.real, M.imag))" if M.dtype.is_complex else "use M.double()"
         raise DTypeError(f"M is {M.dtype} and must be real and floating: {fix}")
     return M if M.dtype == torch.float64 else M.float()
 
@@ -315,7 +315,7 @@ def _scaled(M: Tensor) -> tuple[Tensor, int]:
     largest = max(-low.item(), high.item())
     if not math.isfinite(low.item() + high.item()) and not bool(M.isfinite().all()):
         kind = "NaN" if bool(M.isnan().any()) else "infinity"
-        raise ValueError(f"M must be finite and has {kind}: clean it, torch.nan_to_num(M), say")
+        raise ValueError(f"M must be finite and has {kind}: use torch.nan_to_num(M)")
     if largest == 0 or _is_safe(largest, M.dtype):
         return M, 0
     exponent = math.frexp(largest)[1]

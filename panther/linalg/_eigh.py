@@ -35,7 +35,7 @@ class EighResult(NamedTuple):
     V: Tensor
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, n, l)
-        """The approximation of A times X."""
+        """Return the approximation of A times X."""
         return self.V @ (self.L[..., None] * (self.V.mT @ X))
 
 
@@ -51,7 +51,7 @@ class NystromResult(NamedTuple):
     L: Tensor
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, n, l)
-        """The approximation of A times X."""
+        """Return the approximation of A times X."""
         return self.U @ (self.L[..., None] * (self.U.mT @ X))
 
 
@@ -222,7 +222,7 @@ def nystrom(
 def _project(
     A: Any, k: int, oversample: int, n_iter: int | str, seed: int | None
 ) -> tuple[Operand, int, int, Tensor, Tensor, Tensor]:
-    """Checked arguments, the orthonormal P, its image Y = A P, and the symmetric P^T Y."""
+    """Return checked arguments, the orthonormal P, its image Y = A P, and the symmetric P^T Y."""
     operand = as_operand(A)
     n = operand.shape[-1]
     if operand.shape[-2] != n:

@@ -127,9 +127,9 @@ def sketch_lstsq(
         NumericalWarning: If the iteration ends with a backward error far above a direct solver's, saying how far.
 
     Cost: a sparse sketch of :math:`d \approx 1.1 \sqrt{m n}` rows, its QR factorisation (``2 d n^2`` flops), and one
-    pass over A (``4 m n p`` flops, bound by memory for few right-hand sides) an iteration, of which there are about
-    :math:`2 \log(1/\epsilon) / \log(d / n)`, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)``. The error
-    takes 16 passes more, mostly. Memory beyond A and b: ``d n``.
+    pass over A (``4 m n p`` flops, bound by memory for few right-hand sides) an iteration, about
+    :math:`2 \log(1/\epsilon) / \log(d / n)` times, some 20 to 40; with a tolerance ``2 log(1/tol) / log(d / n)`` times.
+    The error takes 16 passes more, mostly. Memory beyond A and b: ``d n``.
 
     A dense A for which QR of A itself is expected to be faster, one with fewer than some 300 columns (100 with a
     tolerance or in float32) or with fewer than 10 to 40 rows a column, is solved by that, and a wide one by a singular
@@ -173,7 +173,7 @@ def _right_hand_side(b: Any, operand: Operand) -> Tensor:
         raise DTypeError(f"b is on {b.device} and A on {operand.device}: use b.to({str(operand.device)!r})")
     if not bool(b.isfinite().all()):
         kind = "NaN" if bool(b.isnan().any()) else "infinity"
-        raise ValueError(f"b must be finite and has {kind}: clean it, torch.nan_to_num(b), say")
+        raise ValueError(f"b must be finite and has {kind}: use torch.nan_to_num(b)")
     return b.to(operand.dtype)
 
 
@@ -187,7 +187,7 @@ def _number(name: str, value: Any, rule: str, fix: str) -> float:
 
 
 def _explicit(operand: Operand) -> Operand:
-    """The same, in COO layout if A is sparse, by scipy's measure too."""
+    """Return the operand in COO layout if A is sparse, for scipy too."""
     A = operand.A
     if isinstance(A, Tensor):
         return operand if A.layout in (torch.strided, torch.sparse_coo) else _like(operand, A.to_sparse_coo())
@@ -286,7 +286,7 @@ def _sketch(operand: Operand, b: Tensor, seed: int) -> tuple[Tensor, Tensor]:  #
 
 
 def _for_products(operand: Operand) -> Operand:
-    """The same, in the layout that multiplies fastest: CSR of scipy, whose transpose costs nothing, on a CPU."""
+    """Return the operand in the layout that multiplies fastest: on a CPU scipy's CSR, whose transpose is free."""
     A = operand.A
     if operand.dense is not None or not isinstance(A, Tensor) or A.device.type != "cpu":
         return operand
@@ -307,7 +307,7 @@ def _scaled(operand: Operand, power: int) -> Operand:
 
 
 def _times_two_to(x: Tensor, powers: list[int]) -> Tensor:
-    """The last dimension times powers of two, in steps, since a power may overflow where the product does not."""
+    """Multiply the last dimension by powers of two, in steps: a power may overflow where the product does not."""
     step = 120 if x.dtype == torch.float32 else 1000
     while any(powers):
         now = [max(-step, min(power, step)) for power in powers]

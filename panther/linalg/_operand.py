@@ -78,11 +78,11 @@ class Operand:
         self._transposed: Any = None
 
     def matmul(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
-        """``A @ X``."""
+        """Return ``A @ X``."""
         return self._product(self.A, X, self.shape[-2])
 
     def rmatmul(self, X: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, n, l)
-        """``A.mT @ X``."""
+        """Return ``A.mT @ X``."""
         if self.dense is not None:
             return (X.mT @ self.dense).mT  # up to 1.3 times faster than A.mT @ X (MKL, narrow X)
         if self._transposed is None:
@@ -94,7 +94,7 @@ class Operand:
         return self.rmatmul(X) if self.dense is None else summed_product(X, self.dense).mT.to(self.dtype)
 
     def eye(self) -> Tensor:  # (*batch, min(m, n), min(m, n))
-        """The identity of the smaller dimension."""
+        """Return the identity of the smaller dimension."""
         size = min(self.shape[-2:])
         return torch.eye(size, dtype=self.dtype, device=self.device).expand(*self.shape[:-2], size, size)
 
@@ -128,7 +128,7 @@ class Operand:
         values = self.values
         if values is None or not bool(values.isfinite().all()):
             kind = "infinity" if values is not None and not bool(values.isnan().any()) else "NaN or infinity"
-            raise ValueError(f"A must be finite and has {kind}: clean it, torch.nan_to_num(A), say")
+            raise ValueError(f"A must be finite and has {kind}: use torch.nan_to_num(A)")
         raise ValueError(f"products of A overflow {self.dtype}: divide A by its largest entry, or use float64")
 
 
@@ -162,7 +162,7 @@ def as_operand(A: Any, batched: bool = True) -> Operand:
         batched: Whether leading dimensions are allowed.
 
     Raises:
-        TypeError: If A is nothing of this.
+        TypeError: If A is none of these.
         DTypeError: If it is not real and floating.
         ShapeError: If it has fewer than two dimensions, or more where they are not allowed.
     """
@@ -170,7 +170,7 @@ def as_operand(A: Any, batched: bool = True) -> Operand:
     if not isinstance(A, Tensor) and not (hasattr(A, "shape") and hasattr(A, "__matmul__")):
         raise TypeError(f"A must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor(A)")
     if len(A.shape) < 2:
-        raise ShapeError(f"A, of shape {tuple(A.shape)}, must have two dimensions or more: use A[:, None], say")
+        raise ShapeError(f"A, of shape {tuple(A.shape)}, must have two dimensions or more: use A[:, None]")
     if len(A.shape) > 2 and (not batched or not isinstance(A, Tensor) or A.layout != torch.strided):
         what = "A" if not batched else "an A that is not a dense tensor"
         raise ShapeError(f"{what}, of shape {tuple(A.shape)}, must have two dimensions: pass one matrix at a time")
@@ -182,7 +182,7 @@ def as_operand(A: Any, batched: bool = True) -> Operand:
 
 
 def from_array(name: str, A: Any) -> Any:
-    """A NumPy array as a tensor, copied where torch cannot share its memory; anything else as it is.
+    """Return a NumPy array as a tensor, copied where torch cannot share its memory, and anything else unchanged.
 
     Raises:
         TypeError: If the array is masked.
@@ -191,7 +191,7 @@ def from_array(name: str, A: Any) -> Any:
     if not isinstance(A, np.ndarray):
         return A
     if isinstance(A, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, and all of its entries would count: fill it, {name}.filled(0), say")
+        raise TypeError(f"{name} is a masked array, and all of its entries would count: fill it with {name}.filled(0)")
     if A.dtype.newbyteorder("=") not in (np.float64, np.float32, np.float16):
         raise DTypeError(
             f"{name} is a NumPy array of {A.dtype} and must be real and floating: use {name}.astype(float)"

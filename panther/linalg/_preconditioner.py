@@ -28,15 +28,15 @@ class Triangular:
         return float(self.R.norm())
 
     def to_x(self, y: Tensor) -> Tensor:  # (p, n) -> (p, n)
-        """``N y``."""
+        """Return ``N y``."""
         return torch.linalg.solve_triangular(self.R.mT, y, upper=False, left=False)
 
     def to_y(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, n)
-        """``N^T gradient``."""
+        """Return ``N^T gradient``."""
         return torch.linalg.solve_triangular(self.R, gradient, upper=True, left=False)
 
     def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
-        r"""The norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients."""
+        r"""Return the norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients."""
         identity = torch.eye(len(self.R), dtype=self.R.dtype, device=self.R.device)
         root = torch.linalg.qr(torch.cat((self.R, shift * identity)), mode="r").R
         return torch.linalg.solve_triangular(root, gradient, upper=True, left=False).norm(dim=1)
@@ -61,15 +61,15 @@ class Spectral:
         return float(self.s.norm())
 
     def to_x(self, y: Tensor) -> Tensor:  # (p, r) -> (p, n)
-        """``N y``."""
+        """Return ``N y``."""
         return (y / self.s) @ self.V.mT
 
     def to_y(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, r)
-        """``N^T gradient``."""
+        """Return ``N^T gradient``."""
         return (gradient @ self.V) / self.s
 
     def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
-        r"""The norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients, in the row space."""
+        r"""Return the norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients, in the row space."""
         return ((gradient @ self.V) / self.s.square().add(shift**2).sqrt()).norm(dim=1)
 
 
@@ -77,7 +77,7 @@ Preconditioner = Triangular | Spectral
 
 
 def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor]:
-    """The preconditioner and the solution (p, n) for a tall A, by QR with ``root`` times the identity above A.
+    """Return preconditioner and solution (p, n) for a tall A, by QR with ``root`` times the identity above A.
 
     Above, not below: rows that are larger come first, or Householder's reflections lose the others in rounding.
     """
@@ -90,7 +90,7 @@ def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Precondi
 
 
 def from_rows(A: Tensor, b: Tensor, root: float) -> tuple[Preconditioner, Tensor]:
-    """The same for a wide A, by QR of its transpose and a singular value decomposition."""
+    """Return both for a wide A, by QR of its transpose and a singular value decomposition."""
     Q, R = torch.linalg.qr(A.mT)
     U, s, Vh = torch.linalg.svd(R)  # A = Vh.T diag(s) (Q U).T
     damped = torch.hypot(s, torch.full_like(s, root))
@@ -105,7 +105,7 @@ def _rank_tolerance(n: int, dtype: torch.dtype) -> float:
 
 
 def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int) -> tuple[Preconditioner, Tensor]:
-    """The preconditioner from R (n, n), and the solution (p, n) of ``R x = c`` of least norm, c of shape (n, p)."""
+    """Return the preconditioner from R (n, n), and the least-norm solution (p, n) of ``R x = c``, c (n, p)."""
     tolerance = _rank_tolerance(len(R), R.dtype)
     condition = _condition(R, seed)
     if condition < 0.1 / tolerance:
@@ -117,7 +117,7 @@ def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int) -> tuple[P
 
 
 def _condition(R: Tensor, seed: int) -> float:
-    """A lower bound of the condition of R, seldom below a third of it, by power and inverse power iteration."""
+    """Bound the condition of R from below, seldom by less than a third, by power and inverse power iteration."""
     if not bool((R.diagonal() != 0).all()):
         return math.inf
     large = small = GaussianSketch(4, len(R), seed=seed, stream=1, dtype=R.dtype, device=R.device).dense()

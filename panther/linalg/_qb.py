@@ -42,7 +42,7 @@ class QBResult(NamedTuple):
     B: Tensor
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
-        """The approximation of A times X."""
+        """Return the approximation of A times X."""
         return self.Q @ (self.B @ X)
 
 
@@ -86,7 +86,7 @@ def qb(
         k: Largest rank, from 0 to min(m, n); None is min(m, n).
         tol: Stop as soon as :math:`\|A - Q B\|_F \le \mathrm{tol}\, \|A\|_F`, for every entry of a batch. Down to
             :math:`\sqrt{1000 \epsilon}` (0.011 in float32, 5e-7 in float64) the residual is exact; below, and for an A
-            that is no tensor, it is estimated from 32 Gaussian probes, to 5 % or better where many singular values
+            that is not a tensor, it is estimated from 32 Gaussian probes, to 5 % or better where many singular values
             remain and within a factor of 1.6 (99.9 %) where one does. None goes on to rank k.
         block_size: Columns of Q a step adds; the last step drops those that the tolerance does not need.
         n_iter: Number of iterations with A A^T on each block, from 0 to 100.
@@ -119,7 +119,9 @@ def qb(
     """
     operand = as_operand(A)
     if k is None and tol is None:
-        raise ValueError("qb must know when to stop, and k and tol are both None: pass a rank k, or tol=1e-3, say")
+        raise ValueError(
+            "qb must know when to stop, and k and tol are both None: pass a rank k, or a tolerance such as tol=1e-3"
+        )
     most = min(operand.shape[-2:]) if k is None else check_rank(k, operand)
     tol, n_iter = check_tol(tol), check_n_iter(n_iter)
     block_size = check_size("block_size", block_size, least=1)
@@ -197,7 +199,7 @@ class _Residual:
             self.probed = self.probed - Q @ coefficients.mT
             left = (torch.linalg.vector_norm(self.probed, dim=(-2, -1), dtype=torch.float64) / scale).square()
         tail = torch.cat((left[..., None], shares.flip(-1)[..., :-1]), -1)
-        after = tail.cumsum(-1).flip(-1)  # (*batch, b), with so many columns; sums, for differences would round
+        after = tail.cumsum(-1).flip(-1)  # (*batch, b), by number of columns; sums, because differences would round
         enough = (after <= self.target).reshape(-1, after.shape[-1]).all(0)
         kept = int(enough.int().argmax()) + 1 if bool(enough[-1]) else len(enough)
         self.left = after[..., kept - 1]
@@ -205,7 +207,7 @@ class _Residual:
 
 
 def _power_of_two(operand: Operand) -> float:
-    """What brings the largest entry of a dense A near 1 where its squares come near the limits of the dtype; else 1."""
+    """Return the power of two that brings a dense A near 1 where its squares near the dtype's limits; else 1."""
     if operand.dense is None or not operand.dense.numel():
         return 1.0
     largest = float(operand.dense.abs().max())

@@ -24,7 +24,7 @@ _MOST_ITERATIONS = 100
 _AUTO = 4
 # Blocks of 2/5 of k + oversample: narrower ones need fewer columns for an error, but those cost more time each.
 _NARROWING = 2, 5
-# Products of widths that are no multiple of 16 take up to 1.4 times as long a column (MKL, 1 thread).
+# Products of widths that are not a multiple of 16 take up to 1.4 times as long a column (MKL, 1 thread).
 _GRANULE = 16
 
 
@@ -191,5 +191,5 @@ def check_tol(tol: float | None) -> float | None:
     if isinstance(tol, bool) or not isinstance(tol, Real):
         raise TypeError(f"tol must be a number, not {type(tol).__name__}")
     if not (math.isfinite(tol) and 0 <= tol < 1):
-        raise ValueError(f"tol={tol} must be in [0, 1), relative to the norm of A: use 1e-3, say")
+        raise ValueError(f"tol={tol} must be in [0, 1), relative to the norm of A: use 1e-3")
     return float(tol)

@@ -121,7 +121,7 @@ def refine(system: System, N: Preconditioner, x: Tensor, tol: float, stages: int
 
 
 def _groups(theta: Tensor, selected: Tensor) -> list[tuple[float, Tensor]]:
-    """The selected rows, by theta within a factor of 8; the least theta of each group, and its rows."""
+    """Return the selected rows, by theta within a factor of 8; the least theta of each group, and its rows."""
     rows = selected.nonzero()[:, 0]
     octave = (theta[rows].log2() / 3).floor()
     return [(float(theta[part].min()), part) for value in octave.unique() if len(part := rows[octave == value])]
@@ -145,7 +145,7 @@ def _conjugate_gradients(
 
 
 def smallest_singular_value(system: System, N: Preconditioner, seed: int, failure: float) -> float:
-    r"""A lower bound of the smallest singular value of ``A N``, wrong with at most the probability ``failure``.
+    r"""Bound the smallest singular value of ``A N`` from below, wrong with at most the probability ``failure``.
 
     It is 0 if none is found. After k steps of the Lanczos method from a random vector, an extreme eigenvalue of an
     r x r matrix is missed by more than a part :math:`\epsilon` of the spread with a probability of at most

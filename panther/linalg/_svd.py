@@ -38,7 +38,7 @@ class SVDResult(NamedTuple):
     V: Tensor
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
-        """The approximation of A times X."""
+        """Return the approximation of A times X."""
         return self.U @ (self.S[..., None] * (self.V.mT @ X))
 
 
@@ -86,7 +86,7 @@ def randomized_svd(
             :math:`\|A\|_F`, as far as 16 random probes can tell; for a batch, as many as its most demanding entry
             needs. None keeps k.
         oversample: Dimensions of the search space beyond k, 0 or more.
-        n_iter: Number of iterations with A^T A, from 0 to 100, each of which adds a block to the search space:
+        n_iter: Number of iterations with A^T A, from 0 to 100, each adding a block to the search space:
             ``n_iter + 1`` blocks of 2/5 of k + oversample columns (more if they would not add up to k + oversample),
             rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" is 4, a space
             of twice k + oversample dimensions.

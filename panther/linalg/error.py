@@ -77,7 +77,7 @@ def estimate_error(
     Raises:
         ShapeError: If the shapes differ, or ``probes`` is outside its range.
         DTypeError: If A or the approximation is not real and floating, or they are on two devices.
-        TypeError: If the approximation is nothing of this, or ``confidence`` is not a number.
+        TypeError: If the approximation is none of these, or ``confidence`` is not a number.
         ValueError: If ``confidence`` is outside (0, 1), or a product is not finite.
 
     Cost: ``probes`` products of A and of the approximation with a vector.
@@ -97,9 +97,9 @@ def estimate_error(
             f"probes={probes} must be at most {_MAX_PROBES}, with which upper is within some 3 percent: use fewer"
         )
     if isinstance(confidence, bool) or not isinstance(confidence, Real):
-        raise TypeError(f"confidence must be a number, not {type(confidence).__name__}: use 0.999, say")
+        raise TypeError(f"confidence must be a number, not {type(confidence).__name__}: use 0.999")
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence} must be between 0 and 1: use 0.999, say")
+        raise ValueError(f"confidence={confidence} must be between 0 and 1: use 0.999")
     *batch, _, n = operand.shape
     S = GaussianSketch(n, probes, seed=seed, stream=_STREAM, scale=False, dtype=operand.dtype, device=operand.device)
     omega = S.dense().expand(*batch, n, probes)
@@ -120,13 +120,13 @@ def estimate_error(
 
 
 def _frobenius(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch,)
-    """The Frobenius norm, whose squares neither overflow nor vanish."""
+    """Return the Frobenius norm, whose squares neither overflow nor vanish."""
     unit = _unit(x)
     return (x / unit).flatten(-2).norm(dim=-1) * unit[..., 0, 0]
 
 
 def _unit(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, 1, 1)
-    """A power of two by which x can be divided without error, to have entries of order 1; 1 where x is zero."""
+    """Return a power of two that divides x exactly, to entries of order 1; 1 where x is zero."""
     size = x.abs().amax(dim=(-2, -1), keepdim=True) if x.shape[-2] else x.new_zeros(*x.shape[:-2], 1, 1)
     least = -100 if x.dtype == torch.float32 else -1000
     exponent = (torch.frexp(size).exponent - 1).clamp(min=least)
@@ -134,7 +134,7 @@ def _unit(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, 1, 1)
 
 
 def _quantile(failure: float, probes: int) -> float:
-    """The x in (0, 1) with ``(x e^(1 - x))^(probes / 2) = failure``, by bisection of its logarithm."""
+    """Return the x in (0, 1) with ``(x e^(1 - x))^(probes / 2) = failure``, by bisection of its logarithm."""
     target = 2 * math.log(failure) / probes
     low, high = math.exp(target - 1), 1.0  # x e >= x e^(1 - x), so the root is above exp(target - 1)
     for _ in range(100):
@@ -144,7 +144,7 @@ def _quantile(failure: float, probes: int) -> float:
 
 
 def _product_of(approximation: Any, operand: Operand) -> Callable[[Tensor], Tensor]:
-    """The function that multiplies by an approximation."""
+    """Return the function that multiplies by an approximation."""
     if hasattr(approximation, "__matmul__") and hasattr(approximation, "shape"):
         return _matrix(approximation, operand)
     parts = list(approximation) if isinstance(approximation, tuple | list) else []

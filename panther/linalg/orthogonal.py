@@ -91,7 +91,7 @@ def add_to_basis(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
 ) -> Tensor:  # (*batch, m, n)
-    """:func:`orthonormalize` for callers inside, who know what they pass."""
+    """:func:`orthonormalize` without its checks."""
     Q, T, _ = near_qr(X, basis)
     return rotate(Q, T)
 
@@ -102,8 +102,8 @@ def near_qr(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n), (*batch, n, n)
     r"""QR with its last product left to do: :math:`Q T` is orthonormal, and T is near I.
 
-    Whoever needs a well conditioned basis of X takes Q, of condition :math:`\sqrt 3` or less; whoever goes on to
-    multiply :math:`Q T W` multiplies T and W first.
+    Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or less; to form :math:`Q T W`,
+    multiply T and W first.
 
     Args:
         X: Real, float32 or float64, of any rank.
@@ -179,7 +179,7 @@ def core_svd(
 def fix_signs(
     Q: Tensor,  # (*batch, m, n)
 ) -> Tensor:  # (*batch, 1, n)
-    """The signs, +-1, that make the largest entry of each column positive; of equal ones the first counts.
+    """Return the signs, +-1, that make the largest entry of each column positive; of equal ones the first.
 
     Example:
         >>> fix_signs(torch.tensor([[1.0, 3.0], [-2.0, 3.0]]))
@@ -202,10 +202,8 @@ def _check(name: str, X: Tensor) -> None:
             f"{name} must be a dense tensor, not {getattr(X, 'layout', type(X).__name__)}: use torch.as_tensor"
         )
     if X.ndim < 2:
-        raise ShapeError(
-            f"{name}, of shape {tuple(X.shape)}, must have two dimensions or more: use {name}[:, None], say"
-        )
+        raise ShapeError(f"{name}, of shape {tuple(X.shape)}, must have two dimensions or more: use {name}[:, None]")
     if X.dtype not in (torch.float32, torch.float64):
         raise DTypeError(f"{name} is {X.dtype} and must be float32 or float64: use {name}.float()")
     if not bool(X.isfinite().all()):
-        raise ValueError(f"{name} must be finite and has NaN or infinity: clean it, torch.nan_to_num({name}), say")
+        raise ValueError(f"{name} must be finite and has NaN or infinity: use torch.nan_to_num({name})")

@@ -1,8 +1,9 @@
 r"""Function forms: sketches as tensors, and a tensor sketched along one dimension.
 
 Each takes its sizes, then the device and the dtype by position, and a ``seed`` by keyword; None draws one from torch's
-default CPU generator. But for :func:`sparse_sketch_operator`, sketches are isometries in expectation. To apply a sketch
-without forming its matrix, or to draw a block of it, use the operator each form names.
+default CPU generator. Except for :func:`sparse_sketch_operator`, sketches are isometries in expectation;
+``scale=False`` gives the variance that panther-ml has. To apply a sketch without forming its matrix, or to draw a block
+of it, use the operator each form names.
 """
 
 __all__ = [
@@ -17,13 +18,14 @@ __all__ = [
     "srht",
 ]
 
+import math
 from enum import StrEnum
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from panther.errors import ShapeError, check_floating, check_size
+from panther.errors import ShapeError, check_flag, check_floating, check_size
 from panther.sketch.dense import GaussianSketch, SignSketch, UniformSketch
 from panther.sketch.operator import SketchingOperator, TransposedSketch, as_device
 from panther.sketch.sparse import Axis, SparseSketch
@@ -47,7 +49,7 @@ def scaled_sign_sketch(
     *,
     seed: int | None = None,
 ) -> Tensor:  # (m, n)
-    r"""A random sign matrix of shape (m, n), entries :math:`\pm 1/\sqrt m`: :class:`SignSketch` as a tensor.
+    r"""Return a random sign matrix of shape (m, n), entries :math:`\pm 1/\sqrt m`: :class:`SignSketch` as a tensor.
 
     Args:
         m: Number of rows, the sketch size.
@@ -70,18 +72,20 @@ def dense_sketch_operator(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     *,
+    scale: bool = True,
     seed: int | None = None,
 ) -> Tensor:  # (m, n)
-    r"""A random matrix of shape (m, n) and independent entries of variance 1/m.
+    r"""Return a random matrix of shape (m, n) and independent entries of variance 1/m.
 
     :class:`GaussianSketch` or :class:`UniformSketch` (entries in :math:`\pm\sqrt{3/m}`) as a tensor.
 
     Args:
         m: Number of rows, the sketch size.
         n: Number of columns.
-        distribution: Of the entries; its name in lower case will do.
+        distribution: Of the entries; or its name in lower case.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
+        scale: False gives entries of variance 1, as panther-ml has them (uniform ones in :math:`\pm\sqrt 3`).
         seed: None draws one from torch's default CPU generator.
 
     Raises:
@@ -92,8 +96,7 @@ def dense_sketch_operator(
         >>> bool(S.abs().max() <= 0.03**0.5)
         True
     """
-    kind = _dense_kind(distribution)
-    return kind(m, n, seed=seed, device=device, dtype=dtype).dense()
+    return _dense_matrix(m, n, distribution, device, dtype, scale, seed)
 
 
 def gaussian_skop(
@@ -104,7 +107,7 @@ def gaussian_skop(
     *,
     seed: int | None = None,
 ) -> Tensor:  # (m, d)
-    """A Gaussian matrix of shape (m, d) and variance 1/m, m the sketch size: :class:`GaussianSketch` as a tensor.
+    """Return a Gaussian matrix of shape (m, d) and variance 1/m, m the sketch size: a :class:`GaussianSketch`.
 
     Example:
         >>> gaussian_skop(4, 3, seed=0).shape
@@ -122,7 +125,7 @@ def count_skop(
     *,
     seed: int | None = None,
 ) -> Tensor:  # (m, d)
-    """A CountSketch of shape (m, d), as a dense tensor: one entry of each column is +1 or -1, the others are 0.
+    """Return a CountSketch of shape (m, d), as a dense tensor: one entry of each column is +1 or -1, the others are 0.
 
     To apply it in O(nnz), use :class:`SparseSketch` with ``vec_nnz=1``.
 
@@ -142,7 +145,7 @@ def sjlt_skop(
     *,
     seed: int | None = None,
 ) -> Tensor:  # (m, d)
-    r"""A sparse Johnson-Lindenstrauss transform of shape (m, d), as a dense tensor.
+    r"""Return a sparse Johnson-Lindenstrauss transform of shape (m, d), as a dense tensor.
 
     ``sparsity`` entries of each column are :math:`\pm 1/\sqrt{\mathrm{sparsity}}`, the others 0, whatever m and d. To
     apply it in O(nnz), use :class:`SparseSketch`.
@@ -172,7 +175,7 @@ def sparse_sketch_operator(
     *,
     seed: int | None = None,
 ) -> Tensor:  # (m, n), COO
-    """A sparse sketch as a coalesced COO tensor of shape (m, n), entries +1 and -1, not scaled.
+    """Return a sparse sketch as a coalesced COO tensor of shape (m, n), entries +1 and -1, not scaled.
 
     Along the short axis each vector of the shorter dimension (a column where m <= n, a row otherwise) has exactly
     ``vec_nnz`` entries, along the long axis each vector of the other one. :class:`SparseSketch` is the operator.
@@ -192,13 +195,16 @@ def srht(
     x: Tensor,  # (*batch, n)
     m: int,
     *,
+    scale: bool = True,
     seed: int | None = None,
 ) -> Tensor:  # (*batch, m)
-    """Sketch the last dimension of x to m numbers by the subsampled randomised Hadamard transform, :class:`SRHT`.
+    r"""Sketch the last dimension of x to m numbers by the subsampled randomised Hadamard transform, :class:`SRHT`.
 
     Args:
         x: Vectors of any length, on any device, of any floating dtype; differentiable.
         m: Sketch size.
+        scale: Whether entries are :math:`\pm 1/\sqrt m`, an isometry in expectation; False gives orthonormal rows of
+            entries :math:`\pm 1/\sqrt N`, as panther-ml has them, N the least power of two no smaller than both sizes.
         seed: None draws one from torch's default CPU generator.
 
     Example:
@@ -206,8 +212,10 @@ def srht(
         >>> srht(x, 64, seed=0).shape
         torch.Size([5, 64])
     """
-    m = check_size("m", m, least=0)
-    return sketch_tensor(x, -1, m, SRHT(m, _size_along(x, -1), seed=seed, dtype=x.dtype, device=x.device))
+    m, n = check_size("m", m, least=0), _size_along(x, -1)
+    S = SRHT(m, n, seed=seed, scale=scale, dtype=x.dtype, device=x.device)
+    y = sketch_tensor(x, -1, m, S)
+    return y if scale else y / math.sqrt(1 << max(0, max(m, n) - 1).bit_length())
 
 
 @overload
@@ -219,6 +227,7 @@ def sketch_tensor(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     *,
+    scale: bool = True,
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -256,6 +265,7 @@ def sketch_tensor(
     dtype: torch.dtype | None = None,
     *,
     sketch_matrix: Tensor | SketchingOperator | TransposedSketch | None = None,
+    scale: bool = True,
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sketch one dimension of a tensor to ``new_size``; differentiable in ``input``.
@@ -268,6 +278,7 @@ def sketch_tensor(
         device: Where to compute; None is where ``input`` is.
         dtype: Floating dtype to compute and return; None is that of ``input``.
         sketch_matrix: The matrix to apply, (new_size, input.shape[axis]): a tensor, sparse or not, or an operator.
+        scale: Of the matrix that is drawn, as for :func:`dense_sketch_operator`: False gives entries of variance 1.
         seed: Of the matrix that is drawn; None draws one from torch's default CPU generator.
 
     Returns:
@@ -275,7 +286,7 @@ def sketch_tensor(
         sketched tensor alone where the matrix is.
 
     Raises:
-        ShapeError: If there is no such axis, or the matrix has another shape.
+        ShapeError: If the axis does not exist, or the matrix has another shape.
         TypeError: If both or neither of ``distribution`` and ``sketch_matrix`` are given.
 
     Example:
@@ -298,13 +309,13 @@ def sketch_tensor(
     if (distribution is None) == (sketch_matrix is None):
         raise TypeError("sketch_tensor takes either distribution= or sketch_matrix=: give one of them")
     if sketch_matrix is None:
-        S = _dense_kind(distribution)(new_size, size, seed=seed, device=input.device, dtype=input.dtype).dense()  # type: ignore[arg-type]
+        S = _dense_matrix(new_size, size, distribution, input.device, input.dtype, scale, seed)
         return _sketch_along(S, input, axis), S
     if not isinstance(sketch_matrix, Tensor | SketchingOperator | TransposedSketch):
         raise TypeError(f"sketch_matrix must be a tensor or a sketch, not {type(sketch_matrix).__name__}")
     check_floating("sketch_matrix.dtype", sketch_matrix.dtype)
-    if seed is not None:
-        raise TypeError(f"seed={seed} has no meaning for a given sketch_matrix: leave it out")
+    if seed is not None or not scale:
+        raise TypeError("seed and scale have no meaning for a given sketch_matrix: leave them out")
     if tuple(sketch_matrix.shape) != (new_size, size):
         raise ShapeError(
             f"sketch_matrix, of shape {tuple(sketch_matrix.shape)}, must have the shape (new_size, input.shape[{axis}])"
@@ -331,11 +342,23 @@ def _size_along(x: Tensor, axis: int) -> int:
     return x.shape[axis]
 
 
-def _dense_kind(distribution: DistributionFamily | str) -> type[GaussianSketch] | type[UniformSketch]:
+def _dense_matrix(
+    m: int,
+    n: int,
+    distribution: DistributionFamily | str | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    scale: bool,
+    seed: int | None,
+) -> Tensor:  # (m, n)
+    """Return a matrix of independent entries of variance 1/m, or 1 with ``scale=False``."""
+    check_flag("scale", scale)
     try:
-        family = DistributionFamily(distribution)
+        family = DistributionFamily(distribution)  # type: ignore[arg-type]
     except ValueError:
         raise ValueError(
             f"distribution={distribution!r} must be DistributionFamily.Gaussian or DistributionFamily.Uniform"
         ) from None
-    return GaussianSketch if family is DistributionFamily.Gaussian else UniformSketch
+    kind = GaussianSketch if family is DistributionFamily.Gaussian else UniformSketch
+    S = kind(m, n, seed=seed, scale=scale, device=device, dtype=dtype).dense()
+    return S.mul_(math.sqrt(3)) if kind is UniformSketch and not scale else S

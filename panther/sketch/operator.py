@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from panther.errors import DTypeError, FormatError, ShapeError, check_floating, check_size
+from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
 
 _Linear = Callable[[Tensor], Tensor]
@@ -42,7 +42,7 @@ class SketchingOperator(ABC):
     Raises:
         ShapeError: If a size is negative or above 2^31 - 1.
         DTypeError: If ``dtype`` is not float64, float32, float16 or bfloat16.
-        TypeError: If a size, the seed or the stream is no integer.
+        TypeError: If a size, the seed or the stream is not an integer.
         ValueError: If ``seed`` or ``stream`` is outside its range.
     """
 
@@ -76,7 +76,7 @@ class SketchingOperator(ABC):
         self._kept: dict[str, tuple[Tensor, ...]] = {}
 
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
-        """The entries at ``rows`` and ``cols``, drawn without the others.
+        """Return the entries at ``rows`` and ``cols``, drawn without the others.
 
         Args:
             rows: Contiguous slice or range of rows, step 1.
@@ -90,7 +90,7 @@ class SketchingOperator(ABC):
 
     @abstractmethod
     def _block(self, rows: range, cols: range) -> Tensor:
-        """The entries at ranges of step 1 within the matrix."""
+        """Return the entries at ranges of step 1 within the matrix."""
 
     @abstractmethod
     def _apply(self, A: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class SketchingOperator(ABC):
         return self._keep("dense", lambda: (self.dense(),))[0]
 
     def _keep(self, name: str, draw: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What ``draw`` returned the first time; fake tensors are not for later."""
+        """Return what ``draw`` returned the first time; fake tensors are not kept."""
         value = self._kept.get(name)
         if value is None:
             value = draw()
@@ -140,7 +140,7 @@ class SketchingOperator(ABC):
         return value
 
     def dense(self) -> Tensor:  # (d, m)
-        """The whole matrix."""
+        """Return the whole matrix."""
         return self.block(slice(None), slice(None))
 
     @property
@@ -156,7 +156,7 @@ class SketchingOperator(ABC):
     def to(
         self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> "SketchingOperator":
-        """The same sketch on another device or in another dtype, which may come first; itself if neither changes."""
+        """Return the sketch on another device or in another dtype, in either order; itself if neither changes."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         _check_dtype(dtype)
@@ -169,7 +169,7 @@ class SketchingOperator(ABC):
         return twin
 
     def to_dict(self) -> dict[str, Any]:
-        """What defines the matrix, as numbers and strings that JSON can hold.
+        """Return the numbers and strings that define the matrix, as JSON can hold them.
 
         Example:
             >>> from panther.sketch import SignSketch
@@ -191,7 +191,7 @@ class SketchingOperator(ABC):
 
     @staticmethod
     def from_dict(saved: Mapping[str, Any], device: torch.device | str | None = None) -> "SketchingOperator":
-        """The operator that :meth:`to_dict` described.
+        """Return the operator that :meth:`to_dict` described.
 
         Raises:
             FormatError: If a key is missing or unknown, or the kind or the version is one that this Panther lacks.
@@ -220,7 +220,7 @@ class SketchingOperator(ABC):
             )
         dtype = getattr(torch, str(arguments.pop("dtype")), None)
         if not isinstance(dtype, torch.dtype):
-            raise FormatError(f"dtype={saved['dtype']!r} of a sketch must name one of torch: 'float32', say")
+            raise FormatError(f"dtype={saved['dtype']!r} of a sketch must name one of torch: use 'float32'")
         try:
             return kind(**arguments, dtype=dtype, device=device)
         except (TypeError, ValueError) as error:
@@ -238,7 +238,7 @@ class SketchingOperator(ABC):
     # There is no __torch_function__: with one, Dynamo turns S @ A into the call that it makes for A @ S.
 
     def __rmatmul__(self, A: Any) -> Tensor:
-        """``A @ S``: Python comes here when the tensor does not know what to do."""
+        """Return ``A @ S``; Python calls this when the tensor's own product gives up."""
         return _multiply_from_left(A, self)
 
     def __matmul__(self, A: Tensor) -> Tensor:
@@ -264,17 +264,17 @@ class TransposedSketch:
         self.seed, self.dtype, self.device = base.seed, base.dtype, base.device
 
     def dense(self) -> Tensor:  # (m, d)
-        """The whole matrix."""
+        """Return the whole matrix."""
         return self.T.dense().mT
 
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
-        """The entries at ``rows`` and ``cols``, drawn without the others."""
+        """Return the entries at ``rows`` and ``cols``, drawn without the others."""
         return self.T.block(cols, rows).mT
 
     def to(
         self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> "TransposedSketch":
-        """The same on another device or in another dtype."""
+        """Return the transpose on another device or in another dtype."""
         return self.T.to(device, dtype).T
 
     def __matmul__(self, A: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int,
     if not isinstance(A, Tensor):
         raise TypeError(f"a sketch multiplies tensors, not {type(A).__name__}: use torch.as_tensor")
     if A.ndim == 0:
-        raise ShapeError("the operand of a sketch, a tensor of no dimension, must have one or more: use A[None], say")
+        raise ShapeError("the operand of a sketch, a tensor without dimensions, must have one or more: use A[None]")
     dim = -1 if A.ndim == 1 else dim
     if A.shape[dim] != size:
         raise ShapeError(
@@ -356,7 +356,7 @@ def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int,
 
 
 def _as_range(part: slice | range, size: int) -> range:
-    """A slice or range of a user as a range within ``[0, size)``."""
+    """Return a user's slice or range as a range within ``[0, size)``."""
     if not isinstance(part, slice | range):
         raise TypeError(
             f"rows and cols of a block must be slices or ranges, not {type(part).__name__}: use slice(i, i + 1)"
@@ -368,9 +368,12 @@ def _as_range(part: slice | range, size: int) -> range:
 
 
 def as_device(device: Any) -> torch.device:
-    """The device that a user named, or a TypeError where a dtype took its place."""
+    """Return the device that a user named, or raise TypeError where another argument took its place."""
     if isinstance(device, torch.dtype):
         raise TypeError(f"device={device} must be a device and is a dtype: pass dtype={device} by name")
+    if isinstance(device, Tensor | SketchingOperator | TransposedSketch):
+        raise TypeError("device must be a device and is a tensor or a sketch: pass sketch_matrix= by name")
+    check_device(device)
     return torch.device(device)
 
 

@@ -69,7 +69,7 @@ class SparseSketch(SketchingOperator):
     Raises:
         ShapeError: If ``vec_nnz`` is below 1 or exceeds the length of the vectors, or a size is out of range.
         ValueError: If ``axis`` is neither, or ``seed`` or ``stream`` is outside its range.
-        TypeError: If a size, the seed or the stream is no integer.
+        TypeError: If a size, the seed or the stream is not an integer.
         DTypeError: If ``dtype`` is not float64, float32, float16 or bfloat16.
 
     Cost: with ``nnz = vec_nnz m`` (``vec_nnz d`` along the long axis), ``(vec_nnz + 1) / 4`` Philox calls a column or
@@ -136,7 +136,7 @@ class SparseSketch(SketchingOperator):
         return out.mT if self._by_column else out
 
     def to_sparse(self) -> Tensor:
-        """The matrix as a coalesced COO tensor of shape (d, m)."""
+        """Return the matrix as a coalesced COO tensor of shape (d, m)."""
         return self._csr().to_sparse_coo().to(self.dtype).coalesce()
 
     def _entries(self, vectors: range) -> tuple[Tensor, Tensor]:  # both (len(vectors), vec_nnz)
@@ -166,7 +166,7 @@ class SparseSketch(SketchingOperator):
         return self._keep(name, lambda: (csr_tensor(*self._draw_csr(self._vectors(), transposed)),))[0]
 
     def _gathered(self, transposed: bool) -> tuple[Tensor, ...]:
-        """The same as starts, index and value, the index in 32 bits: with few columns, reading it is the cost."""
+        """Return the CSR form with 32-bit indices, because with few columns reading them is the cost."""
 
         def draw() -> tuple[Tensor, ...]:
             starts, index, value, _ = self._draw_csr(self._vectors(), transposed)
@@ -187,7 +187,7 @@ class SparseSketch(SketchingOperator):
         return self._keep("parts", lambda: tuple(csr_tensor(*self._draw_csr(group, False)) for group in groups))
 
     def _draw_csr(self, vectors: range, transposed: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-        """Starts, index, value and shape."""
+        """Return starts, index, value and shape."""
         position, value = self._entries(vectors)
         position, order = position.sort(dim=1)
         value = value.gather(1, order).mul_(self._value()).flatten()

@@ -48,7 +48,7 @@ def check_stream(stream: int) -> int:
         1
     """
     if isinstance(stream, bool) or not hasattr(stream, "__index__"):
-        raise TypeError(f"stream must be an integer, not {type(stream).__name__}: pass stream=0, say")
+        raise TypeError(f"stream must be an integer, not {type(stream).__name__}: pass stream=0")
     if not 0 <= stream.__index__() < 1 << 32:
         raise ValueError(f"stream={stream} must be in [0, 2^32): number the matrices of a seed from 0")
     return stream.__index__()
@@ -83,7 +83,7 @@ def check_seed(seed: int | None) -> int:
     if seed is None:
         return draw_seed()
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be an integer or None, not {type(seed).__name__}: pass seed=0, say")
+        raise TypeError(f"seed must be an integer or None, not {type(seed).__name__}: pass seed=0")
     seed = seed.__index__()
     if not 0 <= seed < _SEED_LIMIT:
         raise ValueError(f"seed={seed} must be in [0, 2^63): pass seed % 2**63")
@@ -115,7 +115,7 @@ def signs(
         A tensor of shape ``(len(rows), len(cols))``.
 
     Raises:
-        ShapeError: If ``rows`` or ``cols`` is no range of step 1.
+        ShapeError: If ``rows`` or ``cols`` is not a range of step 1.
         DTypeError: If ``dtype`` is not floating.
         ValueError: If ``seed`` is outside ``[0, 2^63)``, or ``stream`` outside ``[0, 2^32)``.
 

@@ -22,7 +22,7 @@ from panther.sketch.streams import Kind, tag
 
 
 class SRHT(SketchingOperator):
-    r"""A Walsh-Hadamard transform with random signs, of which d random rows are kept.
+    r"""A Walsh-Hadamard transform with random signs, that keeps d random rows.
 
     Entries are :math:`\pm 1/\sqrt d` (:math:`\pm 1` with ``scale=False``). N is the least power of two no smaller than
     d and m; for d = N the sketch is an isometry. Some n columns, the first of the identity say, need d of the order of

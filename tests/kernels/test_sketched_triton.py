@@ -32,8 +32,8 @@ def operands(rows, n_in, n_out, R, *, dtype=torch.float32, device="cpu", form="d
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
     x, S1, S2, b = draw(rows, n_in), draw(n_in, R), draw(R, n_out), draw(n_out)
-    U1 = reference.sign_block(SEED, 0, TAG, range(R), range(n_out), dtype=dtype, device="cpu").to(device)
-    U2 = reference.sign_block(SEED, 1, TAG, range(n_in), range(R), dtype=dtype, device="cpu").to(device)
+    U1 = reference.random_block("sign", SEED, 0, TAG, range(R), range(n_out), dtype=dtype, device="cpu").to(device)
+    U2 = reference.random_block("sign", SEED, 1, TAG, range(n_in), range(R), dtype=dtype, device="cpu").to(device)
     if form == "words":
         U1, U2 = pack_signs(U1), pack_signs(U2.mT)
     return x, S1, U1, S2, U2, b if bias else None, 0.25
@@ -186,12 +186,14 @@ def test_the_small_batch_pair_repeats_itself(device):
 
 def test_packing_is_undone_by_unpacking():
     for rows, n in [(1, 1), (3, 31), (2, 32), (5, 33), (1, 300), (0, 5), (4, 0)]:
-        signs = reference.sign_block(1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
+        signs = reference.random_block("sign", 1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
         words = pack_signs(signs)
         assert words.shape == (rows, -(-n // 32))
         assert words.dtype is torch.int32
         assert torch.equal(unpack_signs(words, n, torch.float32), signs)
-    words = pack_signs(reference.sign_block(1, 2, TAG, range(3), range(256), dtype=torch.float32, device="cpu"))
+    words = pack_signs(
+        reference.random_block("sign", 1, 2, TAG, range(3), range(256), dtype=torch.float32, device="cpu")
+    )
     stream = reference.philox._philox_block(1, 2, TAG, range(3), range(256), 128, "cpu")
     assert torch.equal(words.long() & 0xFFFFFFFF, stream)  # the layout is the stream's
 

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrices import (
     DTYPES,
-    LAYOUTS,
     MatrixFree,
-    assert_orthonormal,
-    assert_positive_peaks,
+    assert_eigenpairs,
     frobenius,
     gaussian,
     is_finite,
@@ -20,43 +18,10 @@ from matrices import (
 )
 from tolerances import factorisation
 
-from panther.errors import DTypeError, PantherError, ShapeError
+from panther.errors import PantherError, ShapeError
 from panther.linalg import EighResult, ErrorEstimate, NystromResult, estimate_error, nystrom, randomized_eigh
 
 SHAPES = [(1, 1), (40, 40), (187, 187), (2, 3, 90, 90), (0, 30, 30), (0, 0)]
-
-
-def assert_eigenpairs(A, values, vectors, k, excess):
-    """Shapes, orthonormality, order, signs, and an error near the least one."""
-    assert values.shape == (*A.shape[:-2], k)
-    assert vectors.shape == (*A.shape[:-1], k)
-    assert not values.requires_grad
-    assert not vectors.requires_grad
-    assert_orthonormal(vectors)
-    assert_positive_peaks(vectors)
-    assert bool((values.abs().diff(dim=-1) <= 0).all())
-    sizes = torch.linalg.svdvals(A.double())
-    error = frobenius(A.double() - (vectors.double() * values.double()[..., None, :]) @ vectors.mT.double())
-    least = torch.linalg.vector_norm(sizes[..., k:], dim=-1)
-    floor = 3 * factorisation(vectors.dtype) * torch.linalg.vector_norm(sizes, dim=-1)
-    assert bool((error <= excess * least + floor).all())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_iter", [0, 1, "auto", 100])
-def test_every_rank_of_every_shape(shape, dtype, n_iter):
-    X = gaussian(*shape, dtype=dtype)
-    n = shape[-1]
-    excess = {0: 1.6, 1: 1.4}.get(n_iter, 1.15)
-    for k in {0, min(1, n), n // 3, n}:
-        for A in (X + X.mT, torch.zeros_like(X), torch.eye(n, dtype=dtype).expand(shape)):
-            values, V = randomized_eigh(A, k, n_iter=n_iter, oversample=3, seed=0)
-            assert_eigenpairs(A, values, V, k, excess)
-        for A in (X @ X.mT, torch.zeros_like(X), torch.ones_like(X), X[..., :2] @ X[..., :2].mT):
-            U, values = nystrom(A, k, n_iter=n_iter, oversample=3, seed=0)
-            assert_eigenpairs(A, values, U, k, excess)
-            assert bool((values >= 0).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,14 +56,6 @@ def test_nystrom_is_closer_than_projection():
         assert frobenius(K - (U * values) @ U.mT) < frobenius(K - (V * L) @ V.mT)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_kind_of_matrix(name):
-    A = symmetric(150, 0.7 ** torch.arange(150.0))
-    operand = LAYOUTS[name](A)
-    assert torch.allclose(randomized_eigh(operand, 8, seed=0).V, randomized_eigh(A, 8, seed=0).V, atol=1e-6)
-    assert torch.allclose(nystrom(operand, 8, seed=0).U, nystrom(A, 8, seed=0).U, atol=1e-6)
-
-
 def test_matrix_free_needs_no_transpose():
     A = symmetric(150, 0.7 ** torch.arange(150.0))
     assert torch.allclose(randomized_eigh(MatrixFree(A, False), 8).L, torch.linalg.eigvalsh(A).flip(0)[:8])
@@ -129,13 +86,6 @@ def test_error_estimates_and_seeds():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_autocast_and_gradients_stay_out():
-    A = symmetric(100, [4.0, 2.0, 1.0], torch.float32).requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(randomized_eigh(A, 2, seed=0).V, randomized_eigh(A.detach(), 2, seed=0).V)
-        assert torch.equal(nystrom(A, 2, seed=0).U, nystrom(A.detach(), 2, seed=0).U)
-
-
 @pytest.mark.parametrize("driver", [randomized_eigh, nystrom])
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
@@ -143,13 +93,7 @@ def test_autocast_and_gradients_stay_out():
         ({"A": gaussian(8, 5)}, ShapeError, r"A, of shape \(8, 5\), must be square: use randomized_svd"),
         ({"A": gaussian(80, 80)}, ValueError, r"A must be symmetric: use \(A \+ A.mT\) / 2, or randomized_svd"),
         ({"A": gaussian(400, 400)}, ValueError, "A must be symmetric"),
-        ({"A": torch.ones(5, 5).int()}, DTypeError, "must be real and floating"),
-        ({"A": torch.full((5, 5), torch.nan)}, ValueError, "A must be finite and has NaN"),
-        ({"A": torch.full((100, 100), torch.inf)}, ValueError, "A must be finite and has infinity"),
-        ({"k": 6}, ShapeError, r"k=6 must be at most min\(m, n\) = 5"),
-        ({"k": "2"}, TypeError, "k must be an integer"),
         ({"oversample": -1}, ShapeError, "oversample=-1 must be at least 0"),
-        ({"n_iter": "many"}, ValueError, "n_iter='many' must be an integer or \"auto\""),
     ],
 )
 def test_bad_input(driver, arguments, error, message):

@@ -69,25 +69,24 @@ def direct(A, b, ridge=0.0):
     return torch.linalg.lstsq(A, b, driver="gels").solution
 
 
-@pytest.mark.parametrize("residual", [1e-8, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize(("dtype", "condition"), CASES)
-def test_it_is_as_accurate_as_a_direct_solver(dtype, condition, residual):
-    A, b, x = problem(3000, 60, condition, residual, dtype=dtype)
-    result = sketch_lstsq(A, b, seed=1)
-    exact = direct(A, b)
-    assert result.iterations or residual < torch.finfo(dtype).eps
-    eps = torch.finfo(dtype).eps
-    assert backward_error(A, b, result.x).max() <= max(4 * backward_error(A, b, exact).max(), eps)
-    # Forward errors of two stable solvers differ by chance; both are within Wedin's bound.
-    bound = eps * condition * (1 + condition * residual)
-    assert (result.x - x).norm() <= 10 * max((exact - x).norm(), bound)
-    excess = result.residual_norm.double() - (b.double() - A.double() @ direct(A.double(), b.double())).norm(dim=0)
-    assert excess.abs() <= 100 * eps * max(residual, 1) + (10 * eps * condition) ** 2 * residual
+def test_it_is_as_accurate_as_a_direct_solver(dtype, condition):
+    for residual in [1e-8, 1e-3, 1.0, 1e3]:
+        A, b, x = problem(3000, 60, condition, residual, dtype=dtype)
+        result = sketch_lstsq(A, b, seed=1)
+        exact = direct(A, b)
+        assert result.iterations or residual < torch.finfo(dtype).eps
+        eps = torch.finfo(dtype).eps
+        assert backward_error(A, b, result.x).max() <= max(4 * backward_error(A, b, exact).max(), eps)
+        # Forward errors of two stable solvers differ by chance; both are within Wedin's bound.
+        bound = eps * condition * (1 + condition * residual)
+        assert (result.x - x).norm() <= 10 * max((exact - x).norm(), bound)
+        excess = result.residual_norm.double() - (b.double() - A.double() @ direct(A.double(), b.double())).norm(dim=0)
+        assert excess.abs() <= 100 * eps * max(residual, 1) + (10 * eps * condition) ** 2 * residual
 
 
-@pytest.mark.parametrize(
-    ("shape", "p", "tol", "sketched"),
-    [
+def test_it_sketches_where_that_is_faster(monkeypatch):
+    for shape, p, tol, sketched in [
         ((200_000, 1000), 1, 0.0, True),
         ((20_000, 1000), 1, 0.0, True),
         ((5000, 1000), 1, 0.0, False),
@@ -95,12 +94,10 @@ def test_it_is_as_accurate_as_a_direct_solver(dtype, condition, residual):
         ((20_000, 200), 1, 1e-3, True),
         ((200_000, 1000), 100, 0.0, False),
         ((100, 2000), 1, 0.0, False),
-    ],
-)
-def test_it_sketches_where_that_is_faster(shape, p, tol, sketched, monkeypatch):
-    monkeypatch.setattr(module, "_PASS", 9)
-    operand = module.as_operand(torch.empty(shape, dtype=torch.float64, device="meta"))
-    assert module._is_worth_sketching(operand, p, tol) is sketched
+    ]:
+        monkeypatch.setattr(module, "_PASS", 9)
+        operand = module.as_operand(torch.empty(shape, dtype=torch.float64, device="meta"))
+        assert module._is_worth_sketching(operand, p, tol) is sketched
 
 
 def test_a_small_problem_as_users_have_it(monkeypatch):
@@ -130,20 +127,20 @@ def test_several_right_hand_sides_of_unlike_size(condition):
     assert (A @ (alone.x - x[:, 0])).norm() <= 1e-13 + 1e-17 * condition
 
 
-@pytest.mark.parametrize("ridge", [1e-20, 1e-6, 1.0, 1e8])
 @pytest.mark.parametrize("shape", [(2000, 40), (300, 40), (40, 40), (20, 50)])
-def test_ridge(shape, ridge):
-    A, b, _ = problem(2000, 50, 1e5, 1.0, p=2)
-    A, b = A[: shape[0], : shape[1]], b[: shape[0]]
-    result, error = sketch_lstsq(A, b, ridge=ridge, seed=0, return_error=True)
-    U, s, Vh = torch.linalg.svd(A, full_matrices=False)
-    exact = Vh.mT @ ((s / (s**2 + ridge))[:, None] * (U.mT @ b))
-    scale = (b.norm() / (s + ridge / s)).max()
-    assert (result.x - exact).norm() <= 1e-8 * scale
-    assert backward_error(A, b, result.x, ridge).max() <= 1e-15 or shape[0] < shape[1]
-    difference = result.x - exact
-    distance = ((A @ difference).square().sum(0) + ridge * difference.square().sum(0)).sqrt()
-    assert (distance <= error.upper + 1e-14).all()
+def test_ridge(shape):
+    for ridge in [1e-20, 1e-6, 1.0, 1e8]:
+        A, b, _ = problem(2000, 50, 1e5, 1.0, p=2)
+        A, b = A[: shape[0], : shape[1]], b[: shape[0]]
+        result, error = sketch_lstsq(A, b, ridge=ridge, seed=0, return_error=True)
+        U, s, Vh = torch.linalg.svd(A, full_matrices=False)
+        exact = Vh.mT @ ((s / (s**2 + ridge))[:, None] * (U.mT @ b))
+        scale = (b.norm() / (s + ridge / s)).max()
+        assert (result.x - exact).norm() <= 1e-8 * scale
+        assert backward_error(A, b, result.x, ridge).max() <= 1e-15 or shape[0] < shape[1]
+        difference = result.x - exact
+        distance = ((A @ difference).square().sum(0) + ridge * difference.square().sum(0)).sqrt()
+        assert (distance <= error.upper + 1e-14).all()
 
 
 def doubled(A):
@@ -207,15 +204,15 @@ def test_matrix_free(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("shape", [(2000, 40), (100, 40), (40, 40), (30, 90), (2000, 1)])
-def test_a_deficient_matrix_gives_the_solution_of_least_norm(shape, dtype):
-    m, n = shape
-    rank = max(1, min(m, n) // 2)
-    A = (gaussian(m, rank, seed=1) @ gaussian(rank, n, seed=2)).to(dtype)
-    b = gaussian(m, 2, seed=3, dtype=dtype)
-    x = sketch_lstsq(A, b, seed=0).x
-    pinv = torch.linalg.pinv(A.double(), rtol=1e-5 if dtype == torch.float32 else 1e-11)
-    assert (x.double() - pinv @ b.double()).norm() <= 1e3 * torch.finfo(dtype).eps * (pinv @ b.double()).norm()
+def test_a_deficient_matrix_gives_the_solution_of_least_norm(dtype):
+    for shape in [(2000, 40), (100, 40), (40, 40), (30, 90), (2000, 1)]:
+        m, n = shape
+        rank = max(1, min(m, n) // 2)
+        A = (gaussian(m, rank, seed=1) @ gaussian(rank, n, seed=2)).to(dtype)
+        b = gaussian(m, 2, seed=3, dtype=dtype)
+        x = sketch_lstsq(A, b, seed=0).x
+        pinv = torch.linalg.pinv(A.double(), rtol=1e-5 if dtype == torch.float32 else 1e-11)
+        assert (x.double() - pinv @ b.double()).norm() <= 1e3 * torch.finfo(dtype).eps * (pinv @ b.double()).norm()
 
 
 def test_exactly_repeated_and_zero_columns():
@@ -260,44 +257,44 @@ def test_one_seed_gives_one_result():
     assert torch.equal(sketch_lstsq(A, b).x, first.x)
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (1, 1), (2, 1), (1, 2), (5, 5), (7, 200), (200, 1)])
-@pytest.mark.parametrize("p", [None, 0, 1, 3])
-def test_tiny_empty_and_wide(shape, p):
-    m, n = shape
-    A, b = gaussian(m, n), gaussian(m, *(() if p is None else (p,)), seed=1)
-    result, error = sketch_lstsq(A, b, return_error=True, seed=0)
-    assert result.x.shape == (n, *b.shape[1:])
-    assert result.residual_norm.shape == error.upper.shape == error.frobenius.shape == b.shape[1:]
-    expected = torch.linalg.pinv(A) @ b
-    assert torch.allclose(result.x, expected, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(result.residual_norm, (A @ expected - b).norm(dim=0), rtol=1e-12, atol=1e-12)
+def test_tiny_empty_and_wide():
+    for p in [None, 0, 1, 3]:
+        for shape in [(0, 3), (3, 0), (0, 0), (1, 1), (2, 1), (1, 2), (5, 5), (7, 200), (200, 1)]:
+            m, n = shape
+            A, b = gaussian(m, n), gaussian(m, *(() if p is None else (p,)), seed=1)
+            result, error = sketch_lstsq(A, b, return_error=True, seed=0)
+            assert result.x.shape == (n, *b.shape[1:])
+            assert result.residual_norm.shape == error.upper.shape == error.frobenius.shape == b.shape[1:]
+            expected = torch.linalg.pinv(A) @ b
+            assert torch.allclose(result.x, expected, rtol=1e-12, atol=1e-12)
+            assert torch.allclose(result.residual_norm, (A @ expected - b).norm(dim=0), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("tol", [1e-2, 1e-4, 1e-6])
 @pytest.mark.parametrize("condition", [1.0, 1e8])
-def test_tol_bounds_the_distance_and_saves_iterations(tol, condition):
-    A, b, _ = problem(3000, 60, condition, 1.0, p=3)
-    exact = direct(A, b)
-    result = sketch_lstsq(A, b, tol=tol, seed=0)
-    least = (A @ exact - b).norm(dim=0)
-    assert ((A @ (result.x - exact)).norm(dim=0) <= 1.5 * tol * least).all()
-    assert (result.residual_norm / least - 1 <= 1.5 * tol**2).all()
-    assert result.iterations < sketch_lstsq(A, b, seed=0).iterations
-    assert sketch_lstsq(A, b, tol=1e300, seed=0).iterations == 0
+def test_tol_bounds_the_distance_and_saves_iterations(condition):
+    for tol in [1e-2, 1e-4, 1e-6]:
+        A, b, _ = problem(3000, 60, condition, 1.0, p=3)
+        exact = direct(A, b)
+        result = sketch_lstsq(A, b, tol=tol, seed=0)
+        least = (A @ exact - b).norm(dim=0)
+        assert ((A @ (result.x - exact)).norm(dim=0) <= 1.5 * tol * least).all()
+        assert (result.residual_norm / least - 1 <= 1.5 * tol**2).all()
+        assert result.iterations < sketch_lstsq(A, b, seed=0).iterations
+        assert sketch_lstsq(A, b, tol=1e300, seed=0).iterations == 0
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-150, 1e150, 1e300])
-@pytest.mark.parametrize("shape", [(2000, 20), (40, 20), (10, 20)])
-def test_extreme_scales(shape, scale):
-    A, b = gaussian(*shape), gaussian(shape[0], seed=1)
-    expected = sketch_lstsq(A, b, seed=0)
-    for scale_b in (1.0, scale):
-        result, error = sketch_lstsq(A * scale, b * scale_b, ridge=0.0, seed=0, return_error=True)
-        assert (result.x * (scale / scale_b) - expected.x).norm() <= 1e-12
-        assert (result.residual_norm / scale_b - expected.residual_norm).abs() <= 1e-12 * b.norm()
-        assert (error.upper / scale_b).isfinite().all()
-    ridged = sketch_lstsq(A, b, ridge=1e300, seed=0).x
-    torch.testing.assert_close(ridged * 1e300, A.mT @ b, rtol=1e-12, atol=0)
+def test_extreme_scales(scale):
+    for shape in [(2000, 20), (40, 20), (10, 20)]:
+        A, b = gaussian(*shape), gaussian(shape[0], seed=1)
+        expected = sketch_lstsq(A, b, seed=0)
+        for scale_b in (1.0, scale):
+            result, error = sketch_lstsq(A * scale, b * scale_b, ridge=0.0, seed=0, return_error=True)
+            assert (result.x * (scale / scale_b) - expected.x).norm() <= 1e-12
+            assert (result.residual_norm / scale_b - expected.residual_norm).abs() <= 1e-12 * b.norm()
+            assert (error.upper / scale_b).isfinite().all()
+        ridged = sketch_lstsq(A, b, ridge=1e300, seed=0).x
+        torch.testing.assert_close(ridged * 1e300, A.mT @ b, rtol=1e-12, atol=0)
 
 
 def test_a_solution_that_overflows_is_named():

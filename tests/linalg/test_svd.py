@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrices import (
     DTYPES,
-    LAYOUTS,
-    SIZES,
     MatrixFree,
     assert_orthonormal,
-    assert_positive_peaks,
+    assert_truncated_svd,
     frobenius,
     gaussian,
     is_finite,
@@ -25,39 +23,8 @@ from matrices import (
 )
 from tolerances import factorisation
 
-from panther.errors import DTypeError, PantherError, ShapeError
+from panther.errors import PantherError, ShapeError
 from panther.linalg import ErrorEstimate, SVDResult, estimate_error, randomized_svd
-
-
-def assert_truncated_svd(A, result, k, excess=1.1):
-    """Shapes, orthonormality, order, signs, and an error near the least one."""
-    U, S, V = result
-    *batch, m, n = A.shape
-    assert U.shape == (*batch, m, k)
-    assert S.shape == (*batch, k)
-    assert V.shape == (*batch, n, k)
-    assert not any(part.requires_grad for part in result)
-    assert_orthonormal(U)
-    assert_orthonormal(V)
-    assert_positive_peaks(U)
-    assert bool((S >= 0).all())
-    assert bool((S.diff(dim=-1) <= 0).all())
-    sigma = torch.linalg.svdvals(A.double())
-    error = frobenius(A.double() - (U.double() * S.double()[..., None, :]) @ V.mT.double())
-    least = torch.linalg.vector_norm(sigma[..., k:], dim=-1)
-    floor = 3 * factorisation(U.dtype) * torch.linalg.vector_norm(sigma, dim=-1)
-    assert bool((error <= excess * least + floor).all())
-
-
-@pytest.mark.parametrize("shape", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_iter", [0, 1, "auto", 100])
-def test_every_rank_of_every_shape(shape, dtype, n_iter):
-    A = gaussian(*shape, dtype=dtype)
-    least = min(shape[-2:])
-    for k in {0, 1, least // 3, least}:
-        excess = {0: 1.5, 1: 1.3}.get(n_iter, 1.1)
-        assert_truncated_svd(A, randomized_svd(A, k, n_iter=n_iter, oversample=3, seed=0), k, excess)
 
 
 @pytest.mark.parametrize(
@@ -115,29 +82,6 @@ def test_coordinate_vectors():
     assert torch.allclose(S[:30], torch.arange(30.0, 0, -1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(dtype):
-    A = gaussian(120, 80, dtype=dtype)
-    result = randomized_svd(A, 5, seed=0)
-    assert result.S.dtype == torch.float32
-    for ours, theirs in zip(result, randomized_svd(A.float(), 5, seed=0), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("shape", [(220, 140), (140, 220), (30, 20)])
-def test_every_kind_of_matrix(name, shape):
-    A = gaussian(*shape)
-    operand = LAYOUTS[name](A)
-    result = randomized_svd(operand, 8, seed=0)
-    expected = randomized_svd(A, 8, seed=0)
-    assert result.S.dtype == torch.float64
-    assert torch.allclose(result.S, expected.S, rtol=1e-10)
-    assert torch.allclose(result.U, expected.U, atol=1e-6)
-    *_, error = randomized_svd(operand, 8, 0.5, seed=0, return_error=True)
-    assert 0.3 < error.relative < 1
-
-
 def test_matrix_free_without_a_transpose():
     with pytest.raises(TypeError, match="must have \\.mT or \\.T"):
         randomized_svd(MatrixFree(gaussian(200, 100), transposed=False), 3)
@@ -179,29 +123,6 @@ def test_error_estimate():
     assert torch.allclose(SVDResult(U, S, V) @ A.mT, (U * S) @ V.mT @ A.mT)
 
 
-def test_one_seed_one_result_and_the_global_generator():
-    A = gaussian(200, 100)
-    state = torch.get_rng_state()
-    first, second, other = (randomized_svd(A, 5, 1e-3, seed=seed, return_error=True) for seed in (3, 3, 4))
-    assert torch.equal(state, torch.get_rng_state())
-    for a, b in zip([*first[:3], *first[3][:3]], [*second[:3], *second[3][:3]], strict=True):
-        assert torch.equal(a, b)
-    assert not torch.equal(first[0], other[0])
-    torch.manual_seed(0)
-    first = randomized_svd(A, 5)
-    torch.manual_seed(0)
-    assert torch.equal(first.S, randomized_svd(A, 5).S)
-
-
-def test_autocast_and_gradients_stay_out():
-    A = gaussian(200, 100, dtype=torch.float32).requires_grad_()
-    expected = randomized_svd(A.detach(), 5, seed=0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = randomized_svd(A, 5, seed=0)
-    for ours, theirs in zip(result, expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_lower_matmul_precision_stays_out_and_comes_back():
     seen = []
 
@@ -236,27 +157,11 @@ def test_the_argument_is_left_alone():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"k": 6}, ShapeError, r"k=6 must be at most min\(m, n\) = 5 for A of shape \(8, 5\): use k=5"),
-        ({"k": -1}, ShapeError, "k=-1 must be at least 0"),
-        ({"k": 2.0}, TypeError, "k must be an integer, not float"),
         ({"oversample": -1}, ShapeError, "oversample=-1 must be at least 0"),
-        ({"n_iter": -1}, ShapeError, "n_iter=-1 must be at least 0"),
-        ({"n_iter": 101}, ShapeError, "n_iter=101 must be at most 100"),
-        ({"n_iter": "many"}, ValueError, "n_iter='many' must be an integer or \"auto\""),
         ({"tol": 1.0}, ValueError, r"tol=1.0 must be in \[0, 1\)"),
         ({"tol": float("nan")}, ValueError, "tol=nan"),
         ({"tol": "1"}, TypeError, "tol must be a number, not str"),
-        ({"seed": -1}, ValueError, "seed"),
-        ({"A": torch.ones(5)}, ShapeError, "two dimensions"),
-        ({"A": torch.ones(8, 5, dtype=torch.int64)}, DTypeError, "int64 and must be real and floating"),
-        ({"A": torch.ones(8, 5, dtype=torch.complex64)}, DTypeError, "complex64 and must be real"),
-        ({"A": [[1.0]]}, TypeError, "A must be a tensor"),
-        ({"A": torch.full((8, 5), torch.nan)}, ValueError, "A must be finite and has NaN"),
-        ({"A": torch.full((200, 100), torch.inf)}, ValueError, "A must be finite and has infinity"),
-        ({"A": torch.full((200, 100), torch.nan).to_sparse()}, ValueError, "A must be finite and has NaN"),
-        ({"A": torch.full((200, 100), 3e38)}, ValueError, "products of A overflow torch.float32: divide A"),
         ({"A": torch.full((5, 5), 3e38)}, ValueError, "products of A overflow torch.float32: divide A"),
-        ({"A": torch.ones(2, 8, 5).to_sparse()}, ShapeError, "two dimensions"),
     ],
 )
 def test_bad_input(arguments, error, message):

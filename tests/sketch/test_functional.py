@@ -143,7 +143,7 @@ def test_bad_input():
             ShapeError,
             r"the shape \(new_size, input.shape\[0\]\) = \(3, 4\)",
         ),
-        (lambda: sketch_tensor(x, 0, 3, torch.ones(3, 4), seed=1), TypeError, "seed=1 has no meaning"),
+        (lambda: sketch_tensor(x, 0, 3, torch.ones(3, 4), seed=1), TypeError, "seed and scale have no meaning"),
         (lambda: sketch_tensor([1.0], 0, 3, "gaussian"), TypeError, "input must be a tensor, not list"),
         (lambda: sketch_tensor(x.int(), 0, 3, "gaussian"), DTypeError, "must be a floating dtype"),
         (lambda: srht(x.int(), 3), DTypeError, "must be a floating dtype"),
@@ -213,3 +213,32 @@ def test_fuzz_sketch_tensor(shape, axis, new_size, family, dtype, seed, special,
     if special == 1.0 or not x.numel():
         assert bool(y.isfinite().all())
         assert bool(z.isfinite().all())
+
+
+def test_scale_false_gives_the_variance_of_the_peers():
+    for family, largest in (("gaussian", None), ("uniform", 3**0.5)):
+        S = dense_sketch_operator(40, 5000, family, dtype=torch.float64, scale=False, seed=0)
+        assert abs(S.square().mean() - 1) < 0.02  # 6 standard deviations of the mean of 200,000 squares
+        assert torch.allclose(S / 40**0.5, dense_sketch_operator(40, 5000, family, dtype=torch.float64, seed=0))
+        assert largest is None or S.abs().max() <= largest
+        x = torch.randn(5000, dtype=torch.float64)
+        y, drawn = sketch_tensor(x, 0, 40, family, scale=False, seed=0)
+        assert torch.equal(drawn, S)
+        assert torch.allclose(y, S @ x)
+    rows = srht(torch.eye(64, dtype=torch.float64), 24, scale=False, seed=0).T
+    assert torch.allclose(rows @ rows.T, torch.eye(24, dtype=torch.float64))
+    assert torch.allclose(rows.abs(), torch.full((24, 64), 1 / 8, dtype=torch.float64))
+    with pytest.raises(TypeError, match="seed and scale have no meaning for a given sketch_matrix"):
+        sketch_tensor(x, 0, 40, S, scale=False)
+
+
+@pytest.mark.parametrize("device", [torch.ones(2), SignSketch(2, 3), 3.5, True, torch.float32])
+def test_what_is_not_a_device_is_named(device):
+    for call in (
+        lambda: gaussian_skop(3, 4, device),
+        lambda: sketch_tensor(torch.ones(3), 0, 2, "gaussian", device),
+        lambda: SignSketch(3, 4, device=device),
+    ):
+        with pytest.raises(TypeError, match=r"^device[^:]* must be a") as raised:
+            call()
+        is_a_sentence(raised.value)

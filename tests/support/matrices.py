@@ -47,6 +47,53 @@ def assert_positive_peaks(Q):
         assert bool((peaks > 0).all())
 
 
+def assert_qb(A, result, rank):
+    Q, B = result
+    assert Q.shape == (*A.shape[:-1], rank)
+    assert B.shape == (*A.shape[:-2], rank, A.shape[-1])
+    assert not Q.requires_grad
+    assert not B.requires_grad
+    assert_orthonormal(Q)
+    error = frobenius(Q.mT.double() @ A.double() - B.double())
+    assert bool((error <= factorisation(Q.dtype) * frobenius(A)).all())
+
+
+def assert_truncated_svd(A, result, k, excess=1.1):
+    """Shapes, orthonormality, order, signs, and an error near the least one."""
+    U, S, V = result
+    *batch, m, n = A.shape
+    assert U.shape == (*batch, m, k)
+    assert S.shape == (*batch, k)
+    assert V.shape == (*batch, n, k)
+    assert not any(part.requires_grad for part in result)
+    assert_orthonormal(U)
+    assert_orthonormal(V)
+    assert_positive_peaks(U)
+    assert bool((S >= 0).all())
+    assert bool((S.diff(dim=-1) <= 0).all())
+    sigma = torch.linalg.svdvals(A.double())
+    error = frobenius(A.double() - (U.double() * S.double()[..., None, :]) @ V.mT.double())
+    least = torch.linalg.vector_norm(sigma[..., k:], dim=-1)
+    floor = 3 * factorisation(U.dtype) * torch.linalg.vector_norm(sigma, dim=-1)
+    assert bool((error <= excess * least + floor).all())
+
+
+def assert_eigenpairs(A, values, vectors, k, excess):
+    """Shapes, orthonormality, order, signs, and an error near the least one."""
+    assert values.shape == (*A.shape[:-2], k)
+    assert vectors.shape == (*A.shape[:-1], k)
+    assert not values.requires_grad
+    assert not vectors.requires_grad
+    assert_orthonormal(vectors)
+    assert_positive_peaks(vectors)
+    assert bool((values.abs().diff(dim=-1) <= 0).all())
+    sizes = torch.linalg.svdvals(A.double())
+    error = frobenius(A.double() - (vectors.double() * values.double()[..., None, :]) @ vectors.mT.double())
+    least = torch.linalg.vector_norm(sizes[..., k:], dim=-1)
+    floor = 3 * factorisation(vectors.dtype) * torch.linalg.vector_norm(sizes, dim=-1)
+    assert bool((error <= excess * least + floor).all())
+
+
 class MatrixFree:
     """A matrix known by its products."""
 

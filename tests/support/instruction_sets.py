@@ -1,0 +1,69 @@
+"""Run numerical tests under several instruction sets and numbers of threads: ``make test-isa``.
+
+MKL, ATen and oneDNN choose their code by the processor, and each choice rounds and adds in another order: a tolerance
+that holds on one machine may fail on the next. Their variables make a newer processor run the code of older ones (MKL
+obeys its own on Intel's processors only). ``PANTHER_TOLERANCE_MARGIN`` divides the bound of factorisations, because
+they must keep a factor of 4 to it. Two settings run side by side; the last line of the output is the sum of all.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shards import ROOT, _counts
+
+SETS = {
+    "SSE4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "AVX-512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "ATEN_CPU_CAPABILITY": "avx512"},
+}
+# The tests that compare rounded numbers with a bound, at the lowest level: factorisations, products with sketches, and
+# layers. Left out are property tests, whose inputs the deterministic ones cover; Triton's interpreter, which computes
+# with NumPy; and torch.compile, whose code does not depend on these variables.
+FILES = [
+    *(f"tests/linalg/test_{name}.py" for name in ("orthogonal", "contract", "qb", "svd", "eigh", "cqrrpt", "lstsq")),
+    *(f"tests/nn/test_{name}.py" for name in ("linear", "conv", "functional")),
+    "tests/sketch/test_operators.py",
+    "tests/kernels/test_sketched.py",
+]
+SELECTION = ["-m", "not (fuzz or slow or tool or torture or extra or gpu)", "-k", "not compile and not export"]
+_TIMEOUT_S = 900
+
+
+def main():
+    begun = time.monotonic()
+    settings = [(name, threads) for threads in (1, 2) for name in SETS]
+    with ThreadPoolExecutor(2) as pool:
+        counts = sum(pool.map(lambda setting: _run(*setting), settings), Counter())
+    words = [f"{counts[word]} {word}" for word in ("passed", "failed", "skipped", "errors")]
+    print(f"{', '.join(words)} in {time.monotonic() - begun:.0f} s")
+    return 1 if counts["failed"] + counts["errors"] else 0
+
+
+def _run(name, threads):
+    variables = SETS[name] | {"OMP_NUM_THREADS": str(threads), "PANTHER_TOLERANCE_MARGIN": "4"}
+    command = [str(Path(sys.executable).parent / "pytest"), *FILES, *SELECTION, "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    counts = _counts(done.stdout)
+    if done.returncode and not counts["failed"] + counts["errors"]:
+        counts["errors"] += 1  # it ended before its summary
+    if done.returncode:
+        print(done.stdout)
+    print(f"{name} with {threads} thread(s): {dict(counts)}", flush=True)
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
