@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from panther.errors import CompressionError
 
@@ -285,15 +286,8 @@ def _listed(calibration: Any) -> list[Any]:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _to(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to(part, device) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_to(part, device) for part in batch)
-    return batch
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # BatchEncoding of transformers is not a dict
+    return tree_map_only(Tensor, lambda x: x.to(device), batch)
 
 
 def _shape(batch: Any) -> str:
