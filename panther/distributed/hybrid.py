@@ -1,4 +1,7 @@
-"""Data, tensor and pipeline parallelism together, on one mesh."""
+"""Data, tensor and pipeline parallelism together, on one mesh.
+
+The order is fixed: plan the stages while layers are full, shard layers along tp, make the stages, shard them along dp.
+"""
 
 __all__ = ["HybridParallelTrainer"]
 
@@ -30,35 +33,35 @@ _DATA_PARALLEL = ("fsdp", "replicate", "ddp")
 
 
 class HybridParallelTrainer:
-    """Train a model over up to three axes of ranks; every rank must make it and call it.
+    """Train a model over up to three axes of ranks. Every rank must make it and call it.
 
-    Layers are paired and cut along tp (:func:`tensor_parallel`), then the model along pp (:func:`split_stages`), and
-    every stage is copied or sharded along dp. Weights and sketches are those of rank 0.
+    Layers are sharded along tp (:func:`tensor_parallel`), the model is split into stages along pp
+    (:func:`split_stages`), and every stage is replicated or sharded along dp. Weights and sketches are those of rank 0.
 
     Args:
         model_config: A module; or ``{"layers": [...]}``, for each SKLinear a mapping with ``in_features``,
             ``out_features`` and ``sketch_size``, with ReLU between them.
-        parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (what
-            is left of the world), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``), ``gradient_clipping``
-            (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``). For the stages of a model that is no
-            nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of one
-            microbatch, both as :func:`split_stages` takes them.
+        parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (the
+            rest of the world), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``), ``gradient_clipping``
+            (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``). For the stages of a model other than
+            an nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of one
+            microbatch, as for :func:`split_stages`.
 
     Attributes:
-        model: This rank's part: the module, or an nn.ModuleList of its stages. The optimizer is made from
+        model: The module, or an nn.ModuleList of this rank's stages. The optimizer is made from
             ``model.parameters()``.
         mesh: The mesh, with the axes dp, pp and tp.
         report: What tensor parallelism did, or None.
-        dp_group: The ranks that have the same part of the model.
+        dp_group: The ranks that have the same stages and shards.
         tp_group: The ranks that share this rank's layers.
 
     Raises:
-        ValueError: If a key is unknown, or a value is none of those known.
-        TypeError: If a value is of another type.
-        ShapeError: If the sizes do not make the world, or the model cannot be cut.
-        DistributedError: If there is no process group, the model is wrapped or sharded already, or a combination is
-            wrong in torch: ``"ddp"`` with tensor parallelism (it loses the cut layers' parameters), or with a pipeline
-            (it fails in the second step).
+        ValueError: If a key or a value is unknown.
+        TypeError: If a value has the wrong type.
+        ShapeError: If the product of the sizes is not the world size, or the model cannot be split into stages.
+        DistributedError: If there is no process group, the model is wrapped or sharded already, or torch does not
+            support the combination: ``"ddp"`` with tensor parallelism (it loses the sharded parameters), or with a
+            pipeline (it fails in the second step).
 
     Example:
         >>> import panther as pr
@@ -92,7 +95,7 @@ class HybridParallelTrainer:
         broadcast_model(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
         self.report: TensorParallelReport | None = None
         stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
-        plan = self._plan(model, config) if stages > 1 else None  # traced while its layers are whole
+        plan = self._plan(model, config) if stages > 1 else None  # the trace needs layers of full size
         if config["tensor_parallel_size"] > 1:
             self.report = tensor_parallel(model, self.mesh["tp"])
         if plan is None:
@@ -100,7 +103,7 @@ class HybridParallelTrainer:
             self.model = data_parallel(model, self.mesh["dp"], strategy)
             return
         self.stages = plan.stages(model)
-        for stage in self.stages:  # as a whole: sharded block by block, zero-bubble schedules make wrong gradients
+        for stage in self.stages:
             shard_whole(stage.submod, self.mesh["dp"], strategy)
         self.model = StageModules(stage.submod for stage in self.stages)
 
@@ -108,7 +111,7 @@ class HybridParallelTrainer:
         layers, sample_input = config["pipeline_layers"], config["sample_input"]
         if layers is None and not isinstance(model, nn.Sequential):
             raise ShapeError(
-                f"a pipeline cuts an nn.Sequential, not a {type(model).__name__}: put its parts into one, or name its "
+                f"a pipeline splits an nn.Sequential, not a {type(model).__name__}: make the model one, or name its "
                 "ModuleList in pipeline_layers"
             )
         kind = SCHEDULES[self.schedule_name]
@@ -129,23 +132,24 @@ class HybridParallelTrainer:
         optimizer: torch.optim.Optimizer,
         criterion: Callable[[Tensor, Tensor], Tensor],
     ) -> float:
-        """One step of the optimizer.
+        """Do one step of the optimizer.
 
         Args:
-            batch: Samples and targets of this rank's place along dp, the same for all ranks of that place. Other places
-                may have more or fewer samples, which are weighted as they count, but with a pipeline as many.
+            batch: Samples and targets, equal on all ranks with the same dp rank. Different dp ranks may have different
+                numbers of samples, and the loss is weighted by them; with a pipeline the numbers must be equal.
             optimizer: Of ``model.parameters()``.
             criterion: A mean over samples; or their sum, if its attribute ``reduction`` is ``"sum"``.
 
         Returns:
-            The mean loss over the samples of all places, or their sum, on every rank; it is that of which the
-            parameters get the gradient.
+            The mean loss over the samples of all dp ranks, or their sum, on every rank. The gradient is that of this
+            loss.
 
         Raises:
-            ShapeError: If a rank has no samples, or not as many targets, or the microbatches do not divide them.
+            ShapeError: If a rank has no samples, or a different number of targets, or they cannot be split into
+                microbatches of equal size.
             ValueError: If the criterion's ``reduction`` is neither ``"mean"`` nor ``"sum"``.
-            DistributedError: If ranks that share layers, or with a pipeline any ranks, pass batches of another form, or
-                a rank is gone or late.
+            DistributedError: If ranks that share layers, or with a pipeline any ranks, pass batches of different shapes
+                or dtypes, or a rank is gone or late.
         """
         data, targets = batch
         with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
@@ -164,18 +168,17 @@ class HybridParallelTrainer:
         try:
             digest = hashlib.blake2b(repr(form()).encode(), digest_size=8).digest()
             mine = [len(data), int.from_bytes(digest, signed=True), int(reduction_of(criterion) == "sum")]
-        except Exception:  # every rank has to hear of it, which agree sees to
+        except Exception:  # agree, below, raises it on every rank; leaving now would let the others wait
             mine = [0, 0, 0]
         dp, pp = self.mesh["dp"].size(), self.mesh["pp"].size()
         sent = torch.tensor(mine, device=transport(None))
         found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
         dist.all_gather(found, sent)
-        places = torch.stack(found).cpu().view(1 if pp > 1 else dp, -1, 3)  # (places that may differ, their ranks, 3)
+        places = torch.stack(found).cpu().view(1 if pp > 1 else dp, -1, 3)  # (dp ranks that may differ, ranks, 3)
         samples, alike = places[..., 0], (places == places[:, :1]).all() and len(places[..., 2].unique()) == 1
         if not (samples.all() and alike):
-            some = "every rank" if pp > 1 else "ranks of one place along dp"
-            fix = f"pass {some} {'as many samples of one shape' if pp > 1 else 'the same batch'}"
-            agree("train_step", form, dist.group.WORLD, fix, "batches")
+            fix = "every rank batches of one size and shape" if pp > 1 else "ranks with the same dp rank the same batch"
+            agree("train_step", form, dist.group.WORLD, f"pass {fix}", "batches")
         if reduction_of(criterion) == "sum":
             return 1 / dp
         return int(samples[:, 0].sum()) / (len(data) * len(places))
@@ -213,11 +216,11 @@ class HybridParallelTrainer:
 
 
 def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:
-    """What a batch looks like, if a step can be made of it."""
+    """Describe a batch, or raise if no step can be done with it."""
     if len(data) == 0 or len(targets) != len(data):
         raise ShapeError(
-            f"a batch must have samples, and as many targets, and has {len(data)} and {len(targets)}: give every rank "
-            "a part of the batch, or leave it out on all"
+            f"a batch must have samples and a target for each, and has {len(data)} and {len(targets)}: give every rank "
+            "some of the samples, or skip the batch on all"
         )
     reduction = check_reduction(criterion, "criterion")
     forms = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in (("the samples", data), ("the targets", targets))}
@@ -225,7 +228,7 @@ def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with its defaults, if it makes sense."""
+    """Return the configuration with its defaults, or raise if it is not valid."""
     known = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -261,12 +264,12 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if config["data_parallel"] == "ddp" and tp > 1:
         raise DistributedError(
             "data_parallel='ddp' and tensor_parallel_size > 1 do not go together: DistributedDataParallel loses the "
-            "parameters of layers that are cut: use 'fsdp' or 'replicate'"
+            "parameters of sharded layers: use 'fsdp' or 'replicate'"
         )
     if config["data_parallel"] == "ddp" and pp > 1:
         raise DistributedError(
             "data_parallel='ddp' and pipeline_parallel_size > 1 do not go together: DistributedDataParallel fails in "
-            "the second step, whose microbatches it takes for steps: use 'fsdp' or 'replicate'"
+            "the second step, because it takes microbatches for steps: use 'fsdp' or 'replicate'"
         )
     return config
 

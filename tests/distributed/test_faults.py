@@ -248,7 +248,7 @@ def test_other_schedules_and_batches():
     assert "num_microbatches=2 on rank 0 and 4 on rank 1" in first[1]
     assert "the loss's reduction is mean on rank 0 and sum on rank 1" in first[2]
     assert "batches differ between ranks: the input is torch.float32 (4, 16) on rank 0 and torch.fl" in first[3]
-    assert "rank 1: 3 samples cannot be cut into num_microbatches=2 of one size" in first[4]
+    assert "rank 1: 3 samples cannot be split into num_microbatches=2 of equal size" in first[4]
 
 
 def test_other_batches_where_layers_are_shared():

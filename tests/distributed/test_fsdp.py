@@ -251,7 +251,9 @@ def test_what_is_refused():
         return messages
 
     messages = on_ranks(rank)[0]
-    assert messages[0].startswith("layers of the model are cut over ranks, and DistributedDataParallel loses")
+    assert messages[0].startswith(
+        "layers of the model are sharded by tensor parallelism, and DistributedDataParallel loses"
+    )
     assert messages[1].endswith("which are too many for strategy='replicate': pass mesh['dp']")
     assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', or None"
     assert messages[3].startswith("comm_hook='fp16' is for strategy='ddp'")
@@ -343,9 +345,7 @@ def test_parts_are_not_sent_over_the_ranks_that_share_them():
     first, second = on_ranks(rank)
     assert first == second
     for message in first:
-        assert message.startswith(
-            "parameters must be whole on every rank, and 'weight' and 1 more are cut over ranks 0, 1"
-        )
+        assert message.startswith("parameters must be replicated, and 'weight' and 1 more are sharded over ranks 0, 1")
 
 
 def test_a_mesh_of_groups_that_are_gone():

@@ -131,7 +131,7 @@ def test_what_is_refused():
     assert messages[6] == "model_config must be a module or have the key 'layers', and has sizes"
     assert messages[7].startswith("schedule 'nonsense' is unknown: use one of 'gpipe', '1f1b'")
     assert messages[8] == "gradient_clipping must be a number or None, not str"
-    assert messages[9].startswith("a pipeline cuts an nn.Sequential, not a Bilinear")
+    assert messages[9].startswith("a pipeline splits an nn.Sequential, not a Bilinear")
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def test_batches_that_are_refused():
     mean = ("mean", "mean")
     batches = ((8, 0), mean), ((0, 0), mean), ((8, 8), ("mean", "sum")), ((8, 8), ("none", "none"))
     for messages in on_ranks(lambda: rank({}, *batches)):
-        assert messages[0].startswith("rank 1: a batch must have samples, and as many targets, and has 0 and 0: give")
+        assert messages[0].startswith("rank 1: a batch must have samples and a target for each, and has 0 and 0: give")
         assert messages[1].startswith("a batch must have samples")
         assert "the criterion's reduction is mean on rank 0 and sum on rank 1" in messages[2]
         assert messages[3] == "the criterion has reduction='none', and must have 'mean' or 'sum'"
     stages = {"pipeline_parallel_size": 2}
     for messages in on_ranks(lambda: rank(stages, ((8, 6), mean), ((7, 7), mean)), 4):
         assert "(8, 40) on ranks 0, 1 and torch.float64 (6, 40) on ranks 2, 3" in messages[0]
-        assert messages[0].endswith("pass every rank as many samples of one shape")
-        assert messages[1].startswith("7 samples cannot be cut into num_microbatches=2 of one size")
+        assert messages[0].endswith("pass every rank batches of one size and shape")
+        assert messages[1].startswith("7 samples cannot be split into num_microbatches=2 of equal size")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from panther.distributed import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
-from panther.distributed.pipeline._balance import balanced_cuts
+from panther.distributed.pipeline._balance import balance_stages
 from panther.errors import ShapeError
 from panther.nn import SKLinear
 
@@ -35,13 +35,13 @@ def test_stages_make_the_model(devices):
 def test_fuzz_the_dearest_stage_is_as_cheap_as_it_can_be(costs, n):
     if len(costs) < n:
         with pytest.raises(ShapeError, match=f"{len(costs)} layers cannot make {n} stages"):
-            balanced_cuts(costs, n)
+            balance_stages(costs, n)
         return
 
     def dearest(begins):
         return max(sum(costs[a:b]) for a, b in itertools.pairwise([*begins, len(costs)]))
 
-    begins = balanced_cuts(costs, n)
+    begins = balance_stages(costs, n)
     assert begins[0] == 0
     assert len(begins) == n
     assert begins == sorted(set(begins))

@@ -1,9 +1,12 @@
-"""tensor_parallel on whole models against the models in one piece."""
+"""tensor_parallel on models against one process, and what it replicates and refuses."""
+
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, take_steps, weights_of, whole
+from fake import fake_group
+from ranks import on_ranks, take_steps, weights_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -134,63 +137,54 @@ def test_a_plan_by_names():
     assert text.splitlines()[0].split() == ["module", "kind", "action", "reason"]
 
 
-def test_what_is_left_and_what_is_refused():
-    def rank():
+def test_what_is_replicated_and_what_is_refused():
+    """Without processes: none of it sends anything."""
+    shared = nn.Linear(8, 8)
+    model = nn.ModuleDict(
+        {
+            "narrow": nn.Sequential(nn.Linear(8, 1), nn.ReLU(), nn.Linear(1, 8)),
+            "twice": nn.Sequential(shared, nn.ReLU(), nn.Linear(8, 8)),
+            "again": nn.Sequential(shared, nn.ReLU(), nn.Linear(8, 8)),
+            "softmax": nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8)),
+        }
+    )
+    with fake_group(2):
         mesh = make_mesh(dp=1, tp=2)
-        torch.manual_seed(0)
-        shared = nn.Linear(8, 8)
-        model = nn.ModuleDict(
-            {
-                "narrow": nn.Sequential(nn.Linear(8, 1), nn.ReLU(), nn.Linear(1, 8)),
-                "twice": nn.Sequential(shared, nn.ReLU(), nn.Linear(8, 8)),
-                "again": nn.Sequential(shared, nn.Softmax(-1), nn.Linear(8, 8)),
-            }
-        )
         reasons = {entry.name: entry.reason for entry in tensor_parallel(model, mesh["tp"]).placements}
-        messages = []
-        for call in (
-            lambda: tensor_parallel(build(0), mesh),
-            lambda: tensor_parallel(build(0), mesh["tp"], "megatron"),
-            lambda: tensor_parallel(build(0), mesh["tp"], {"mlp": ColwiseParallel()}),
+        for arguments, message in (
+            ((mesh,), "tensor_parallel takes one mesh axis, and the mesh has ('dp', 'tp')"),
+            ((mesh["tp"], "megatron"), "plan='megatron' must be 'auto', or a mapping of names to styles"),
+            ((mesh["tp"], {"mlp": ColwiseParallel()}), "plan names 'mlp', which matches no module of embed, encoder"),
+            ((None,), "tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not None"),
         ):
-            with pytest.raises((ValueError, ShapeError)) as caught:
-                call()
-            messages.append(str(caught.value))
-        return reasons, messages
-
-    reasons, messages = on_ranks(rank)[0]
+            with pytest.raises((ValueError, ShapeError), match=re.escape(message)):
+                tensor_parallel(build(0), *arguments)
+    no_partner = "has no partner: no linear layer with only elementwise functions between"
     assert reasons["narrow.0"] == "has only 1 features, too few for 2 ranks"
-    assert reasons["twice.0"] == "is used in several places of the model"
-    assert reasons["again.2"] == "has no partner: no linear layer with only elementwise functions between"
-    assert messages[0].startswith("tensor_parallel takes one mesh axis, and the mesh has ('dp', 'tp')")
-    assert messages[1] == "plan='megatron' must be 'auto', or a mapping of names to styles"
-    assert messages[2].startswith("plan names 'mlp', which matches no module of embed, encoder")
+    assert reasons["twice.0"] == reasons["twice.2"] == reasons["again.2"] == "is used in several places of the model"
+    assert reasons["softmax.0"] == reasons["softmax.2"] == no_partner
 
 
-def test_what_is_cut_sharded_or_wrapped_is_refused_and_left_as_it_was():
-    def rank():
+def test_models_that_are_sharded_or_wrapped_are_refused_and_not_changed():
+    def build_pair():
+        return nn.Sequential(SKLinear(8, 12, 2), nn.ReLU(), SKLinear(12, 8, 2))
+
+    with fake_group(2):
         mesh = make_mesh(dp=1, tp=2)
-        found = []
-        for prepare in (
-            lambda model: tensor_parallel(model, mesh["tp"]) and model,
-            lambda model: data_parallel(model, mesh["dp"], "fsdp"),
-            lambda model: data_parallel(model, mesh["dp"]),
-            lambda model: nn.ModuleDict({"inner": data_parallel(model, mesh["dp"])}),
+        for prepare, message in (
+            (
+                lambda model: tensor_parallel(model, mesh["tp"]) and model,
+                "6 of the model's tensors are on a mesh already",
+            ),
+            (lambda model: data_parallel(model, mesh["dp"], "fsdp"), "the model is sharded for data parallelism"),
+            (lambda model: data_parallel(model, mesh["dp"]), "the model is in DistributedDataParallel"),
+            (
+                lambda model: nn.ModuleDict({"inner": data_parallel(model, mesh["dp"])}),
+                "the model is in DistributedDataParallel",
+            ),
         ):
-            model = prepare(nn.Sequential(SKLinear(8, 12, 2), nn.ReLU(), SKLinear(12, 8, 2)))
-            before = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
-            with pytest.raises(DistributedError) as caught:
+            model = prepare(build_pair())
+            before = {name: id(p) for name, p in model.named_parameters()}
+            with pytest.raises(DistributedError, match=message):
                 tensor_parallel(model, mesh["tp"])
-            same = all(torch.equal(whole(p), before[name]) for name, p in model.named_parameters())
-            found.append((str(caught.value), same))
-        with pytest.raises(ShapeError, match=r"takes a DeviceMesh, such as .*, not None"):
-            tensor_parallel(nn.Linear(2, 2), None)
-        return found
-
-    for found in on_ranks(rank):
-        assert all(same for _, same in found)
-        again, sharded, wrapped, inside = (message for message, _ in found)
-        assert again.startswith("6 of the model's tensors are on a mesh already, such as '0.S1'")
-        assert sharded.startswith("the model is sharded for data parallelism")
-        assert wrapped == inside
-        assert wrapped.startswith("the model is in DistributedDataParallel")
+            assert {name: id(p) for name, p in model.named_parameters()} == before

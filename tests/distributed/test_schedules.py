@@ -119,17 +119,17 @@ def test_what_is_refused():
     messages = on_ranks(rank)[0]
     assert messages[0] == "n=3 stages must be a multiple of the ranks (2): use n=4"
     assert messages[1] == "n=2 stages must be twice the ranks of the axis (2): use n=4"
-    assert messages[2].startswith("points=['x'] must be 1 different names of elements after the first")
+    assert messages[2].startswith("points=['x'] must be 1 different names of children after the first")
     assert messages[3] == "11 layers cannot make 12 stages of at least one layer: use fewer stages"
-    assert messages[4].startswith("split_stages cuts an nn.Sequential, not a Linear")
+    assert messages[4].startswith("split_stages splits an nn.Sequential by itself, but not a Linear")
     assert messages[5].startswith("schedule '2f2b' is unknown: use one of 'gpipe', '1f1b'")
     assert messages[6] == "schedule 'gpipe' takes one stage a rank, not 2: use n=2 stages"
-    assert messages[7] == "schedule 'zbv' takes two stages a rank in a v: use split_stages(..., 4, order='v')"
+    assert messages[7] == "schedule 'zbv' takes two stages a rank in the order 'v': use split_stages(..., 4, order='v')"
     assert messages[8].startswith("schedule 'interleaved' takes stages in the order 'loop'")
     assert messages[9] == "the loss has reduction='none', and must have 'mean' or 'sum'"
-    rule = "12 samples cannot be cut into num_microbatches=5 of one size"
+    rule = "12 samples cannot be split into num_microbatches=5 of equal size"
     assert messages[10] == f"{rule}: use one of 1, 2, 3, 4, 6, 12, or another batch"
-    assert messages[11].startswith("stages must be those of this rank, one at least, and are empty")
+    assert messages[11].startswith("stages is empty, and must have the stages of this rank")
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         split_stages(network(0), 2)
 

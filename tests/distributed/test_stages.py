@@ -346,22 +346,22 @@ def test_what_is_refused():
     first, second = on_ranks(rank)
     assert first == second
     starts = [
-        "split_stages cuts an nn.Sequential, not a Model, unless it is told where: pass layers=, the name of its "
+        "split_stages splits an nn.Sequential by itself, but not a Model: pass layers=, the name of its "
         "ModuleList ('decoder.layers' here), or points=",
-        "a Model is cut by tracing it: pass sample_input=, the inputs of one microbatch",
+        "a Model is split by tracing it: pass sample_input=, the inputs of one microbatch",
         "layers='decoder.norm' must be the name of a ModuleList or nn.Sequential of the model: it has 'decoder.layers'",
         "points=['decoder.layers.9'] must be 1 different names of modules that begin stages: the model has no",
-        "the forward comes to 'decoder.embed' before 'decoder.norm': begin stages in the order",
+        "the forward calls 'decoder.embed' before 'decoder.norm': begin stages in the order",
         "split_stages takes points or layers, not both",
         "4 layers cannot make 6 stages",
-        "Model cannot be run on the sample without values (ValueError: too long): pass the inputs of one microbatch",
-        "Deciding cannot be run on the sample without values (DataDependentOutputException",
+        "Model cannot be run on fake tensors (ValueError: too long): pass the inputs of one microbatch",
+        "Deciding cannot be run on fake tensors (DataDependentOutputException",
         "parameter 'embed.weight', which is also 'head.weight', is used by the stages 0 and 1, and torch's pipelines",
-        "parameter 'embed.weight' is used by the stages 0 and 1, and torch's pipelines do not add up gradients",
+        "parameter 'embed.weight' is used by the stages 0 and 1, and torch's pipelines do not sum gradients",
         "parameter '0.weight', which is also '2.weight', is used by the stages 0 and 1",
         "balance='time' needs sample_input=",
         "balance='flops' is unknown: use one of 'parameters', 'time'",
-        "rank 0 could not run the model on the sample to measure it (RuntimeError: ",
+        "rank 0 could not run the model on sample_input to measure it (RuntimeError: ",
         "points=['x'] must be 1 different names of modules that begin stages: the model has no 'x'",
     ]
     for message, start in zip(first, starts, strict=True):

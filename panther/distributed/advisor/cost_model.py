@@ -21,7 +21,7 @@ from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.model_stats import ModelStats, TensorStats
 from panther.distributed.comm._precision import compute_dtype
-from panther.distributed.pipeline._balance import balanced_cuts
+from panther.distributed.pipeline._balance import balance_stages
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError
 
@@ -184,7 +184,7 @@ def _balanced_stages(tensors: tuple[TensorStats, ...], layers: int, n: int) -> t
     for tensor in tensors:
         if tensor.role == "parameter":
             costs[tensor.layer] += tensor.global_numel
-    begins = balanced_cuts(costs, n)
+    begins = balance_stages(costs, n)
     return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], layers], strict=True))
 
 

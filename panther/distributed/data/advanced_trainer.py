@@ -1,4 +1,4 @@
-"""The distributed guide's trainer: one epoch of data-parallel training, with what goes wrong by hand done right."""
+"""The distributed guide's trainer: one epoch of data-parallel training on ranks with different numbers of batches."""
 
 __all__ = ["AdvancedDistributedTrainer"]
 
@@ -20,10 +20,10 @@ from panther.errors import DistributedError
 
 
 class AdvancedDistributedTrainer:
-    """Train a model data-parallel, clipped, on ranks that may have other numbers of batches.
+    """Train a model with data parallelism and clipped gradients, on ranks with any numbers of batches.
 
     Args:
-        model: Built alike on every rank, on its device; the first rank's weights and sketches are taken.
+        model: Built equally on every rank, on its device; the first rank's weights and sketches are used.
         rank: This process.
         world_size: Number of processes.
         gradient_clipping: Largest norm of the averaged gradient.
@@ -33,7 +33,7 @@ class AdvancedDistributedTrainer:
         ddp_model: The same wrapped by DistributedDataParallel.
 
     Raises:
-        DistributedError: If there is no process group, or it says otherwise.
+        DistributedError: If there is no process group, or its rank or world size differ.
 
     Example:
         >>> import panther as pr
@@ -55,7 +55,7 @@ class AdvancedDistributedTrainer:
         self.ddp_model = data_parallel(model, gradient_as_bucket_view=True)
 
     def synchronize_sketching_matrices(self) -> None:
-        """Check that every rank has the same sketches, which costs a seed a layer; nothing is sent again.
+        """Check that every rank has the same sketches; they are not sent again.
 
         Raises:
             SketchMismatchError: On every rank, if they differ.
@@ -68,10 +68,11 @@ class AdvancedDistributedTrainer:
         optimizer: torch.optim.Optimizer,
         criterion: Callable[[Tensor, Tensor], Tensor],
     ) -> float:
-        """One epoch; every rank must call it, with batches of its own.
+        """Train for one epoch. Every rank must call it, with its own batches.
 
-        A rank whose batches are at an end keeps the others company until theirs are (torch's Join), without a part in
-        the gradients; this costs a message a batch, and is left out where lists or loaders say that they are as long.
+        A rank that has used its batches takes part in the collectives of the others until they have too (torch's Join),
+        without contributing gradients. This costs a message a batch, and is left out where the lengths of lists or
+        loaders are equal on all ranks.
 
         Args:
             dataloader: Batches of samples and targets.
@@ -89,7 +90,7 @@ class AdvancedDistributedTrainer:
         device = next(self.model.parameters()).device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and of samples
         joined: list[Joinable] = [self.ddp_model]
-        if isinstance(optimizer, Joinable):  # ZeRO's
+        if isinstance(optimizer, Joinable):  # ZeroRedundancyOptimizer, which broadcasts in its step
             joined.append(optimizer)
         with watched("train_epoch"), Join(joined, enable=not self._as_many_everywhere(dataloader)):
             for data, target in dataloader:
@@ -105,7 +106,7 @@ class AdvancedDistributedTrainer:
         return (sums[0] / sums[1]).item()
 
     def _as_many_everywhere(self, dataloader: Any) -> bool:
-        """Whether all ranks have as many batches, by lengths that can be relied on."""
+        """Return whether all ranks have equal numbers of batches, by lengths that can be relied on."""
         streams = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
         known = isinstance(dataloader, list | tuple | DataLoader) and not streams
         length = len(dataloader) if known else -1

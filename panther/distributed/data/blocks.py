@@ -1,4 +1,4 @@
-"""Which blocks of a model FSDP shards by themselves."""
+"""Choose the blocks of a model that FSDP shards one by one."""
 
 __all__ = ["fsdp_blocks"]
 
@@ -12,7 +12,10 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def fsdp_blocks(model: nn.Module) -> list[nn.Module]:
-    """What is sharded by itself: elements of ModuleLists and Sequentials, but for those that share a parameter."""
+    """Return the children of ModuleLists and Sequentials, except those that share a parameter with others.
+
+    A parameter in two blocks would be sharded twice; the root holds it instead.
+    """
     found = list(dict.fromkeys(_elements(model)))
     users: dict[nn.Parameter, int] = {}
     for block in found:

@@ -1,4 +1,4 @@
-"""Sketched models that the distributed guide builds on."""
+"""The distributed guide's perceptron of sketched layers."""
 
 __all__ = ["DistributedSketchedModel"]
 
@@ -21,8 +21,8 @@ class DistributedSketchedModel(nn.Module):
         input_size: Width of the input.
         hidden_sizes: Widths of the hidden layers.
         output_size: Width of the output.
-        sketch_ratios: Sketch size by input width, one for each hidden layer, and one more for the output layer; without
-            that one, the output layer uses the last.
+        sketch_ratios: Sketch size divided by input width, for each hidden layer and the output layer. If the latter is
+            missing, the last one is used.
 
     Shape:
         Input ``(*, input_size)``, output ``(*, output_size)``.

@@ -1,8 +1,8 @@
-"""Data parallelism: every rank sees its own samples, and gradients are averaged.
+"""Data parallelism: every rank has its own samples, and gradients are averaged.
 
-With ``"ddp"`` every rank holds the model, on torch's DistributedDataParallel. With ``"fsdp"`` it is sharded over the
-ranks, on torch's FSDP2 (``fully_shard``), and gathered block by block when it is needed; with ``"replicate"`` the same
-engine holds it whole, which is what goes together with tensor parallelism.
+``"ddp"`` is torch's DistributedDataParallel, which replicates the model. ``"fsdp"`` is torch's FSDP2
+(``fully_shard``), which shards it over the ranks, and gathers it block by block when it is needed. ``"replicate"`` is
+FSDP2 with shards of size one: it replicates the model, and goes together with tensor parallelism, which DDP does not.
 """
 
 __all__ = ["data_parallel"]
@@ -23,8 +23,8 @@ from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
-from panther.distributed.sync.replicas import broadcast_model, check_same_model, send_model
-from panther.distributed.sync.sketches import send_sketches, verify_sketches
+from panther.distributed.sync.replicas import check_same_model, send_model
+from panther.distributed.sync.sketches import send_sketches
 from panther.errors import DistributedError, ShapeError
 from panther.nn._sketched import SketchedModule
 
@@ -43,23 +43,23 @@ def data_parallel(
     cpu_offload: bool = False,
     **options: Any,
 ) -> Any:
-    """Make a model ready for data-parallel training. Every rank must call it.
+    """Prepare a model for data-parallel training. Every rank must call it.
 
-    Sketches are synchronised here, a seed a layer, and never sent again: torch's DDP would broadcast them in every
+    Sketches are synchronised here, by one seed a layer, and not sent again: torch's DDP would broadcast them in every
     forward, with the other buffers. Those, such as BatchNorm's, keep DDP's behaviour; FSDP leaves them to each rank.
 
     Args:
-        model: Built alike on every rank, on its device; weights and seeds may differ, the first rank's are taken. Load
-            a fitted checkpoint before this: DDP and FSDP learn of parameters only here. Make the optimizer after it.
+        model: Built equally on every rank, on its device; weights and seeds may differ, the first rank's are taken.
+            Load a fitted checkpoint before: DDP and FSDP collect the parameters here. Make the optimizer after.
         mesh: One-dimensional DeviceMesh, or a process group; None is the world. For ``"fsdp"`` also a mesh of two axes,
-            ``mesh["replicate", "dp"]``: sharded along the second, copied along the first (HSDP).
+            ``mesh["replicate", "dp"]``: sharded along the second, replicated along the first (HSDP).
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
-            elements of ModuleLists and Sequentials, are sharded one by one.
-        comm_hook: For ``"ddp"``, how gradients travel: ``"fp16"``, ``"bf16"``, or ``"powersgd"`` (low-rank, after ten
-            steps as they are). None sends them as they are.
+            children of ModuleLists and Sequentials, are sharded one by one.
+        comm_hook: For ``"ddp"``, the compression of gradients: ``"fp16"``, ``"bf16"``, or ``"powersgd"`` (low rank,
+            after ten uncompressed steps). None sends them uncompressed.
         mixed_precision: For ``"fsdp"`` and ``"replicate"``, ``"bf16"`` or ``"fp16"`` to compute in; parameters and sums
             of gradients stay float32, and so does the output.
-        cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are held in the CPU's memory.
+        cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are kept in the CPU's memory.
         **options: For :class:`torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters=True``, or
             for :func:`torch.distributed.fsdp.fully_shard`, such as ``reshard_after_forward``.
 
@@ -72,10 +72,10 @@ def data_parallel(
             sharded.
         ShapeError: If ``mesh`` has too many axes, or a parameter that is to be sharded has no dimension.
         SketchMismatchError: On every rank, if sketched layers differ between ranks.
-        DistributedError: On every rank, if anything else of the models, the arguments or the libraries' versions does,
-            or a rank is gone or late. If there is no process group, that of the mesh is gone, the model is wrapped or
-            sharded already, or layers are cut over ranks by tensor parallelism and the strategy is ``"ddp"``, which
-            loses their parameters.
+        DistributedError: On every rank, if models, arguments or versions of the libraries differ between ranks, or a
+            rank is gone or late. If there is no process group or the mesh's is gone, the model is wrapped or sharded
+            already, or tensor parallelism has sharded layers and the strategy is ``"ddp"``, which loses their
+            parameters.
 
     Cost: a broadcast of the model here. A step sends the gradients of the trained factors once with ``"ddp"`` and
     ``"replicate"``; ``"fsdp"`` gathers the factors twice and scatters the gradients.
@@ -114,10 +114,11 @@ def data_parallel(
 
 
 def shard_whole(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
-    """``"fsdp"`` or ``"replicate"`` with the model as one block, as pipelines need it; in place."""
+    """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on every rank, as one block, in place.
+
+    Pipelines need one block: sharded block by block, zero-bubble schedules make wrong gradients.
+    """
     mesh = _mesh_of(mesh, strategy)
-    for axis in range(mesh.ndim):
-        broadcast_model(model, mesh.get_group(axis), settings=lambda: check_trainable(model, strategy))
     fully_shard(model, mesh=mesh, shard_placement_fn=_placement(mesh))
 
 
@@ -147,13 +148,13 @@ def _check(
     check_trainable(model, strategy)
     if strategy == "ddp" and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise DistributedError(
-            "layers of the model are cut over ranks, and DistributedDataParallel loses their parameters after the "
-            "first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
+            "layers of the model are sharded by tensor parallelism, and DistributedDataParallel loses their "
+            "parameters after the first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
         )
 
 
 def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
-    """Raise if a strategy cannot take the model, as torch says when a part of it is sharded; no settings."""
+    """Raise if a strategy cannot take the model, before torch says so with half of it sharded; return no settings."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             state = "sharded" if isinstance(module, FSDPModule) else "wrapped by DistributedDataParallel"
@@ -178,10 +179,10 @@ def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
 
 
 def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
-    """Names and sizes of the mesh's axes, if they suit the strategy."""
+    """Return the names and sizes of the mesh's axes, if they fit the strategy."""
     if strategy == "ddp" and mesh.ndim != 1:
         raise ShapeError(
-            f"mesh must have one axis and has {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp'], say"
+            f"mesh must have one axis and has {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
         )
     if mesh.ndim > (2 if strategy == "fsdp" else 1):
         raise ShapeError(
@@ -192,21 +193,22 @@ def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
 
 
 def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> DeviceMesh:
-    """The mesh for fully_shard: of one axis, or copies by shards; a copy is a shard of all."""
+    """Return the mesh for fully_shard, whose last axis shards, and whose first of two replicates."""
     if not isinstance(mesh, DeviceMesh):
         require_process_group()
         kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
         mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
     _check_axes(mesh, strategy)
     if strategy == "replicate":
+        # Private: torch has no public way from a mesh to one with an axis of size one.
         return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
     return mesh
 
 
 def _placement(mesh: DeviceMesh) -> Any:
-    """S2 and U1, (R, out), are cut along out where the ranks do not divide R: rows would be padded up to the ranks.
+    """Choose the dimension that FSDP shards: columns of S2 and U1, (R, out), if R is not a multiple of the ranks.
 
-    Only there, since what is gathered along columns has to be put in order.
+    FSDP pads rows up to a multiple of the ranks. Columns are chosen only then: gathering them needs one more copy.
     """
     ranks = mesh.shape[-1]
 
@@ -232,6 +234,7 @@ def _ddp(
     ]
     device = next(model.parameters()).device
     users = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    # Private, and DDP's only way to leave buffers out of the broadcast in every forward.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*users, *fixed])
     try:
         with watched("data_parallel", group):
@@ -240,14 +243,13 @@ def _ddp(
             )
     finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
-    verify_sketches(model, group)
     if comm_hook is not None:
         _register(parallel, comm_hook)
     return parallel
 
 
-# Closures of a hook's last futures hold its group, and are dropped on gloo's own thread. If theirs were the last
-# reference, after the group was left, that thread would end the group, wait for itself, and abort the process.
+# A hook's last futures hold its group, and are freed on gloo's own thread. If theirs were the last reference, that
+# thread would destroy the group, wait for itself, and abort the process. So the groups are kept here.
 _groups_with_hooks: set[dist.ProcessGroup] = set()
 
 
@@ -266,5 +268,5 @@ def _register(parallel: DistributedDataParallel, comm_hook: str) -> None:
 
 
 def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Torch's hook under another name: by its own, DDP refuses it on gloo, which sums bfloat16."""
+    """Call torch's hook under another name: DDP refuses the original by its name on gloo, which does sum bfloat16."""
     return default_hooks._compress_hook(torch.bfloat16, group, bucket)

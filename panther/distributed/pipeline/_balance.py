@@ -1,6 +1,6 @@
-"""Where to cut a model into stages: by its parameters, or by the time that its parts take."""
+"""Where the stages of a model begin: balanced by parameters, or by measured time."""
 
-__all__ = ["Segments", "balanced_cuts", "check_shared", "sizes_in_parameters", "timed_cuts"]
+__all__ = ["Blocks", "balance_by_time", "balance_stages", "check_shared", "sizes_in_parameters"]
 
 import copy
 import statistics
@@ -19,8 +19,8 @@ from panther.errors import DistributedError, ShapeError
 _REPEATS = 5
 
 
-class Segments(Protocol):
-    """What a model is cut into."""
+class Blocks(Protocol):
+    """The blocks of a model, consecutive runs of which make stages."""
 
     def __len__(self) -> int: ...
 
@@ -29,8 +29,8 @@ class Segments(Protocol):
     def module(self, model: nn.Module, begin: int, end: int) -> nn.Module: ...
 
 
-def balanced_cuts(costs: Sequence[float], n: int) -> list[int]:
-    """Where to begin each of n runs of consecutive items, none empty, so that the dearest run is as cheap as it can be.
+def balance_stages(costs: Sequence[float], n: int) -> list[int]:
+    """Return where each of n runs of consecutive items begins, none empty, for the smallest possible largest run.
 
     Raises:
         ShapeError: If there are fewer items than runs.
@@ -38,13 +38,13 @@ def balanced_cuts(costs: Sequence[float], n: int) -> list[int]:
     Cost: O(n len(costs)^2).
 
     Example:
-        >>> balanced_cuts([4, 1, 1, 1, 3], 2)
+        >>> balance_stages([4, 1, 1, 1, 3], 2)
         [0, 2]
     """
     if len(costs) < n:
         raise ShapeError(f"{len(costs)} layers cannot make {n} stages of at least one layer: use fewer stages")
     before = [0, *accumulate(costs)]
-    # best[j]: the least dearest run for the first j items, and where its last run begins
+    # best[j]: the cost of the largest run if the first j items are divided best, and where the last run begins
     best = [(float(total), 0) for total in before]
     begins = []
     for run in range(1, n):
@@ -61,40 +61,40 @@ def balanced_cuts(costs: Sequence[float], n: int) -> list[int]:
 
 
 def _tensors(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
-    """Parameters of modules, or parameters themselves, by name."""
+    """Return parameters by name, of modules or of their own names."""
     inside = tuple(f"{name}." for name in names)
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter for name, parameter in named if name in names or name.startswith(inside)}
 
 
-def sizes_in_parameters(model: nn.Module, segments: Segments) -> list[int]:
-    """Parameters of each segment, none counted twice in it."""
-    parts = (_tensors(model, segments.names_in(i, i + 1)) for i in range(len(segments)))
+def sizes_in_parameters(model: nn.Module, blocks: Blocks) -> list[int]:
+    """Return the number of parameters of each block, each counted once in it."""
+    parts = (_tensors(model, blocks.names_in(i, i + 1)) for i in range(len(blocks)))
     return [sum(parameter.numel() for parameter in set(part.values())) for part in parts]
 
 
-def check_shared(model: nn.Module, segments: Segments, begins: list[int]) -> None:
-    """Refuse parameters that several stages train: each would have a part of the gradient."""
+def check_shared(model: nn.Module, blocks: Blocks, begins: list[int]) -> None:
+    """Raise if several stages train one parameter: each would apply only its part of the gradient."""
     seen: dict[nn.Parameter, tuple[str, int]] = {}
     for stage in range(len(begins) - 1):
-        for name, parameter in _tensors(model, segments.names_in(begins[stage], begins[stage + 1])).items():
+        for name, parameter in _tensors(model, blocks.names_in(begins[stage], begins[stage + 1])).items():
             other, first = seen.setdefault(parameter, (name, stage))
             if first != stage and parameter.requires_grad:
                 alias = "" if other == name else f", which is also {name!r},"
                 raise ShapeError(
                     f"parameter {other!r}{alias} is used by the stages {first} and {stage}, and torch's pipelines do "
-                    "not add up gradients across stages: cut so that one stage has all its uses, or untie it"
+                    "not sum gradients across stages: put all its uses into one stage, or untie it"
                 )
 
 
-def timed_cuts(
-    model: nn.Module, segments: Segments, n: int, sample: tuple[Tensor, ...], group: dist.ProcessGroup
+def balance_by_time(
+    model: nn.Module, blocks: Blocks, n: int, sample: tuple[Tensor, ...], group: dist.ProcessGroup
 ) -> list[int]:
-    """Cuts by the times that the first rank measures; all take its word, or its failure."""
+    """Return where stages begin, balanced by the times that the first rank measures; all raise if it fails."""
     answer: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            answer = [balanced_cuts(_times(model, segments, sample), n)]
+            answer = [balance_stages(_times(model, blocks, sample), n)]
         except Exception as error:
             answer = [f"{type(error).__name__}: {str(error) or 'no message'}"]
     src = dist.get_process_group_ranks(group)[0]
@@ -102,20 +102,20 @@ def timed_cuts(
         dist.broadcast_object_list(answer, src, group=group)
     if isinstance(answer[0], str):
         raise DistributedError(
-            f"rank {src} could not run the model on the sample to measure it ({answer[0].splitlines()[0]}): pass the "
+            f"rank {src} could not run the model on sample_input to measure it ({answer[0].splitlines()[0]}): pass the "
             "inputs of one microbatch as sample_input=, or balance='parameters'"
         )
     return answer[0]
 
 
-def _times(model: nn.Module, segments: Segments, sample: tuple[Tensor, ...]) -> list[float]:
-    """Median seconds of each segment, forward and backward; the model's buffers and random numbers stay as they are."""
+def _times(model: nn.Module, blocks: Blocks, sample: tuple[Tensor, ...]) -> list[float]:
+    """Return median seconds of each block, forward and backward; buffers and random states are not changed."""
     device = next((x.device for x in chain(sample, model.parameters())), torch.device("cpu"))
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda else []):
         inputs, medians = sample, []
-        for i in range(len(segments)):
-            part = copy.deepcopy(segments.module(model, i, i + 1))
+        for i in range(len(blocks)):
+            part = copy.deepcopy(blocks.module(model, i, i + 1))
             seconds = []
             for _ in range(_REPEATS + 1):
                 given = tuple(x.detach().requires_grad_(i > 0 and x.is_floating_point()) for x in inputs)

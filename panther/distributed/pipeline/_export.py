@@ -1,10 +1,10 @@
-"""Cut any model at the calls of some of its modules: torch.export traces what stands between the calls.
+"""Split any model into blocks at the calls of some of its modules; torch.export traces the code between the calls.
 
-Modules that hold no cut are *units*: they are called as they are, with their hooks, modes and names, and what they
-compute is not traced. A unit becomes one opaque operation of the exported graph; its outputs' shapes come from a run on
-fake tensors. What the model's own forward does between units (embeddings of positions, masks, residual sums) is
-exported to ATen, for the sample's sizes. A cut stands before the first call inside of the module that it names, and
-tensors that are made before it and used after it are handed on.
+Modules in which no block begins are *leaf modules*: they are called as they are, with their hooks, modes and names, and
+their code is not traced. Each call is one opaque operation of the exported graph; the shapes of its outputs come from a
+run on fake tensors. The model's own code between the calls (position embeddings, masks, residual sums) is exported to
+ATen, for the sizes of the sample. A block begins before the first call inside the module that names it. Tensors that
+are made in an earlier block are sent along to the block that uses them.
 """
 
 __all__ = ["StageGraph", "trace_stages"]
@@ -25,30 +25,30 @@ from torch.utils import _pytree as pytree
 from panther.errors import ShapeError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_ALTERNATIVE = "write the model as an nn.Sequential of its stages, or make this part a module without cuts inside"
+_ALTERNATIVE = "write the model as an nn.Sequential of its stages, or move this code into a module inside one stage"
 
 
 @dataclass
 class _Call:
-    """A call of a unit: what it was given and gave on the sample."""
+    """A call of a leaf module with the sample."""
 
-    unit: str
+    name: str
     outputs: Any
-    """As the unit gives them, tensors fake."""
+    """As the module returns them, with fake tensors."""
     inputs: list[tuple[bool, Any]] | None = None
-    """Leaves of its arguments: whether one is a tensor, and what it is if not."""
+    """Leaves of its arguments: whether one is a tensor, and its value if not."""
     spec: Any = None
 
 
 _calls: list[_Call] = []  # of the model being traced
 
 
-@torch.library.custom_op("panther::call_unit", mutates_args=())
-def _call_unit(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
-    raise NotImplementedError("stands in traces only")
+@torch.library.custom_op("panther::call_leaf", mutates_args=())
+def _call_leaf(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
+    raise NotImplementedError("this operation exists in traces only")
 
 
-@_call_unit.register_fake
+@_call_leaf.register_fake
 def _(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
     return [
         torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
@@ -58,47 +58,47 @@ def _(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
 
 
 def tensor_leaf(outputs: Any, i: int) -> Tensor:
-    """The i-th tensor of what a unit gave."""
+    """Return the i-th tensor of a module's outputs."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)][i]
 
 
-def hand_on(x: Tensor) -> Tensor:
-    """A tensor that passes a stage as it is, with a place of its own in autograd's graph."""
+def pass_through(x: Tensor) -> Tensor:
+    """Copy a tensor that a stage only forwards: its input and output must be different nodes of autograd's graph."""
     return x.clone()
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's copy of a parameter that tensor parallelism put on its mesh."""
+    """Return the local tensor of a parameter that tensor parallelism has replicated."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 @dataclass
 class StageGraph:
-    """A model as a graph of calls, cut into segments; :meth:`module` makes any run of them a module."""
+    """A model as a graph of calls, divided into blocks; :meth:`module` makes a module of consecutive ones."""
 
     nodes: list[fx.Node]
-    segments: list[int]
-    """For each node the segment it is in; inputs are in -1, and parameters are taken where they are used."""
+    blocks: list[int]
+    """The block of each node; inputs are in -1, and parameters belong to the block that uses them."""
     constants: nn.Module
     """Holds tensors that the trace made."""
-    cuts: list[str]
-    """Names of the modules at which segments begin, but for the first."""
-    units: list[str]
+    starts: list[str]
+    """Names of the modules at which blocks begin, except the first."""
+    leaf_modules: list[str]
 
     def __len__(self) -> int:
-        return len(self.cuts) + 1
+        return len(self.starts) + 1
 
     def names_in(self, begin: int, end: int) -> set[str]:
-        """Units and tensors that the segments from ``begin`` to ``end`` (exclusive) use."""
+        """Return the leaf modules and tensors that the blocks from ``begin`` to ``end`` (exclusive) use."""
         found = set()
-        for node, segment in zip(self.nodes, self.segments, strict=True):
-            if begin <= segment < end:
+        for node, block in zip(self.nodes, self.blocks, strict=True):
+            if begin <= block < end:
                 found |= {str(node.target)} if node.op == "call_module" else set()
                 found |= {str(used.target) for used in node.all_input_nodes if used.op == "get_attr"}
         return found
 
     def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
-        """The segments from ``begin`` to ``end`` (exclusive), with ``model``'s own units and tensors."""
+        """Make a module of the blocks from ``begin`` to ``end`` (exclusive) that shares ``model``'s modules."""
         graph = self._graph(begin, end)
         targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -108,25 +108,25 @@ class StageGraph:
         if end == len(self):
             self._keep_unused(stage, model)
         _save_as(stage, model)
-        stage.training = model.training  # its parts keep their own
+        stage.training = model.training  # its children keep their own modes
         return stage
 
     def _graph(self, begin: int, end: int) -> fx.Graph:
-        segment_of = dict(zip(self.nodes, self.segments, strict=True))
+        block_of = dict(zip(self.nodes, self.blocks, strict=True))
         last: dict[fx.Node, int] = {}
         for node in self.nodes:
             for used in node.all_input_nodes:
-                last[used] = max(segment_of[node], last.get(used, -1))
+                last[used] = max(block_of[node], last.get(used, -1))
         made = [node for node in self.nodes if node.op not in ("get_attr", "output")]
 
-        def crossing(cut: int) -> list[fx.Node]:
-            return [node for node in made if segment_of[node] < cut <= last.get(node, -1)]
+        def crossing(start: int) -> list[fx.Node]:
+            return [node for node in made if block_of[node] < start <= last.get(node, -1)]
 
         graph = fx.Graph()
         incoming = crossing(begin) if begin else [node for node in made if node.op == "placeholder"]
         copied = {node: graph.placeholder(node.name) for node in incoming}
         for node in self.nodes:
-            if begin <= segment_of[node] < end and node.op not in ("get_attr", "output"):
+            if begin <= block_of[node] < end and node.op not in ("get_attr", "output"):
                 for used in node.all_input_nodes:
                     if used.op == "get_attr" and used not in copied:
                         copied[used] = graph.call_function(local, (graph.node_copy(used),))
@@ -137,18 +137,19 @@ class StageGraph:
             return graph
         here = set(incoming)
         results = [
-            graph.call_function(hand_on, (copied[node],)) if node in here else copied[node] for node in crossing(end)
+            graph.call_function(pass_through, (copied[node],)) if node in here else copied[node]
+            for node in crossing(end)
         ]
         graph.output(results[0] if len(results) == 1 else tuple(results))
         return graph
 
     def _keep_unused(self, stage: fx.GraphModule, model: nn.Module) -> None:
-        """Put what the forward does not use into the last stage, so that no state_dict lacks it."""
+        """Put unused modules and tensors into the last stage, so that every state_dict entry is in some stage."""
         used = self.names_in(0, len(self))
-        for unit in self.units:
-            if unit not in used:
-                stage.add_submodule(unit, model.get_submodule(unit))
-        inside = tuple(f"{unit}." for unit in self.units)
+        for name in self.leaf_modules:
+            if name not in used:
+                stage.add_submodule(name, model.get_submodule(name))
+        inside = tuple(f"{name}." for name in self.leaf_modules)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name not in used and not name.startswith(inside):
                 prefix, _, key = name.rpartition(".")
@@ -161,26 +162,26 @@ class StageGraph:
                     holder.register_buffer(key, tensor)
 
 
-def trace_stages(model: nn.Module, cuts: Sequence[str], sample: tuple[Tensor, ...]) -> StageGraph:
-    """Trace ``model(*sample)`` with a cut before each of the named modules.
+def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, ...]) -> StageGraph:
+    """Trace ``model(*sample)``, with a block beginning at each of the named modules.
 
     Raises:
-        ShapeError: If the forward cannot be exported, does not come by the cuts in this order, or gives no tensor.
+        ShapeError: If the forward cannot be exported, does not call the modules in this order, or returns no tensor.
     """
     ancestors = {""}
-    for name in cuts:
+    for name in starts:
         while name := name.rpartition(".")[0]:
             ancestors.add(name)
-    units = dict(_units(model, "", ancestors))
-    _calls[:] = _on_fake(model, units, sample)
+    leaf_modules = dict(_leaf_modules(model, "", ancestors))
+    _calls[:] = _on_fake(model, leaf_modules, sample)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 warns of its own calls here
-            with _opaque(units):
+            warnings.simplefilter("ignore")  # torch 2.13 uses functions here that it deprecates itself
+            with _opaque(leaf_modules):
                 exported = torch.export.export(model, sample, strict=False)
-            if any(_changes(node) for node in exported.graph.nodes):  # autograd refuses that for what was received
+            if any(_changes(node) for node in exported.graph.nodes):  # autograd refuses it for received tensors
                 exported = exported.run_decompositions({})
-        return _cut(exported.module(check_guards=False), cuts, list(units))
+        return _divide(exported.module(check_guards=False), starts, list(leaf_modules))
     except ShapeError:
         raise
     except Exception as error:
@@ -192,23 +193,23 @@ def trace_stages(model: nn.Module, cuts: Sequence[str], sample: tuple[Tensor, ..
         _calls.clear()
 
 
-def _units(module: nn.Module, name: str, ancestors: set[str]) -> Iterator[tuple[str, nn.Module]]:
+def _leaf_modules(module: nn.Module, name: str, ancestors: set[str]) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if path in ancestors or isinstance(child, nn.ModuleList | nn.ModuleDict):  # the latter are never called
-            yield from _units(child, path, ancestors)
+            yield from _leaf_modules(child, path, ancestors)
         else:
             yield path, child
 
 
-def _on_fake(model: nn.Module, units: dict[str, nn.Module], sample: tuple[Tensor, ...]) -> list[_Call]:
-    """Run the model without values and note what its units give."""
+def _on_fake(model: nn.Module, leaf_modules: dict[str, nn.Module], sample: tuple[Tensor, ...]) -> list[_Call]:
+    """Run the model on fake tensors and record the outputs of its leaf modules."""
     calls: list[_Call] = []
 
-    def note(unit: str) -> Any:
-        return lambda module, args, output: calls.append(_Call(unit, output))
+    def note(name: str) -> Any:
+        return lambda module, args, output: calls.append(_Call(name, output))
 
-    handles = [module.register_forward_hook(note(name)) for name, module in units.items()]
+    handles = [module.register_forward_hook(note(name)) for name, module in leaf_modules.items()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state: dict[str, Tensor] = {
         name: mode.from_tensor(t.detach()) for name, t in [*model.named_parameters(), *model.named_buffers()]
@@ -218,8 +219,8 @@ def _on_fake(model: nn.Module, units: dict[str, nn.Module], sample: tuple[Tensor
             torch.func.functional_call(model, state, tuple(mode.from_tensor(x) for x in sample))
     except Exception as error:
         raise ShapeError(
-            f"{type(model).__name__} cannot be run on the sample without values ({_first_line(error)}): pass the "
-            f"inputs of one microbatch as sample_input=; where its forward decides by values, {_ALTERNATIVE}"
+            f"{type(model).__name__} cannot be run on fake tensors ({_first_line(error)}): pass the "
+            f"inputs of one microbatch as sample_input=; where its forward depends on values, {_ALTERNATIVE}"
         ) from error
     finally:
         for handle in handles:
@@ -228,11 +229,11 @@ def _on_fake(model: nn.Module, units: dict[str, nn.Module], sample: tuple[Tensor
 
 
 @contextmanager
-def _opaque(units: dict[str, nn.Module]) -> Iterator[None]:
-    """Let units be single operations; their hooks run when they are called for good."""
+def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
+    """Replace leaf modules by single operations; their hooks run only when a stage calls them."""
     numbers: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(_calls):
-        numbers[call.unit].append(number)
+        numbers[call.name].append(number)
     begun: dict[str, int] = defaultdict(int)
     saved = []
 
@@ -243,12 +244,12 @@ def _opaque(units: dict[str, nn.Module]) -> Iterator[None]:
             call = _calls[number]
             leaves, call.spec = pytree.tree_flatten((args, kwargs))
             call.inputs = [(True, None) if isinstance(leaf, Tensor) else (False, leaf) for leaf in leaves]
-            given = iter(_call_unit([leaf for leaf in leaves if isinstance(leaf, Tensor)], number))
+            given = iter(_call_leaf([leaf for leaf in leaves if isinstance(leaf, Tensor)], number))
             return pytree.tree_map(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, call.outputs)
 
         return forward
 
-    for name, module in units.items():
+    for name, module in leaf_modules.items():
         saved.append((module, {key: module.__dict__[key] for key in (*_HOOKS, "forward") if key in module.__dict__}))
         for key in _HOOKS:
             module.__dict__[key] = type(module.__dict__[key])()
@@ -262,48 +263,50 @@ def _opaque(units: dict[str, nn.Module]) -> Iterator[None]:
 
 
 def _changes(node: fx.Node) -> bool:
-    """Whether an operation changes a tensor in place."""
+    """Return whether an operation changes a tensor in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _cut(exported: fx.GraphModule, cuts: Sequence[str], units: list[str]) -> StageGraph:
+def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[str]) -> StageGraph:
     graph = exported.graph
-    graph.owning_module = None  # which lacks modules without parameters
+    graph.owning_module = None  # the exported module lacks modules without parameters, and fx would complain
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif node.target is torch.ops.panther.call_unit.default:
+        elif node.target is torch.ops.panther.call_leaf.default:
             _put_call(graph, node)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _changes(node))
     nodes = list(graph.nodes)
     (output,) = nodes[-1].args
     if not (isinstance(output, tuple | list) and len(output) == 1 and isinstance(output[0], fx.Node)):
-        raise ShapeError("a model that is cut into stages must give one tensor, which the loss compares: wrap it so")
-    segments, segment = [], 0
+        raise ShapeError(
+            "a model that is split into stages must return one tensor, which the loss compares: wrap it to do so"
+        )
+    blocks, block = [], 0
     for node in nodes:
         if node.op == "call_module":
-            later = [i for i, cut in enumerate(cuts) if i >= segment and f"{node.target}.".startswith(f"{cut}.")]
-            if later and later[-1] > segment:
+            later = [i for i, start in enumerate(starts) if i >= block and f"{node.target}.".startswith(f"{start}.")]
+            if later and later[-1] > block:
                 raise ShapeError(
-                    f"the forward comes to {cuts[later[-1]]!r} before {cuts[segment]!r}: begin stages in the order in "
+                    f"the forward calls {starts[later[-1]]!r} before {starts[block]!r}: begin stages in the order in "
                     "which it calls them"
                 )
-            segment += bool(later)
-        segments.append(-1 if node.op == "placeholder" else segment)
-    if segment < len(cuts):
-        raise ShapeError(f"the forward does not call {cuts[segment]!r}: begin stages at modules that it calls")
-    return StageGraph(nodes, segments, exported, list(cuts), units)
+            block += bool(later)
+        blocks.append(-1 if node.op == "placeholder" else block)
+    if block < len(starts):
+        raise ShapeError(f"the forward does not call {starts[block]!r}: begin stages at modules that it calls")
+    return StageGraph(nodes, blocks, exported, list(starts), leaf_modules)
 
 
 def _put_call(graph: fx.Graph, node: fx.Node) -> None:
-    """The module's own call in place of the opaque operation."""
+    """Replace the opaque operation by the module's own call."""
     tensors, number = node.args
     call = _calls[number]  # type: ignore[index]
     left = iter(tensors)  # type: ignore[arg-type]
     leaves = [next(left) if is_tensor else value for is_tensor, value in call.inputs or ()]
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
     with graph.inserting_before(node):
-        called = graph.call_module(call.unit, args, kwargs)
+        called = graph.call_module(call.name, args, kwargs)
     for user in list(node.users):  # getitem of each output
         with graph.inserting_before(user):
             single = isinstance(call.outputs, Tensor)
@@ -324,7 +327,7 @@ def _at(model: nn.Module, name: str, constants: nn.Module) -> Any:
 
 
 def _save_as(stage: nn.Module, model: nn.Module) -> None:
-    """Buffers of the model's own modules go to the state_dict if they did; constants of the trace do not."""
+    """Keep out of the state_dict constants of the trace, and buffers that the model does not save either."""
     originals = dict(model.named_modules())
     for prefix, module in stage.named_modules():
         original = originals.get(prefix)

@@ -1,4 +1,4 @@
-"""The container of a rank's stages. Checkpoints know it, so it needs none of the code that traces models."""
+"""The container of a rank's stages, apart from the code that traces models: checkpoints need only the container."""
 
 __all__ = ["StageModules"]
 
@@ -6,4 +6,4 @@ from torch import nn
 
 
 class StageModules(nn.ModuleList):
-    """The modules of this rank's stages; for checkpoints their names are those of the whole model, without a number."""
+    """The modules of this rank's stages; checkpoints use the full model's names, without the index of a stage."""

@@ -1,4 +1,4 @@
-"""Stages and microbatches in one process."""
+"""The guide's pipeline in one process: stages on several devices, and microbatches with the gradients of a batch."""
 
 __all__ = ["MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"]
 
@@ -9,29 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from panther.distributed._layer_configs import check_configs
-from panther.distributed.pipeline._balance import balanced_cuts
+from panther.distributed.pipeline._balance import balance_stages
 from panther.distributed.pipeline.losses import check_reduction
 from panther.errors import ShapeError, check_size
 from panther.nn import SKLinear
 
 
 class PipelineParallelSketchedModel(nn.Module):
-    """Sketched layers with ReLU between them, cut into stages that stand on devices of one process.
+    """Sketched layers with ReLU between them, in stages on the devices of one process.
 
     For several processes see :func:`split_stages`.
 
     Args:
         layer_configs: For each layer a mapping with ``in_features``, ``out_features`` and ``sketch_size``.
-        devices: One for each stage; one can be named several times. Layers are shared out so that the largest stage is
-            as small as it can be.
+        devices: One for each stage; a device may be repeated. Layers are distributed so that the largest stage is as
+            small as possible.
 
     Attributes:
         stages: The stages, an nn.ModuleList of nn.Sequential.
         devices: Their devices.
 
     Raises:
-        ShapeError: If there are fewer layers than devices, none of either, keys are missing or unknown, or widths do
-            not follow one another.
+        ShapeError: If there are fewer layers than devices, none of either, keys are missing or unknown, or the width of
+            a layer's input is not that of the last output.
 
     Example:
         >>> sizes = [(256, 256), (256, 256), (256, 64)]
@@ -48,7 +48,7 @@ class PipelineParallelSketchedModel(nn.Module):
             raise ShapeError("devices is empty and must name one device for each stage")
         self.devices = [torch.device(device) for device in devices]
         costs = [config["sketch_size"] * (config["in_features"] + config["out_features"]) for config in layer_configs]
-        begins = [*balanced_cuts(costs, len(devices)), len(layer_configs)]
+        begins = [*balance_stages(costs, len(devices)), len(layer_configs)]
         self.stages = nn.ModuleList()
         for device, begin, end in zip(self.devices, begins, begins[1:], strict=False):
             stage = nn.Sequential()
@@ -68,11 +68,11 @@ class PipelineParallelSketchedModel(nn.Module):
 
 
 class MicrobatchPipelineTrainer:
-    """Train on a batch in pieces, with the gradients of the whole.
+    """Train on the microbatches of a batch, with the gradients of the unsplit batch.
 
     Args:
-        model: Any module, :class:`PipelineParallelSketchedModel` say.
-        num_microbatches: Pieces of a batch; a smaller batch makes fewer.
+        model: Any module, for example a :class:`PipelineParallelSketchedModel`.
+        num_microbatches: Number of microbatches; a batch of fewer samples has fewer.
 
     Raises:
         ShapeError: If ``num_microbatches`` is not positive.
@@ -96,30 +96,30 @@ class MicrobatchPipelineTrainer:
         criterion: Callable[[Tensor, Tensor], Tensor],
         optimizer: torch.optim.Optimizer,
     ) -> float:
-        """One step of the optimizer on all samples; gradients from before are cleared.
+        """Do one step of the optimizer on all samples; earlier gradients are cleared.
 
-        Microbatches differ by at most one sample. The loss of each is weighted by its samples where ``criterion`` takes
-        the mean (its attribute ``reduction``; a function without one is taken to), and added where it takes the sum, so
-        that loss and gradients are those of the batch in one piece. Exceptions, as everywhere with microbatches: means
-        that are not over samples (``ignore_index``, class weights), and BatchNorm, which sees each piece for itself.
+        Microbatches differ by at most one sample. If ``criterion`` takes the mean (its ``reduction``, or none), the
+        loss of each is weighted by its samples; if it takes the sum, losses are added. So loss and gradients are
+        those of the unsplit batch. Exceptions: means that are not over samples (``ignore_index``, class weights), and
+        BatchNorm, whose statistics are of a microbatch.
 
         Returns:
             The loss of the batch.
 
         Raises:
-            ShapeError: If there are no samples, or not as many targets.
-            ValueError: If the criterion reduces nothing.
+            ShapeError: If there are no samples, or a different number of targets.
+            ValueError: If the criterion has another reduction.
         """
         samples = len(batch_data)
         if samples == 0 or len(batch_targets) != samples:
             raise ShapeError(
-                f"the batch must have samples, and a target each, and has {samples} and {len(batch_targets)}"
+                f"the batch must have samples and a target for each, and has {samples} and {len(batch_targets)}"
             )
         reduction = check_reduction(criterion, "criterion")
-        pieces = min(self.num_microbatches, samples)
+        count = min(self.num_microbatches, samples)
         optimizer.zero_grad()
         total = 0.0
-        for data, targets in zip(batch_data.tensor_split(pieces), batch_targets.tensor_split(pieces), strict=True):
+        for data, targets in zip(batch_data.tensor_split(count), batch_targets.tensor_split(count), strict=True):
             output = self.model(data)
             loss = criterion(output, targets.to(output.device))
             if loss.dim():

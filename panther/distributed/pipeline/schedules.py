@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: how microbatches go through the stages, on torch.distributed.pipelining."""
+"""Schedules of a pipeline: the order in which stages process microbatches, on torch.distributed.pipelining."""
 
 __all__ = ["SCHEDULES", "PipelineSchedule", "ScheduleKind", "check_schedule", "make_schedule"]
 
@@ -44,10 +44,10 @@ class PipelineSchedule:
     """A schedule over this rank's stages; made by :func:`make_schedule`.
 
     Attributes:
-        schedule: torch's; another one after a batch of another size.
+        schedule: torch's schedule; a new one after a batch of a different size.
         stages: This rank's stages.
-        is_first: Whether the first stage is here, which reads the input.
-        is_last: Whether the last stage is here, which makes the output and the loss.
+        is_first: Whether this rank has the first stage, which reads the input.
+        is_last: Whether this rank has the last stage, which computes the output and the loss.
     """
 
     def __init__(self, make: Callable[[], Any], stages: list[PipelineStage], num_microbatches: int) -> None:
@@ -57,14 +57,14 @@ class PipelineSchedule:
         self._agreed: dict[str, str] | None = None
 
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank's stages, for its optimizer."""
+        """Return the parameters of this rank's stages, for its optimizer."""
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
     def step(self, x: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Forward and backward of a batch; every rank must call it, with the same batch.
+        """Run forward and backward of a batch. Every rank must call it, with the same batch.
 
-        Gradients are added to those that are there, as those of the loss over the whole batch. Batches may be of any
-        size that the microbatches divide, such as a smaller one at the end of an epoch.
+        The gradients of the loss over the batch are added to ``.grad``. A batch may have any size that is a multiple of
+        the number of microbatches, such as a smaller one at the end of an epoch.
 
         Args:
             x: The input, (samples, ...), or several for a model that takes them.
@@ -74,13 +74,13 @@ class PipelineSchedule:
             The output and the loss of the batch on the rank of the last stage, None elsewhere.
 
         Raises:
-            ShapeError: If the microbatches do not divide the samples, or are not of the size that the stages were
-                traced for.
-            DistributedError: If the ranks' batches differ in shape or dtype, which is seen when they change, or a rank
-                is gone or late.
+            ShapeError: If the samples are not a multiple of the microbatches, or the stages were traced for another
+                size.
+            DistributedError: If the ranks' batches differ in shape or dtype, which is checked when they change, or a
+                rank is gone or late.
 
-        Cost: where shapes or dtypes are not those of the step before, every stage runs forward and backward on one
-        microbatch more, without values, to learn the shapes of what stages send.
+        Cost: if shapes or dtypes differ from the step before, every stage runs forward and backward on one more
+        microbatch, of zeros, to find the shapes that stages send.
         """
         inputs = x if isinstance(x, tuple) else (x,)
         group = self.stages[0].group
@@ -92,7 +92,7 @@ class PipelineSchedule:
                 return described
 
             agree("PipelineSchedule.step", check, group, "pass every rank of the axis the same batch", "batches")
-            if self._agreed is not None:  # torch's has buffers for the shapes of its first batch, and takes no others
+            if self._agreed is not None:  # torch's schedule has receive buffers for the shapes of its first batch only
                 self.schedule = self._make()
             self._agreed = described
         losses: list[Tensor] = []
@@ -108,11 +108,13 @@ class PipelineSchedule:
         counts = sorted({len(tensor) for tensor in (*inputs, target)})
         samples, n = counts[0], self.num_microbatches
         if len(counts) > 1:
-            raise ShapeError(f"inputs and target must have as many samples, and have {', '.join(map(str, counts))}")
+            raise ShapeError(
+                f"inputs and target must have equal numbers of samples, and have {', '.join(map(str, counts))}"
+            )
         if samples == 0 or samples % n:
             divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
             raise ShapeError(
-                f"{samples} samples cannot be cut into num_microbatches={n} of one size: use one of "
+                f"{samples} samples cannot be split into num_microbatches={n} of equal size: use one of "
                 f"{', '.join(divisors) or 'no samples'}, or another batch"
             )
         traced = getattr(self.stages[0], "traced_shapes", None)
@@ -120,7 +122,7 @@ class PipelineSchedule:
         if traced is not None and found != traced:
             raise ShapeError(
                 f"the stages were traced with a sample of {_shapes(traced)}, and microbatches are {_shapes(found)}: "
-                "pass batches of this size, or split_stages a sample of one microbatch"
+                "pass batches of this size, or call split_stages with a sample_input of one microbatch"
             )
 
 
@@ -135,21 +137,21 @@ def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
 def make_schedule(
     name: str, stages: Sequence[PipelineStage], num_microbatches: int, loss_fn: Callable[[Tensor, Tensor], Tensor]
 ) -> PipelineSchedule:
-    """How the microbatches of a batch go through the stages. Every rank of the axis must call it.
+    """Make the schedule by which microbatches go through the stages. Every rank of the axis must call it.
 
     Args:
-        name: ``"gpipe"`` or ``"1f1b"``, of one stage a rank; ``"interleaved"``, ``"looped_bfs"`` or ``"zero_bubble"``,
-            of several; ``"zbv"`` or ``"dualpipev"``, of two in the order ``"v"``.
+        name: ``"gpipe"`` or ``"1f1b"``, with one stage a rank; ``"interleaved"``, ``"looped_bfs"`` or
+            ``"zero_bubble"``, with several; ``"zbv"`` or ``"dualpipev"``, with two in the order ``"v"``.
         stages: This rank's, from :func:`~panther.distributed.split_stages`.
-        num_microbatches: Pieces of a batch, which must divide its samples.
+        num_microbatches: Number of microbatches, of which the samples of a batch must be a multiple.
         loss_fn: ``loss_fn(output, target)``. Where its attribute ``reduction`` is ``"sum"``, microbatches' losses are
-            added, else (a function has none) they are averaged, so that loss and gradients are those of the batch in
-            one piece. Exceptions: means that are not over samples (``ignore_index``, class weights), and BatchNorm,
-            which sees each microbatch for itself.
+            added, else (also for a function, which has none) averaged, so that loss and gradients are those of the
+            unsplit batch. Exceptions: means that are not over samples (``ignore_index``, class weights), and BatchNorm,
+            whose statistics are of a microbatch.
 
     Raises:
-        ValueError: If the schedule is unknown or does not fit the stages, or ``loss_fn`` reduces nothing.
-        ShapeError: If ``num_microbatches`` is not what the schedule needs, or there are no stages.
+        ValueError: If the schedule is unknown or does not fit the stages, or the loss has another reduction.
+        ShapeError: If the schedule does not support ``num_microbatches``, or there are no stages.
         DistributedError: If ranks ask for different schedules.
 
     Example:
@@ -164,7 +166,7 @@ def make_schedule(
     """
     if not stages:
         raise ShapeError(
-            "stages must be those of this rank, one at least, and are empty: pass what split_stages returns"
+            "stages is empty, and must have the stages of this rank: pass the list that split_stages returns"
         )
     made: list[PipelineSchedule] = []
 
@@ -198,7 +200,7 @@ def _make(
         raise ValueError(f"schedule {name!r} takes one stage a rank, not {len(stages)}: use n={ranks} stages")
     if kind.order == "v" and not in_v:
         raise ValueError(
-            f"schedule {name!r} takes two stages a rank in a v: use split_stages(..., {2 * ranks}, order='v')"
+            f"schedule {name!r} takes two stages a rank in the order 'v': use split_stages(..., {2 * ranks}, order='v')"
         )
     if several and kind.order == "loop" and in_v and ranks > 1:
         raise ValueError(f"schedule {name!r} takes stages in the order 'loop': leave order='v' out of split_stages")

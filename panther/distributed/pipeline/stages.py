@@ -1,4 +1,7 @@
-"""Stages of a pipeline: any model cut into as many parts, this rank's ones kept, names those of the whole model."""
+"""Stages of a pipeline: split a model, and keep the stages of this rank, with the names of the full model.
+
+Check and plan, agree between ranks and broadcast (one exchange), choose where stages begin, build this rank's stages.
+"""
 
 __all__ = ["split_stages"]
 
@@ -17,7 +20,13 @@ from torch.utils._pytree import tree_map_only
 
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.mesh import groups_of
-from panther.distributed.pipeline._balance import Segments, balanced_cuts, check_shared, sizes_in_parameters, timed_cuts
+from panther.distributed.pipeline._balance import (
+    Blocks,
+    balance_by_time,
+    balance_stages,
+    check_shared,
+    sizes_in_parameters,
+)
 from panther.distributed.pipeline._export import trace_stages
 from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import ShapeError, check_size
@@ -37,26 +46,26 @@ def split_stages(
     balance: str = "parameters",
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
 ) -> list[PipelineStage]:
-    """Cut a model into n stages, and keep those of this rank. Every rank of the axis must call it.
+    """Split a model into n stages, and return those of this rank. Every rank of the axis must call it.
 
-    An nn.Sequential is cut between its elements. Any other model is cut before modules that its forward calls, those of
-    ``points``, or elements of the ModuleList ``layers``: what comes before the list is in the first stage, and what
-    comes after it in the last. torch.export traces what the forward itself does between its modules, with
+    An nn.Sequential is split between its children. Any other model is split before modules that its forward calls:
+    those of ``points``, or children of the ModuleList ``layers``, where the code before the list is in the first stage,
+    and the code after it in the last. torch.export traces what the forward itself does between its modules, with
     ``sample_input``, and tensors that a later stage needs are sent to it. The modules are called as they are, so that
     their modes, hooks, sketches and checkpoints are their own. The trace holds for the sizes of the sample input, and
     for the mode, training or not, that the model is in.
 
-    Names stay those of the whole model, so that checkpoints fit together. Weights and sketches are those of the axis's
-    first rank.
+    Names are those of the full model, so that checkpoints of the stages fit together. Weights and sketches are those of
+    the axis's first rank.
 
     Args:
-        model: Built alike on every rank, on its device; it is left as it is, its layers are shared with the stages.
-        n: Stages, a multiple of the ranks.
-        points: Names of the modules at which stages begin, the first left out, such as ``["layers.4"]``.
+        model: Built equally on every rank, on its device. It is not changed; its layers are shared with the stages.
+        n: Number of stages, a multiple of the ranks.
+        points: Names of the modules at which stages begin, except the first stage, such as ``["layers.4"]``.
         mesh: The pp axis, a one-dimensional mesh or a process group; None is the world.
-        order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: r, and 2 ranks - 1 - r, as ``"zbv"`` and
-            ``"dualpipev"`` want it.
-        layers: Name of the ModuleList, or nn.Sequential, between whose elements to cut; instead of ``points``.
+        order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: r and 2 ranks - 1 - r, which the
+            schedules ``"zbv"`` and ``"dualpipev"`` need.
+        layers: Name of the ModuleList, or nn.Sequential, between whose children to split; instead of ``points``.
         balance: What to balance when ``points`` is not given; the largest stage is made as small as possible.
             ``"parameters"``, or ``"time"`` of forward and backward on ``sample_input``, which the first rank of the
             axis measures for all.
@@ -64,16 +73,17 @@ def split_stages(
             ``"time"``.
 
     Returns:
-        This rank's stages, by rising index.
+        This rank's stages, in the order of their indices.
 
     Raises:
-        ShapeError: If n is no multiple of the ranks, there are fewer elements than stages, ``points`` or ``layers``
-            does not fit, the model cannot be traced, or a parameter would be trained in several stages.
-        TypeError: If the model is no nn.Sequential, and the sample is missing, or both points and layers.
+        ShapeError: If n is not a multiple of the ranks, there are fewer children than stages, ``points`` or ``layers``
+            names the wrong modules, the model cannot be traced, or several stages would train one parameter.
+        TypeError: If the model is not an nn.Sequential and ``sample_input``, or both ``points`` and ``layers``, are
+            missing.
         ValueError: If ``order`` or ``balance`` is unknown.
         DistributedError: On every rank, if models or arguments differ between ranks, or there is no process group.
 
-    Cost: a broadcast of the model; tracing runs it twice, on tensors without values.
+    Cost: a broadcast of the model; the trace runs it twice, on fake tensors.
 
     Example:
         >>> import panther as pr
@@ -95,8 +105,8 @@ def split_stages(
 
 
 @dataclass
-class _Elements:
-    """Those of an nn.Sequential."""
+class _Children:
+    """The children of an nn.Sequential."""
 
     names: list[str]
 
@@ -112,22 +122,22 @@ class _Elements:
 
 @dataclass
 class StagePlan:
-    """Where to cut a model, and which stages are this rank's."""
+    """Where the stages of a model begin, and which of them this rank has."""
 
-    segments: Segments
+    blocks: Blocks
     begins: list[int]
     mine: list[int]
     group: dist.ProcessGroup
     traced_shapes: tuple[tuple[int, ...], ...] | None
-    """Of the sample that the model was traced with; of no other can it be run."""
+    """Of the sample that the model was traced with, and the only ones it can be run with."""
 
     def stages(self, model: nn.Module) -> list[PipelineStage]:
-        """This rank's stages of the model that was planned for, whose layers may since be cut over ranks."""
-        ends = [*self.begins[1:], len(self.segments)]
+        """Build this rank's stages of the model that was planned for; its layers may have been sharded since."""
+        ends = [*self.begins[1:], len(self.blocks)]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         stages: list[PipelineStage] = []
         for i in self.mine:
-            module = self.segments.module(model, self.begins[i], ends[i])
+            module = self.blocks.module(model, self.begins[i], ends[i])
             stage = _Stage(module, i, len(self.begins), device, group=self.group)
             stage.traced_shapes = self.traced_shapes
             stages.append(stage)
@@ -137,9 +147,9 @@ class StagePlan:
 class _Stage(PipelineStage):
     """Torch's stage, without three of its faults.
 
-    Before the first step of a size it runs every stage once on unset memory, to see what shapes it gives; it then drops
-    the gradients that a stage sharded by FSDP has from earlier steps; and schedules that part the backward in two
-    cannot take a view from a stage, whose graph they cut off in place.
+    Before the first step with a new size, torch runs every stage once on uninitialised memory, to find the shapes of
+    its outputs. That can fail (indices out of range), changes buffers, and drops gradients that an FSDP stage has from
+    earlier steps. And schedules that split the backward detach a stage's output in place, which fails for a view.
     """
 
     traced_shapes: tuple[tuple[int, ...], ...] | None = None
@@ -151,11 +161,11 @@ class _Stage(PipelineStage):
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         with torch.no_grad():
             for x in args if not self.is_first else ():
-                x.zero_()  # an index that is anything would be out of range
+                x.zero_()  # uninitialised indices may be out of range
         self._before = [(buffer, buffer.clone()) for buffer in module.buffers()]
         for part in module.modules():
             if isinstance(part, FSDPModule):
-                part.reshard()  # it is its shards that have gradients
+                part.reshard()  # gradients belong to the shards, not to the gathered parameters
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         for parameter, _ in self._gradients:
             parameter.grad = None
@@ -164,7 +174,7 @@ class _Stage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         with torch.no_grad():
-            for buffer, before in self.__dict__.pop("_before", ()):  # statistics of nothing
+            for buffer, before in self.__dict__.pop("_before", ()):  # such as BatchNorm's statistics
                 buffer.copy_(before)
         for parameter, gradient in self.__dict__.pop("_gradients", ()):
             parameter.grad = gradient
@@ -181,38 +191,38 @@ def plan_stages(
     balance: str,
     sample_input: Tensor | tuple[Tensor, ...] | None,
 ) -> StagePlan:
-    """The first half of :func:`split_stages`, after which the model may be cut along other axes."""
+    """Do all of :func:`split_stages` except building the stages, before which the model may be sharded."""
     group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
     if group is None and in_process_group():
         group = dist.group.WORLD
     inputs = (sample_input,) if isinstance(sample_input, Tensor) else sample_input
-    found: list[Segments] = []
+    found: list[Blocks] = []
 
     def check() -> dict[str, Any]:
         _check(model, n, points, order, layers, balance, inputs, dist.get_world_size(group) if group else 1)
-        found[:] = [_segments(model, n, points, layers, inputs)]
+        found[:] = [_blocks(model, n, points, layers, inputs)]
         if len(found[0]) < n:
-            balanced_cuts([0] * len(found[0]), n)  # which says so
+            balance_stages([0] * len(found[0]), n)  # raises
         shapes = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
         settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
         return settings | {"balance": balance, "sample_input": shapes}
 
     broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
     assert group is not None
-    segments = found[0]
+    blocks = found[0]
     if points is not None:
         begins = list(range(n))
-        if isinstance(segments, _Elements):
-            begins = [0, *(segments.names.index(point) for point in points)]
+        if isinstance(blocks, _Children):
+            begins = [0, *(blocks.names.index(point) for point in points)]
     elif balance == "parameters":
-        begins = balanced_cuts(sizes_in_parameters(model, segments), n)
+        begins = balance_stages(sizes_in_parameters(model, blocks), n)
     else:
-        begins = timed_cuts(model, segments, n, inputs or (), group)
-    check_shared(model, segments, [*begins, len(segments)])
+        begins = balance_by_time(model, blocks, n, inputs or (), group)
+    check_shared(model, blocks, [*begins, len(blocks)])
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     mine = [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))
-    traced = None if isinstance(segments, _Elements) or inputs is None else tuple(tuple(x.shape) for x in inputs)
-    return StagePlan(segments, begins, mine, group, traced)
+    traced = None if isinstance(blocks, _Children) or inputs is None else tuple(tuple(x.shape) for x in inputs)
+    return StagePlan(blocks, begins, mine, group, traced)
 
 
 def _check(
@@ -233,7 +243,7 @@ def _check(
         rule = f"twice the ranks of the axis ({ranks})" if order == "v" else f"a multiple of the ranks ({ranks})"
         raise ShapeError(f"n={n} stages must be {rule}: use n={2 * ranks if order == 'v' else -(-n // ranks) * ranks}")
     if points is not None and layers is not None:
-        raise TypeError("split_stages takes points or layers, not both: points name where stages begin")
+        raise TypeError("split_stages takes points or layers, not both: points are the names at which stages begin")
     if sample_input is not None and not (
         isinstance(sample_input, tuple) and all(isinstance(x, Tensor) for x in sample_input)
     ):
@@ -246,18 +256,18 @@ def _check(
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         hint = f" ({', '.join(map(repr, lists))} here)" if lists else ""
         raise TypeError(
-            f"split_stages cuts an nn.Sequential, not a {type(model).__name__}, unless it is told where: pass layers=, "
+            f"split_stages splits an nn.Sequential by itself, but not a {type(model).__name__}: pass layers=, "
             f"the name of its ModuleList{hint}, or points="
         )
     if sample_input is None:
         raise TypeError(
-            f"a {type(model).__name__} is cut by tracing it: pass sample_input=, the inputs of one microbatch"
+            f"a {type(model).__name__} is split by tracing it: pass sample_input=, the inputs of one microbatch"
         )
 
 
-def _segments(
+def _blocks(
     model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None, sample_input: tuple[Tensor, ...] | None
-) -> Segments:
+) -> Blocks:
     modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
         names = list(model._modules)
@@ -266,10 +276,10 @@ def _segments(
             places = [0, *(names.index(point) for point in points if point in names)]
             if unknown or len(places) != n or places != sorted(set(places)):
                 raise ShapeError(
-                    f"points={list(points)} must be {n - 1} different names of elements after the first, in order, of "
+                    f"points={list(points)} must be {n - 1} different names of children after the first, in order, of "
                     f"{', '.join(names)}"
                 )
-        return _Elements(names)
+        return _Children(names)
     if layers is not None:
         stack = modules.get(layers)
         if not isinstance(stack, nn.ModuleList | nn.Sequential):
@@ -279,7 +289,7 @@ def _segments(
                 f"{', '.join(map(repr, lists)) or 'none'}"
             )
         if len(stack) < n:
-            balanced_cuts([0] * len(stack), n)
+            balance_stages([0] * len(stack), n)
         cuts = [f"{layers}.{key}" for key in list(stack._modules)[1:]]
     else:
         cuts = list(points or ())

@@ -14,13 +14,13 @@ from panther._version import __version__
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import name_ranks, ranks_of
-from panther.distributed.sync.sketches import describe_source, send_sketches, verify_sketches
+from panther.distributed.sync.sketches import describe_source, send_sketches
 from panther.errors import DistributedError
 from panther.nn._sketched import SketchedModule
 
 
 def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """Names, shapes, dtypes and kinds of a model's tensors, but for sketches, which have descriptions of their own."""
+    """Describe a model's tensors by name; sketches have descriptions of their own."""
     described = {"model": type(model).__name__}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -36,7 +36,7 @@ def describe_tensors(model: nn.Module) -> dict[str, str]:
 
 
 def describe_library() -> dict[str, str]:
-    """What is set for a whole process and changes what ranks compute."""
+    """Describe the settings of a whole process that change its results."""
     return {
         "Panther's version": __version__,
         "torch's version": torch.__version__,
@@ -46,8 +46,8 @@ def describe_library() -> dict[str, str]:
 
 
 def _in_short(tensor: torch.Tensor) -> str:
-    cut = f" cut as {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"{tensor.dtype} {tuple(tensor.shape)}{cut}"
+    placed = f" sharded as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)}{placed}"
 
 
 def broadcast_model(
@@ -58,44 +58,46 @@ def broadcast_model(
 ) -> None:
     """Give every rank the sketches, parameters and buffers of the group's first rank.
 
+    Ranks compare models and settings first, in one exchange: a broadcast between different models would hang, or mix
+    their tensors.
+
     Args:
-        model: Built alike on every rank.
+        model: Built equally on every rank.
         group: The ranks.
         what: The public call that does this, for errors.
-        settings: Checks what the call was given and returns what must be the same on every rank; what it raises, all
-            ranks hear of.
+        settings: Checks the arguments of the call, and returns those that must be equal on every rank. If it raises on
+            one rank, all raise.
 
     Raises:
         DistributedError: On every rank, before anything is changed, if models, settings or versions differ, or a tensor
-            is cut over the ranks.
-        SketchMismatchError: The same, for sketched layers.
+            is sharded over the ranks.
+        SketchMismatchError: On every rank, if sketched layers differ.
     """
     check_same_model(model, group, what, settings)
     send_model(model, group, what)
 
 
 def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
-    """The second half of :func:`broadcast_model`, for models that are known to be alike."""
+    """Broadcast a model of which :func:`check_same_model` has found that the ranks have the same."""
     ranks = dist.get_process_group_ranks(group)
-    _check_whole(model, ranks)
+    _check_replicated(model, ranks)
     src = ranks[0]
     with watched(what, group):
         send_sketches(model, group)
         for tensor in (*model.parameters(), *model.buffers()):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             dist.broadcast(local.detach(), src, group=group)
-    verify_sketches(model, group)
 
 
-def _check_whole(model: nn.Module, ranks: list[int]) -> None:
-    """Of tensors that are cut over the ranks each has another part, which must not be sent to the others."""
+def _check_replicated(model: nn.Module, ranks: list[int]) -> None:
+    """Raise if tensors are sharded over the ranks: a broadcast would replace every shard by the first one."""
     named = (*model.named_parameters(), *model.named_buffers())
-    cut = [name for name, tensor in named if isinstance(tensor, DTensor) and _is_sharded_over(tensor, ranks)]
-    if cut:
-        more = f" and {len(cut) - 1} more" if len(cut) > 1 else ""
+    sharded = [name for name, tensor in named if isinstance(tensor, DTensor) and _is_sharded_over(tensor, ranks)]
+    if sharded:
+        more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
         raise DistributedError(
-            f"parameters must be whole on every rank, and {cut[0]!r}{more} are cut over "
-            f"{name_ranks(ranks)} already: use the model as it is, or build it anew"
+            f"parameters must be replicated, and {sharded[0]!r}{more} are sharded over {name_ranks(ranks)} already: "
+            "use the model as it is, or build it anew"
         )
 
 
@@ -110,12 +112,12 @@ def _is_sharded_over(tensor: DTensor, ranks: list[int]) -> bool:
 def check_same_model(
     model: nn.Module, group: dist.ProcessGroup | None, what: str, settings: Callable[[], Mapping[str, Any]] = dict
 ) -> None:
-    """Compare models, settings and versions; see :func:`broadcast_model`."""
+    """Compare models, settings and versions between ranks; see :func:`broadcast_model`."""
 
     def describe() -> dict[str, str]:
         given = in_words(settings())
         ranks = ranks_of(group)
-        _check_whole(model, ranks)
+        _check_replicated(model, ranks)
         layers = describe_source(model, ranks[0], group)
         return {**layers, **describe_tensors(model), **given, **describe_library()}
 

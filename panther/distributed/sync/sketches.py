@@ -20,21 +20,21 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the sketches of rank ``src``. Every rank of the group must call it.
+    """Broadcast the sketches of rank ``src``. Every rank of the group must call it.
 
-    Seeded layers take the seed of ``src`` and draw their sketches from it; fitted sketches are sent whole. Attention by
-    random features, and :class:`~panther.nn.sinSRPE`, take its seed and how often it has drawn, for the draws to come.
-    Trained factors and buffers are left alone: wrapping the model for data parallelism sends those.
+    Seeded layers take the seed of ``src`` and draw their sketches from it; fitted sketches are sent in full. Attention
+    by random features, and :class:`~panther.nn.sinSRPE`, take its seed and its number of draws. Other parameters and
+    buffers are not sent: wrapping the model for data parallelism does that.
 
     Args:
-        model: Built alike on every rank.
+        model: Built equally on every rank.
         src: Global rank to take the sketches from.
         group: Process group; None is the world.
 
     Raises:
         SketchMismatchError: On every rank, if models differ in names, shapes, modes or num_terms of their sketched
-            layers or in ``src``, ``src`` is not in the group, or it holds a damaged seed. Layers and ranks are named
-            and nothing is changed.
+            layers or in ``src``, ``src`` is not in the group, or its ``sketch_seed`` is damaged. The error names layers
+            and ranks, and nothing is changed.
         DistributedError: If there is no process group.
 
     Cost: a gather of 16 bytes a rank, and a broadcast of 8 bytes a seeded layer; fitted sketches at their size.
@@ -53,8 +53,8 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
 def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Check that every rank has the same sketches. Every rank of the group must call it.
 
-    A ``sketch_seed`` that was changed in place, by a broadcast of buffers say, is adopted first. Sketches of fitted
-    layers are compared by a digest.
+    A ``sketch_seed`` that was changed in place, for example by a broadcast of buffers, takes effect first. Sketches of
+    fitted layers are compared by a digest.
 
     Args:
         model: The model, wrapped or not.
@@ -84,16 +84,16 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 
 def send_sketches(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of the group its first one's sketches."""
+    """Broadcast the sketches of the group's first rank."""
     _send(model, ranks_of(group)[0], group)
 
 
 def describe_source(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return what must be equal on all ranks before the sketches of ``src`` are sent."""
+    """Return a description of the sketched layers, which must be equal on all ranks before sketches are sent."""
     ranks, layers = ranks_of(group), sketched_layers(model)
     if src not in ranks:
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
-    if dist.get_rank() == src:  # the others' seeds do not matter
+    if dist.get_rank() == src:  # seeds of other ranks are about to be replaced
         for layer in layers.values():
             layer.check_record()
     described = {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()}
@@ -102,12 +102,12 @@ def describe_source(model: nn.Module, src: int, group: dist.ProcessGroup | None)
 
 
 def _drawing(model: nn.Module) -> dict[str, RandMultiHeadAttention | sinSRPE]:
-    """Modules that draw anew while they train, as their seed and a count say."""
+    """Return the modules that draw again while they train, from their seed and a count of draws."""
     return {name: m for name, m in model.named_modules() if isinstance(m, RandMultiHeadAttention | sinSRPE)}
 
 
 def _send(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> None:
-    """Seeds, counts of draws and fitted sketches of ``src``, to a model that is known to be alike."""
+    """Broadcast seeds, counts of draws and fitted sketches of ``src``; ranks have compared their models."""
     if is_fake(group):
         return
     device = transport(group)
@@ -134,7 +134,7 @@ def _send(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> None:
 
 
 def sketched_layers(model: nn.Module) -> dict[str, SketchedModule]:
-    """Sketched layers by name."""
+    """Return the sketched layers by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SketchedModule)}
 
 
@@ -154,10 +154,10 @@ def _contents(layer: SketchedModule) -> str:
 
 
 def _digest(sketch: Tensor) -> int:
-    """64 bits of the exact contents, computed where they are; sums wrap around, so any order gives the same."""
+    """Return 64 bits of the exact contents, computed on their device; sums wrap around, so any order gives the same."""
     whole = sketch.full_tensor() if isinstance(sketch, DTensor) else sketch
     bits = whole.detach().contiguous().flatten().view(_INTEGER_OF_SIZE[sketch.element_size()]).to(torch.int64)
     mixed = bits + _ODD * torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
-    for shift in (30, 27, 31):  # multiplying alone is linear, and patterns of signs would cancel
+    for shift in (30, 27, 31):  # without xor the map is linear, and patterns of signs cancel
         mixed = (mixed ^ (mixed >> shift)) * _ODD
     return int(mixed.sum()) % (1 << 64)
