@@ -164,6 +164,7 @@ def test_processes_that_are_started_again_go_on(work, capfd):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_what_fails_on_several_processes_is_a_sentence_too(work, capfd):
     assert main(["train", "--config", "run.toml", "--nproc", "2", f"model={work}:fails"]) == 2
     assert "fails failed: RuntimeError: no such file" in capfd.readouterr().err

@@ -323,6 +323,7 @@ def check_operators(args):
     torch.library.opcheck(ops.causal_linear_attention_backward.default, (grad, *args, y, den))
 
 
+@pytest.mark.slow
 def test_operators_pass_opcheck(device):
     check_operators(operands(2, n=5, D=4, E=3, scaled=True, device=device))
 
