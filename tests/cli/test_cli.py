@@ -75,6 +75,24 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, text, capsys, 
     assert capsys.readouterr().err == f"panther: error: {text}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "path", "reason"),
+    [
+        (["init", "torchrun", "--out", "PATH", "t.py"], "file/below", "cannot be written to (Not a directory)"),
+        (["init", "torchrun", "--out", "PATH", "t.py"], 300 * "a", "cannot be written to (File name too long)"),
+        (["init", "torchrun", "--config", "PATH"], "file/below", "cannot be read (Not a directory)"),
+        (["simulate", "--report", "PATH"], "file/below", "cannot be written: name a file in an existing folder"),
+        (["train", "--config", "PATH"], "file/below.toml", "cannot be read (Not a directory)"),
+    ],
+)
+def test_an_impossible_path_is_a_sentence(arguments, path, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main([path if word == "PATH" else word for word in arguments]) == 2
+    assert f"{path} {reason}" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
 def test_doctor_names_everything(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out

@@ -166,18 +166,17 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
         "S": ("seconds_per_epoch", "Seconds per epoch", "{:.3f}"),
     }
     for place, (key, title, form) in bars.items():
-        values = [column[key] for column in columns.values()]
-        drawn = axes[place].bar(list(columns), values, color=list(colors.values()))
-        axes[place].bar_label(drawn, [form.format(value) for value in values], fontsize=8)
-        axes[place].set_title(title, fontsize=10)
-        axes[place].margins(y=0.15)
-        axes[place].tick_params(labelsize=8)
-        axes[place].set_yticks([])
-        if key == "accuracy":
-            every = [value for column in columns.values() for value in column["accuracies"]]
-            low = max(0.0, min(every) - 2)
-            axes[place].set_ylim(low, 100.5)
-            axes[place].set_title(f"Test accuracy, % (axis starts at {low:.0f})", fontsize=10)
+        axis, values = axes[place], [column[key] for column in columns.values()]
+        drawn = axis.bar(list(columns), values, color=list(colors.values()))
+        axis.bar_label(drawn, [form.format(value) for value in values], fontsize=8)
+        axis.margins(y=0.15)
+        if key == "accuracy":  # from the lowest seed, or the bars would look equal
+            low = max(0.0, min(value for column in columns.values() for value in column["accuracies"]) - 2)
+            axis.set_ylim(low, 100.5)
+            title = f"{title} (axis starts at {low:.0f})"
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(labelsize=8)
+        axis.set_yticks([])
     for axis in axes.values():
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
