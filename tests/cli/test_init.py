@@ -304,17 +304,17 @@ def test_slurm_runs_on_two_nodes(free_port):
     assert not Path("scontrol.log").exists()
 
 
-@pytest.mark.distributed
 def test_slurm_job_saves_and_is_queued_again_before_its_time_is_up():
+    """With a stand-in for the launcher too, whose answer to TERM, to pass it on and return 143, test_launch tests."""
     Path("train.py").write_text(
         "import signal, sys\n"
-        "def save(*_):\n    open('saved', 'w').close()\n    sys.exit(0)\n"
+        "def save(*_):\n    open('saved', 'w').close()\n    sys.exit(143)\n"
         "signal.signal(signal.SIGTERM, save)\nopen('ready', 'w').close()\nwhile True:\n    signal.pause()\n"
     )
     init("slurm", "--time=1:00:00")
     # As srun does, the stand-in answers TERM by killing the processes: it must not be what is sent to it.
     srun = 'shift; SLURM_NODEID=0 "$@" & echo $! > step.pid; trap "kill -KILL $!" TERM; wait $!'
-    process = shell("slurm.sbatch", **stubs(srun=srun))
+    process = shell("slurm.sbatch", **stubs(srun=srun, panther="exec python -S train.py"))
     deadline = time.monotonic() + 100
     while not Path("ready").exists():
         assert process.poll() is None
