@@ -337,7 +337,7 @@ def test_what_cannot_be_sharded_by_heads():
 
 
 OWN_PLAN = ("llama", "qwen3", "gpt-neox")
-KNOWN = ("bert", "electra", "roberta", "distilbert", "vit", "clip", "opt", "bart", "whisper")
+KNOWN = ("bert", "electra", "roberta", "distilbert", "vit", "clip", "opt", "bart", "whisper", "t5", "gated t5")
 
 
 def transformer(kind, seed):
@@ -352,6 +352,7 @@ def transformer(kind, seed):
     bart |= {f"{side}_ffn_dim": 48 for side in sides} | {"d_model": 32, "vocab_size": 60, "dropout": 0.0}
     whisper = {"num_mel_bins": 4, "max_source_positions": 6, "decoder_start_token_id": 1}
     whisper |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    t5 = {"d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 4, "d_kv": 8, "vocab_size": 60, "dropout_rate": 0.0}
     distilled = {"dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 4, "vocab_size": 60}
     opt = {"ffn_dim": 48, "word_embed_proj_dim": 32, "vocab_size": 60, "dropout": 0.0}
     name, config = {
@@ -364,11 +365,13 @@ def transformer(kind, seed):
         "opt": ("OPT", {**sizes, **opt}),
         "bart": ("Bart", bart),
         "whisper": ("Whisper", {**bart, **whisper}),
+        "t5": ("T5", {**t5, "feed_forward_proj": "relu"}),
+        "gated t5": ("T5", {**t5, "feed_forward_proj": "gated-gelu"}),
         "llama": ("Llama", {**grouped, **sizes}),
         "qwen3": ("Qwen3", {**grouped, "head_dim": 8, **sizes}),
         "gpt-neox": ("GPTNeoX", {"vocab_size": 60, **sizes}),
     }[kind]
-    head = "ForCausalLM" if kind in ("llama", "qwen3") else "Model"
+    head = "ForCausalLM" if kind in ("llama", "qwen3") else "EncoderModel" if "t5" in kind else "Model"
     return getattr(transformers, name + head)(getattr(transformers, name + "Config")(**config)).double()
 
 
@@ -399,9 +402,10 @@ def test_transformers_models(kind):
         assert their_norms == pytest.approx(norms, rel=1e-9)
         for name, weight in weights.items():
             torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-10)
-        assert set(report) >= names if kind == "bart" else set(report) == names
+        assert set(report) >= names if kind in ("bart", "whisper", "t5", "gated t5") else set(report) == names
         sharded = [entry for entry in report.values() if entry.action == "inputs sharded"]
-        assert len(sharded) == (5 if kind in ("bart", "whisper") else 2)  # every attention and every feed-forward block
+        # Every attention and feed-forward block; T5's attention has a position bias of all heads.
+        assert len(sharded) == {"bart": 5, "whisper": 5, "t5": 1, "gated t5": 1}.get(kind, 2)
         assert all(entry.reason.startswith("the model's plan") == (kind in OWN_PLAN) for entry in sharded)
         assert same
         assert tied == (kind == "llama")

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.distributed
 class Gated(nn.Module):
     def __init__(self, make):
         super().__init__()
+        self._tp_plan = {"*_proj": "colwise", "down_proj": "rowwise"}
         self.gate_proj, self.up_proj, self.down_proj = make(40, 50), make(40, 50), make(50, 40)
 
     def forward(self, x):
@@ -81,7 +82,7 @@ def test_ten_steps_are_those_of_one_process(n, sketched):
         assert {name for name, action in actions.items() if action == "outputs sharded"} == cut
         rows = {"stack.2", "encoder.linear2", "gated.down_proj"}  # of 50 features between, uneven over 3 ranks
         assert {name for name, action in actions.items() if action == "inputs sharded"} == rows
-        assert report["gated.down_proj"].reason == "paired with 'gated.gate_proj' and 'gated.up_proj'"
+        assert report["gated.down_proj"].reason == "the model's plan"
         assert report["head"].action == "replicated"
         assert report["stack.4"].reason == "has no partner: no linear layer with only elementwise functions between"
         owners = {name.rpartition(".")[0] for name in weights}

@@ -25,7 +25,7 @@ from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d, SKLinear
 
 # Feed-forward blocks by the names of their layers: those that widen, which are sharded column-wise, and the one that
-# narrows. A trace of the block shows whether only elementwise functions are between them.
+# narrows. Which blocks have only elementwise functions between them is known by their class (`_elementwise.py`).
 _FEED_FORWARD = (
     (("linear1",), "linear2"),  # torch
     (("gate_proj", "up_proj"), "down_proj"),  # Llama and its relatives
@@ -59,8 +59,6 @@ class ModulePlan:
     """How to shard it; None replicates it."""
     summed: bool = False
     """Whether the gradients of a replicated module are summed over the ranks, because each sees different inputs."""
-    plain: bool = False
-    """Whether the parameters of a replicated module stay plain tensors, because other modules read them."""
     attributes: Mapping[str, int] = field(default_factory=dict)
     """Attributes with other values on each rank, such as a number of heads."""
 
@@ -170,10 +168,9 @@ def _plan_pairs(survey: _Survey, plan: Plan) -> Plan:
         if refusal is None and not _can_shard(end.in_features, survey.ranks):
             refusal = f"has only {end.in_features} features, too few for {survey.ranks} ranks"
         if refusal is None:
-            refusal = reason_against_pair(survey.modules[owner], modules, end)
+            refusal = reason_against_pair(survey.modules[owner])
         if refusal is not None:
-            plain = refusal.startswith("its block reads")
-            found |= dict.fromkeys(layers, ModulePlan(refusal, plain=plain))
+            found |= dict.fromkeys(layers, ModulePlan(refusal))
             continue
         for name in firsts:
             found[name] = ModulePlan(f"paired with {last!r}", ColwiseSKParallel())

@@ -76,8 +76,8 @@ def declared_blocks(model: nn.Module, ranks: int) -> Iterator[Block]:
                 declared.setdefault(name.rpartition(".")[0], {})[name] = style
     for parent, styles in declared.items():
         kind = parent.rpartition(".")[2]
-        if kind not in (*_ATTENTION, *_FEED_FORWARD):
-            continue
+        if kind not in (*_ATTENTION, *_FEED_FORWARD) and not set(styles.values()) <= _STYLES:
+            continue  # embeddings and output layers, whose plans are made by their sizes
         rows = [name for name, style in styles.items() if style == "rowwise"]
         norms = tuple(name for name, style in styles.items() if style == "replicated_with_grad_allreduce")
         layers = tuple(name for name in styles if name not in norms)

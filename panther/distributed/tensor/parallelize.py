@@ -84,13 +84,13 @@ def tensor_parallel(
 
     ``"auto"`` shards the following, and replicates the rest, which each rank computes in full:
 
-    - blocks that the model's own plan names, as transformers' models have one (``_tp_plan``);
+    - blocks that the model's own plan names: an attribute ``_tp_plan`` of the model, or of a module in it, with
+      ``"colwise"`` or ``"rowwise"`` by globs of layer names, as transformers' models have it;
     - attention by whole heads, if these are a multiple of the ranks: :class:`~panther.nn.RandMultiHeadAttention`,
       nn.MultiheadAttention (whose packed projection is replicated), and that of some classes of transformers
       without a plan, such as BERT's. Attributes that count heads become each rank's own;
     - pairs of linear layers, sketched or dense, with only elementwise functions between them: neighbours in an
-      nn.Sequential, and feed-forward blocks that name their layers as torch and transformers do (linear1 and linear2;
-      gate_proj, up_proj and down_proj; fc1 and fc2; ...) and whose forward, which is traced, does nothing else there.
+      nn.Sequential, and the feed-forward blocks of torch's transformer layers and of transformers' common classes.
       The outputs of the first and the inputs of the second are sharded, split as by :func:`torch.chunk`, so that one
       sum is sent for each pair;
     - embeddings of 4096 rows or more, and linear layers without a partner that have as many outputs and more than four
@@ -203,9 +203,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Mapping[str, Modul
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         if made.style is not None or all(isinstance(parameter, DTensor) for parameter in parameters):
             continue  # sharded, by itself or with the module that it belongs to; or without parameters
-        if made.plain:
-            done[name] = "its parameters stay plain tensors"
-        elif type(module) is SKLinear:
+        if type(module) is SKLinear:
             shard_layer_(module, mesh, ReplicatedSKLinear)
             done[name] = "replicated on every rank"
         else:
