@@ -130,7 +130,7 @@ def test_what_is_refused():
         assert messages[0] == "all_gather along dim=0 takes shapes that differ only there, not [(2, 3), (3, 4)]"
         assert messages[1].startswith("op='max' is unknown: use one of 'sum', 'mean'")
         assert messages[2].startswith("grad='sum' is unknown: use one of 'replicate', 'partial'")
-        assert messages[3].startswith("a dimension of 1 cannot be cut into 2 chunks")
+        assert messages[3].startswith("a dimension of 1 cannot be split into 2 chunks")
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         all_reduce(torch.zeros(1))
 
@@ -225,7 +225,7 @@ def test_what_collectives_cannot_take_is_said():
         "ShapeError: reduce_scatter along dim=-3 takes a tensor that has this dimension, and x has 2",
         "ShapeError: all_gather along dim=0 takes a tensor that has this dimension, and x has 0: give it one by "
         "x.unsqueeze(0)",
-        "DTypeError: all_reduce sums numbers, and x is torch.bool: convert it, by x.int() say",
+        "DTypeError: all_reduce sums numbers, and x is torch.bool: convert it, for example by x.int()",
         "DistributedError: src=7 must be a global rank of the group, one of [0, 1]",
         "TypeError: all_reduce takes a tensor, not a float",
     ]

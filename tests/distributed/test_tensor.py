@@ -227,7 +227,7 @@ def test_what_is_refused():
 
     messages = on_ranks(rank)[0]
     assert messages[0] == "ColwiseSKParallel shards SKLinear or Linear, not a ReLU: name its layers"
-    assert messages[1].startswith("a dimension of 1 cannot be cut into 2 chunks")
+    assert messages[1].startswith("a dimension of 1 cannot be split into 2 chunks")
     assert messages[2] == "layer_configs is empty and must have at least one layer"
     assert messages[3] == "layer_configs[0] must have the keys in_features, out_features, sketch_size, not in_features"
     assert messages[4].startswith("layer_configs[0] gives 4 features and layer_configs[1] takes 5")

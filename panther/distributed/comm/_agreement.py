@@ -1,4 +1,4 @@
-"""Ask whether all ranks mean the same, before anything that would go wrong silently if they do not."""
+"""Compare what all ranks pass, before anything that would go wrong silently if it differs."""
 
 __all__ = ["agree", "common_error", "gather_objects", "in_words", "run_on_all_ranks", "run_on_first_rank"]
 
@@ -30,7 +30,7 @@ def agree(
     Args:
         what: The call, for errors.
         describe: Checks what this rank was given, and describes it. What it raises, every rank hears of.
-        group: Process group; None is the world.
+        group: Process group; None means all ranks.
         fix: What to do about differences.
         noun: What differs then.
 
@@ -85,7 +85,7 @@ def agree(
 
 
 def in_words(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of a call, so that they can be compared: values that are plain by themselves, others by their type."""
+    """Return settings of a call in a form that can be compared: plain values by themselves, others by their type."""
     plain = (str, int, float, bool, type(None), torch.dtype, torch.Size, torch.device, tuple, list)
     return {
         f"{name}=": repr(value) if isinstance(value, plain) else type(value).__name__
@@ -94,7 +94,7 @@ def in_words(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _differences(described: dict[int, dict[str, str]]) -> dict[str, str]:
-    """By name, what each rank has where they differ."""
+    """Return, by name, the values of each rank where they differ."""
     parts = {}
     for name in dict.fromkeys(name for descriptions in described.values() for name in descriptions):
         by_value: dict[str, list[int]] = {}
@@ -144,7 +144,7 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def common_error(failed: Mapping[int, tuple[type[Exception], str]], world: int) -> Exception:
-    """One error for all ranks: the first's kind, and every message with the ranks that had it."""
+    """Return one error for all ranks: of the first's class, with every message and the ranks that had it."""
     by_text: dict[str, list[int]] = {}
     for rank, (_, text) in failed.items():
         by_text.setdefault(text, []).append(rank)
@@ -155,7 +155,7 @@ def common_error(failed: Mapping[int, tuple[type[Exception], str]], world: int) 
 
 
 def gather_objects(value: _T, group: Group) -> list[_T]:
-    """Every rank's value, by rank."""
+    """Return every rank's value, by rank."""
     if get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * get_world_size(group)

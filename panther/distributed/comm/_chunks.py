@@ -8,10 +8,10 @@ from panther.errors import ShapeError
 
 
 def chunk_sizes(size: int, n: int) -> list[int]:
-    """Sizes of the n chunks that :func:`torch.chunk` cuts.
+    """Return the sizes of the n chunks of :func:`torch.chunk`.
 
     Raises:
-        ShapeError: If it cuts fewer than n.
+        ShapeError: If there are fewer than n.
 
     Example:
         >>> chunk_sizes(10, 4)
@@ -20,15 +20,15 @@ def chunk_sizes(size: int, n: int) -> list[int]:
     step = -(-size // n) if size else 0
     sizes = [max(0, min(step, size - i * step)) for i in range(n)]
     if not all(sizes):
-        raise ShapeError(f"a dimension of {size} cannot be cut into {n} chunks as torch.chunk does: use fewer ranks")
+        raise ShapeError(f"a dimension of {size} cannot be split into {n} chunks as torch.chunk does: use fewer ranks")
     return sizes
 
 
 def chunk_ranges(size: int, n: int) -> list[range]:
-    """The n chunks that :func:`torch.chunk` cuts.
+    """Return the ranges of the n chunks of :func:`torch.chunk`.
 
     Raises:
-        ShapeError: If it cuts fewer than n.
+        ShapeError: If there are fewer than n.
 
     Example:
         >>> chunk_ranges(10, 4)

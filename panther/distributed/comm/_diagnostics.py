@@ -1,4 +1,4 @@
-"""When ranks cannot reach one another: which do not answer, and what the others were doing.
+"""Errors of ranks that cannot reach one another: which do not answer, and what the others were doing.
 
 Nothing is sent while all goes well. When an exchange fails or its time is over, every rank that hears of it leaves a
 note in the store in which the ranks met, and those that leave none within a moment are named.
@@ -97,7 +97,7 @@ def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault:
 
 
 def _roll_call(doing: str, rank: int, ranks: list[int]) -> dict[int, str] | None:
-    """What each rank that also failed was doing, None if the store is gone."""
+    """Return what each rank that also failed was doing; None if the store is gone."""
     global _faults
     _faults += 1
     keys = {other: f"panther/fault/{_faults}/{other}" for other in ranks}

@@ -1,10 +1,10 @@
-r"""Collective operations that autograd can go through.
+r"""Collective operations with gradients.
 
-What a gradient is depends on what the ranks do with the result. ``grad="replicate"``: all ranks go on alike from a
-result that they share, as in tensor parallelism, so that the gradient that arrives on each of them is the whole one.
-``grad="partial"``: every rank makes a loss of its own, and what is minimised is the sum of the losses, so that the
-gradients that arrive are its parts. The names are those of torch's DTensor placements. Taking one for the other makes
-gradients wrong by the number of ranks, and nothing else shows it.
+The gradient depends on what the ranks do with the result. ``grad="replicate"``: all ranks continue with the same
+computation on a result that they share, as in tensor parallelism, so each of them receives the whole gradient.
+``grad="partial"``: every rank computes a loss of its own, and the sum of the losses is minimised, so each rank receives
+a term of the gradient. The names are those of torch's DTensor placements. Taking one for the other makes gradients
+wrong by a factor of the number of ranks, and nothing else shows it.
 """
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
@@ -31,22 +31,22 @@ _GRADS = ("replicate", "partial")
 Group = dist.ProcessGroup | None
 
 _agreed: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
-"""What the ranks of a group were found to mean alike: names, shapes, dtypes and settings of calls."""
+"""Calls on which the ranks of a group were found to agree: names, shapes, dtypes and settings."""
 
 
 def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "replicate") -> Tensor:
-    """Sum or mean of a tensor over the ranks of a group, on each of them.
+    """Return the sum or mean of a tensor over the ranks of a group, on each of them.
 
     Args:
-        x: Of one shape and dtype on every rank; it is left as it is.
+        x: A tensor of the same shape and dtype on every rank; it is not changed.
         op: ``"sum"`` or ``"mean"``.
-        group: Process group; None is the world.
+        group: Process group; None means all ranks.
         grad: ``"replicate"`` or ``"partial"``; see the module.
 
     Raises:
         ValueError: If ``op`` or ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
-            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
+            settings differ (compared once for each combination); if a rank is gone or late.
 
     Cost: the bytes of ``x``, once; backward nothing, or the same with ``"partial"``.
 
@@ -66,19 +66,19 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "
 
 
 def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
-    """The tensors of all ranks, concatenated along ``dim`` in the order of ranks, on each of them.
+    """Return the tensors of all ranks, concatenated along ``dim`` in the order of ranks, on each of them.
 
     Args:
-        x: Of one dtype on every rank, and of one shape but for ``dim``.
+        x: A tensor of the same dtype on every rank, and of the same shape except along ``dim``.
         dim: Dimension to concatenate along.
-        group: Process group; None is the world.
+        group: Process group; None means all ranks.
         grad: ``"replicate"`` or ``"partial"``; see the module.
 
     Raises:
-        ShapeError: If there is no such dimension; on every rank, if shapes differ in another one.
+        ShapeError: If ``dim`` is not a dimension of ``x``; on every rank, if shapes differ along another one.
         ValueError: If ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
-            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
+            settings differ (compared once for each combination); if a rank is gone or late.
 
     Cost: the bytes of ``x`` to every other rank, and first those of its shape.
     """
@@ -93,19 +93,19 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
 
 
 def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
-    """Sum of a tensor over ranks, of which each keeps its chunk along ``dim``, as :func:`torch.chunk` cuts it.
+    """Sum a tensor over ranks, and return to each rank its chunk along ``dim``, by :func:`torch.chunk`.
 
     Args:
-        x: Of one shape and dtype on every rank.
-        dim: Dimension to cut.
-        group: Process group; None is the world.
+        x: A tensor of the same shape and dtype on every rank.
+        dim: Dimension to shard.
+        group: Process group; None means all ranks.
 
     Raises:
-        ShapeError: If there is no such dimension, or it has fewer chunks than ranks.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
-            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
+        ShapeError: If ``dim`` is not a dimension of ``x``, or has fewer chunks than ranks.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
+            settings differ (compared once for each combination); if a rank is gone or late.
 
-    Cost: the bytes of ``x``; backward as many, for the gradients of all chunks are gathered.
+    Cost: the bytes of ``x``; the same in backward, which gathers the gradients of all chunks.
     """
     dim = _dimension("reduce_scatter", x, dim)
     n = _check("reduce_scatter", x, group, "replicate", dim=dim)
@@ -115,18 +115,18 @@ def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
-    """The tensor of rank ``src``, on every rank.
+    """Return the tensor of rank ``src``, on every rank.
 
     Args:
-        x: On ``src`` what is sent; on other ranks a tensor of the same shape and dtype, whose values do not matter.
+        x: The tensor to send; on the other ranks one of the same shape and dtype, whose values do not matter.
         src: Global rank.
-        group: Process group; None is the world.
+        group: Process group; None means all ranks.
         grad: ``"replicate"`` or ``"partial"``; see the module. The gradient goes to ``src``, zeros to the others.
 
     Raises:
         ValueError: If ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if they pass other
-            dtypes, shapes or settings, which is looked at when they are new here; if a rank is gone or late.
+        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
+            settings differ (compared once for each combination); if a rank is gone or late.
     """
     if src not in (ranks := ranks_of(group)):
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
@@ -136,7 +136,7 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
 
 
 def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
-    """The tensor itself; its gradients, of which each rank has a part, are summed over the ranks."""
+    """Return the tensor itself; its gradients, a term on each rank, are summed over the ranks in backward."""
     return _SumInBackward.apply(x, group)
 
 
@@ -150,8 +150,8 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Each rank hands on the whole of a gradient that all share to its own part of the graph: where that is
-        # differentiated again, what comes back from all of them is to be summed.
+        # Each rank passes the whole shared gradient to its own graph: where that is differentiated again, the
+        # gradients that come back from all ranks have to be summed.
         if ctx.grad == "replicate":
             return _SumInBackward.apply(gradient, ctx.group), None, None
         return _AllReduce.apply(gradient, ctx.group, "partial"), None, None
@@ -161,7 +161,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group, grad: str) -> Tensor:
         ctx.dim, ctx.sizes, ctx.group, ctx.grad = dim, sizes, group, grad
-        # Of one size for every rank, which is all that collectives of tensors know.
+        # Padded to one size, the only form that gloo's all_gather of tensors knows.
         largest = max(sizes)
         padded = x.movedim(dim, 0)
         if len(padded) < largest:
@@ -180,7 +180,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Chunk(torch.autograd.Function):
-    """This rank's chunk of a tensor that all share."""
+    """Takes this rank's chunk of a replicated tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
@@ -202,7 +202,7 @@ class _ReduceScatter(torch.autograd.Function):
             mine = torch.empty_like(whole[: sizes[rank]])
             dist.reduce_scatter(mine, list(whole.split(sizes)), group=group)
             return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else mine
-        total = x.contiguous().clone()  # collectives know no uneven parts
+        total = x.contiguous().clone()  # gloo has no reduce_scatter of uneven shards
         dist.all_reduce(total, group=group)
         return total.split(sizes, dim)[rank].clone()
 
@@ -229,7 +229,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _OnlyAt(torch.autograd.Function):
-    """A tensor that all share, left at rank ``src``; zeros elsewhere."""
+    """Keeps a replicated tensor at rank ``src``; zeros on the others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: int, group: Group) -> Tensor:
@@ -253,7 +253,7 @@ class _SumInBackward(torch.autograd.Function):
 
 
 def _dimension(name: str, x: Tensor, dim: int) -> int:
-    """The dimension, counted from the front."""
+    """Return the dimension, counted from the front."""
     _check_tensor(name, x)
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(
@@ -267,11 +267,11 @@ def _check_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} takes a tensor, not a {type(x).__name__}")
     if x.dtype is torch.bool and name in ("all_reduce", "reduce_scatter"):
-        raise DTypeError(f"{name} sums numbers, and x is torch.bool: convert it, by x.int() say")
+        raise DTypeError(f"{name} sums numbers, and x is torch.bool: convert it, for example by x.int()")
 
 
 def _check(name: str, x: Tensor, group: Group, grad: str, **settings: Any) -> int:
-    """World size of the group, if this rank is in it and the others mean the same, which is asked once a case."""
+    """Return the world size of the group, if this rank is in it and the others pass the same, compared once a case."""
     if grad not in _GRADS:
         raise ValueError(f"grad={grad!r} is unknown: use one of {', '.join(map(repr, _GRADS))}")
     _check_tensor(name, x)
@@ -280,14 +280,14 @@ def _check(name: str, x: Tensor, group: Group, grad: str, **settings: Any) -> in
     case = {"the tensor": f"{x.dtype} {shape}", **in_words({**settings, "grad": grad})}
     agreed = _agreed.setdefault(group or dist.group.WORLD, set())
     if len(ranks) > 1 and (key := (name, *case.values())) not in agreed and not isinstance(x, FakeTensor):
-        with _disable_current_modes():  # not what CommunicationCounter is to count: it comes once
+        with _disable_current_modes():  # this exchange comes once, so CommunicationCounter must not count it
             agree(name, lambda: case, group, "pass every rank the same", "tensors or settings")
         agreed.add(key)
     return len(ranks)
 
 
 def _shapes(x: Tensor, group: Group) -> list[tuple[int, ...]]:
-    if is_fake(group):  # sizes that are sent have no values there: take every rank's tensor to be as large as this
+    if is_fake(group):  # nothing is sent there: assume that every rank's tensor is as large as this
         return [tuple(x.shape)] * get_world_size(group)
     own = torch.tensor([x.dim(), *x.shape, *([0] * (8 - x.dim()))], device=x.device)
     rows = [torch.empty_like(own) for _ in range(get_world_size(group))]

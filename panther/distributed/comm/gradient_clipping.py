@@ -1,4 +1,4 @@
-"""The norm of a gradient whose parts are on many ranks, at the price of one number sent."""
+"""The norm of a gradient that is sharded over ranks, for one number sent."""
 
 __all__ = ["clip_gradients", "gradient_norm"]
 
@@ -15,15 +15,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 def gradient_norm(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, stages: int = 1
 ) -> Tensor:
-    """Euclidean norm of the gradient of a whole model, the same number on every rank.
+    """Return the Euclidean norm of the gradient of a whole model, the same number on every rank.
 
-    Gradients that every rank has whole, as under DDP, cost nothing to send. Where some are cut (FSDP2, tensor
-    parallelism) or belong to other stages, every rank of the group must call it.
+    Nothing is sent for replicated gradients, as under DDP. Where some are sharded (FSDP2, tensor parallelism) or belong
+    to other stages, every rank of the group must call it.
 
     Args:
-        parameters: Those of this rank, after backward.
-        group: The ranks that have the model between them; None is the world.
-        stages: Stages of a pipeline over the ranks of the group.
+        parameters: The parameters of this rank, after backward.
+        group: The ranks over which the model is distributed; None means all ranks.
+        stages: Number of pipeline stages over the ranks of the group.
 
     Returns:
         A tensor without dimensions, on the gradients' device; 0 where there is no gradient.
@@ -42,13 +42,13 @@ def gradient_norm(
         if (gradient := parameter.grad) is not None:
             by_shards[_shards(gradient)].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     device = next((p.device for p in parameters), torch.device("cpu"))
-    cut = stages > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
-    if not cut:
+    sharded = stages > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
+    if not sharded:
         whole = by_shards.get(1, [])
         return get_total_norm(whole) if whole else torch.zeros((), device=device)
     copies = dist.get_world_size(group) // stages
     square = torch.zeros((), dtype=torch.float64, device=device)
-    for shards, gradients in by_shards.items():  # a part that several ranks have is counted by each of them
+    for shards, gradients in by_shards.items():  # a shard that several ranks have is counted by each of them
         square += get_total_norm(gradients).double() ** 2 * shards / copies
     dist.all_reduce(square, group=group)
     return square.sqrt()
@@ -65,7 +65,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 
 
 def _shards(gradient: Tensor) -> int:
-    """Into how many parts a gradient is cut."""
+    """Return the number of shards of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
     shards = 1

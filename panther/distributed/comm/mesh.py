@@ -1,4 +1,4 @@
-"""Meshes of devices with named axes, and who this process is."""
+"""Device meshes with named axes, and the rank and device of this process."""
 
 __all__ = ["DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"]
 
@@ -15,11 +15,11 @@ from panther.distributed.comm._ranks import in_process_group, require_process_gr
 from panther.errors import DistributedError, ShapeError, check_size
 
 AXES = ("replicate", "dp", "pp", "tp")
-"""Axes of a mesh, the outermost first: neighbouring ranks, which share a machine, are along tp."""
+"""Axes of a mesh, the outermost first: neighbouring ranks, which share a node, are along tp."""
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Rank of this process in a group, -1 outside of it; 0 where there is no process group.
+    """Return the rank of this process in a group, -1 outside of it; 0 where there is no process group.
 
     Example:
         >>> get_rank()
@@ -29,7 +29,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes of a group, -1 outside of it; 1 where there is no process group.
+    """Return the number of processes of a group, -1 outside of it; 1 where there is no process group.
 
     Example:
         >>> get_world_size()
@@ -40,21 +40,21 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 @dataclass(frozen=True)
 class DistributedInfo:
-    """Who this process is."""
+    """Rank, world size, backend and device of a process."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Among the processes of this machine, as the launcher said; 0 if it did not."""
+    """Rank among the processes of this node, as the launcher said; 0 if it did not."""
     backend: str | None
     """None without a process group."""
     device: torch.device
-    """Where this rank computes: its current GPU with nccl, else the CPU."""
+    """The device of this rank: its current GPU with nccl, else the CPU."""
     host: str
 
 
 def get_distributed_info() -> DistributedInfo:
-    """Rank, world size, backend and device of this process, with or without a process group.
+    """Return rank, world size, backend and device of this process, with or without a process group.
 
     Example:
         >>> get_distributed_info().world_size
@@ -75,8 +75,8 @@ def make_mesh(
 ) -> DeviceMesh:
     """Arrange all ranks on named axes. Every rank must call it.
 
-    The axes that are given make the mesh, in the order replicate, dp, pp, tp; ``mesh["tp"]`` is a part of it, and
-    ``mesh["dp", "tp"]``, in this order. Uneven sizes of what is split over an axis follow :func:`torch.chunk`.
+    The axes that are given make the mesh, in the order replicate, dp, pp, tp; ``mesh["tp"]`` is a submesh, as is
+    ``mesh["dp", "tp"]``, in this order. Uneven shards along an axis follow :func:`torch.chunk`.
 
     Args:
         dp: Ranks along data parallelism; with none of the four given, all ranks.
@@ -114,7 +114,7 @@ def make_mesh(
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Process groups of a mesh's axes, of this rank.
+    """Return the process group of this rank along each axis of a mesh.
 
     Raises:
         DistributedError: If there is no process group, or that of the mesh is gone.
@@ -130,7 +130,7 @@ def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def _advice(sizes: dict[str, int], world: int, product: int) -> str:
-    """Another size of one axis that fits, or another world."""
+    """Propose another size of one axis that fits, or another world size."""
     for name in sizes:
         others = product // sizes[name]
         if world % others == 0:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import name_ranks
+from panther.distributed.comm._ranks import name_ranks, transport
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import DistributedError
 
@@ -28,18 +28,18 @@ class _Metric:
 class DistributedMetricsCollector:
     """Collect metrics on every rank, and reduce them over all of them.
 
-    A mean is weighted by what ``weight`` says, the samples of a batch say, so it is the mean over all samples whatever
-    the ranks' batches were.
+    A mean is weighted by ``weight``, for example the number of samples of a batch, so it is the mean over all samples
+    whatever the ranks' batches were.
 
     Args:
         rank: This process.
         world_size: Number of processes.
 
     Attributes:
-        metrics: What this rank collected, by name.
+        metrics: The values that this rank collected, by name.
 
     Raises:
-        DistributedError: If the process group says otherwise.
+        DistributedError: If these are not the rank and world size of the process group.
 
     Example:
         >>> collector = DistributedMetricsCollector(0, 1)
@@ -63,13 +63,13 @@ class DistributedMetricsCollector:
         """Add a value; nothing is sent.
 
         Args:
-            name: Of the metric.
+            name: Name of the metric.
             value: A number, or a tensor of one.
-            weight: Of the value in a mean, its samples say; the other reductions do not use it.
-            reduce: ``"mean"``, ``"sum"`` or ``"max"``, always the same for a name.
+            weight: Weight of the value in a mean, for example its samples; the other reductions do not use it.
+            reduce: ``"mean"``, ``"sum"`` or ``"max"``, always the same for one name.
 
         Raises:
-            ValueError: If ``reduce`` is unknown or another than before, or ``weight`` is negative.
+            ValueError: If ``reduce`` is unknown or differs from before, or ``weight`` is negative.
         """
         if reduce not in _REDUCTIONS:
             raise ValueError(f"reduce={reduce!r} is unknown: use one of {', '.join(map(repr, _REDUCTIONS))}")
@@ -80,13 +80,13 @@ class DistributedMetricsCollector:
             raise ValueError(f"metric {name!r} has reduce={metric.reduce!r} and now {reduce!r}: use two names")
         value = float(value)
         factor = weight if reduce == "mean" else 1.0
-        if factor:  # a rank without samples has no mean, NaN say, and nothing to add
+        if factor:  # a rank without samples may have NaN for a mean, and nothing to add
             metric.total += value * factor
             metric.weight += factor
         metric.largest = value if value > metric.largest or math.isnan(value) else metric.largest  # NaN stays
 
     def compute_global_metrics(self) -> dict[str, float]:
-        """Every metric over all ranks, on every rank; all must call it. A mean without weight is NaN.
+        """Return every metric over all ranks, on every rank; all must call it. A mean without weight is NaN.
 
         Raises:
             DistributedError: On every rank, if the ranks have other metrics, which are named; if a rank is gone or
@@ -95,10 +95,10 @@ class DistributedMetricsCollector:
         Cost: two all-reduces, of 16 bytes, and of 2 float64 numbers a metric and one a rank for a maximum.
         """
         self._check_names()
-        device = self._device()
+        device = transport(None)
         flat = []
         for metric in self.metrics.values():
-            if metric.reduce == "max":  # a place for each rank, so that one sum brings them all
+            if metric.reduce == "max":  # a place for each rank, so that one sum serves all metrics
                 flat += [metric.largest if rank == self.rank else 0.0 for rank in range(self.world_size)]
             else:
                 flat += [metric.total, metric.weight]
@@ -127,7 +127,7 @@ class DistributedMetricsCollector:
         return result
 
     def reset(self) -> None:
-        """Forget what was collected."""
+        """Remove all values."""
         self.metrics.clear()
 
     def _check_names(self) -> None:
@@ -135,7 +135,7 @@ class DistributedMetricsCollector:
             return
         described = [f"{name} ({metric.reduce})" for name, metric in self.metrics.items()]
         code = zlib.crc32("\n".join(described).encode())
-        both = torch.tensor([code, -code], dtype=torch.int64, device=self._device())
+        both = torch.tensor([code, -code], dtype=torch.int64, device=transport(None))
         with watched("compute_global_metrics"):
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
             if both[0] == -both[1]:
@@ -150,7 +150,3 @@ class DistributedMetricsCollector:
             f"metrics must be the same on every rank, in the same order, and are {found}: update each one everywhere, "
             "with weight=0 where there is nothing to add"
         )
-
-    def _device(self) -> torch.device:
-        nccl = self.world_size > 1 and "nccl" in dist.get_backend()
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -30,7 +30,7 @@ from panther.distributed.comm._handshake import Agreement, check_in
 from panther.distributed.comm._network import find_route, interface_of
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting, open_store
-from panther.errors import DistributedError
+from panther.errors import DistributedError, ShapeError, check_size
 
 _TIMEOUT_S = 300.0
 _FAREWELL_S = 5.0
@@ -152,13 +152,10 @@ def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: f
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group already: initialise "
             "once (launch does it for the function it runs), or call shutdown() first"
         )
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1: pass the number of processes")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} must be in [0, world_size) = [0, {world_size}): number the processes from 0")
+    check_size("world_size", world_size, least=1)
+    check_size("rank", rank, least=0)
+    if rank >= world_size:
+        raise ShapeError(f"rank={rank} must be in [0, world_size) = [0, {world_size}): number the processes from 0")
     check_backend(backend)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
         raise TypeError(f"timeout_s must be a number of seconds, not {type(timeout_s).__name__}")
@@ -168,12 +165,10 @@ def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: f
 
 def check_backend(backend: str | None) -> None:
     """Raise unless this build of torch has the backend."""
-    if backend is None:
-        return
-    if not isinstance(backend, str):
+    if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a string or None, not {type(backend).__name__}")
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    for part in backend.split(","):  # "gloo", or "cpu:gloo,cuda:nccl"
+    for part in backend.split(",") if backend else ():  # "gloo", or "cpu:gloo,cuda:nccl"
         name = part.rpartition(":")[2].lower()
         if name not in known:
             raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(map(repr, known))}, or None")

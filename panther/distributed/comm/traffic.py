@@ -14,15 +14,15 @@ _SENDS_NOTHING = ("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "rec
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Count the collective operations of this process and the bytes it hands to them, inside a ``with`` block.
+    """Count the collective operations of this process and the bytes of their inputs, inside a ``with`` block.
 
     The bytes are those of the tensors a call reads: of the gradients for an all-reduce, once, whatever the algorithm
     behind it puts on the wire. A broadcast counts on every rank, a receive and a barrier on none. DDP's gradient
-    buckets are seen when ``backward`` is called inside the block, which runs on this thread then, also on a GPU.
+    buckets are counted when ``backward`` is called inside the block, where it runs on this thread, also on a GPU.
 
     Attributes:
         calls: Number of operations.
-        bytes: Bytes handed over.
+        bytes: Bytes of the tensors that operations read.
         calls_by_operation: Number by name, such as ``"allreduce_"``.
         bytes_by_operation: Bytes by name.
 
@@ -42,7 +42,7 @@ class CommunicationCounter(TorchDispatchMode):
         self.bytes_by_operation: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
-        # Autograd's own threads, which it has for GPUs, are out of a dispatch mode's sight.
+        # A dispatch mode does not see autograd's own threads, which it has for GPUs.
         self._one_thread = torch.autograd.set_multithreading_enabled(False)
         self._one_thread.__enter__()
         return super().__enter__()
@@ -53,12 +53,12 @@ class CommunicationCounter(TorchDispatchMode):
 
     @property
     def calls(self) -> int:
-        """Number of operations."""
+        """Return the number of operations."""
         return self.calls_by_operation.total()
 
     @property
     def bytes(self) -> int:
-        """Bytes handed over."""
+        """Return the bytes of the tensors that operations read."""
         return self.bytes_by_operation.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

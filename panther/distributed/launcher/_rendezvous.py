@@ -12,15 +12,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from panther.distributed.comm._store import listening_store
 
 BACKEND = "panther-loopback"
-"""What ``--rdzv-backend`` calls it."""
+"""The name for ``--rdzv-backend``."""
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a single node, which gives every attempt a new store.
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous for one node, with a new store for every attempt.
 
     The store that torch reuses after a restart keeps addresses of workers that are gone, and some restarts then hang.
 
@@ -31,12 +32,17 @@ class LoopbackRendezvous(RendezvousHandler):
     """
 
     def __init__(self, listen: bool) -> None:
-        self._listen, self._run_id = listen, uuid.uuid4().hex
+        super().__init__("127.0.0.1", 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
+        self._listen = listen
 
     @property
     def use_agent_store(self) -> bool:
         """Whether workers connect to the launcher's store, so that none of them has to find a free port."""
         return self._listen
+
+    def get_backend(self) -> str:
+        """Return the name of the rendezvous."""
+        return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a store for the next attempt."""
@@ -45,29 +51,6 @@ class LoopbackRendezvous(RendezvousHandler):
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
         alone = HashStore()
         return RendezvousInfo(alone, 0, 1, RendezvousStoreInfo.build(0, alone, "127.0.0.1"))
-
-    def get_backend(self) -> str:
-        """Return the name of the rendezvous."""
-        return BACKEND
-
-    def get_run_id(self) -> str:
-        """Return a name that no other run has."""
-        return self._run_id
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no other node ever comes."""
-        return 0
-
-    def is_closed(self) -> bool:
-        """Return False: there is nothing to close."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing."""
-
-    def shutdown(self) -> bool:
-        """Do nothing, with success."""
-        return True
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -20,7 +20,7 @@ from panther.distributed.comm._error_file import record_failure
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting
 from panther.distributed.comm.process_group import shutdown, start_group
-from panther.errors import DistributedError
+from panther.errors import DistributedError, check_size
 
 _TIMEOUT_S = 300.0
 
@@ -170,11 +170,8 @@ def _check_launch(fn: Callable[..., Any], nproc: int, max_restarts: int, start_m
         raise TypeError(
             f"fn must be a function, not {type(fn).__name__}: pass launch(fn, *args), not launch(fn(*args))"
         )
-    for name, value, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+    check_size("nproc", nproc, least=1)
+    check_size("max_restarts", max_restarts, least=0)
     known = multiprocessing.get_all_start_methods()
     if start_method not in known:
         raise ValueError(f"start_method={start_method!r} is unknown: use one of {', '.join(map(repr, known))}")
