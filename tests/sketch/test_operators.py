@@ -321,7 +321,7 @@ def test_bad_input(kind):
         size = left.shape[0]
         with pytest.raises(DTypeError, match=r"cast the operand, A.to\(torch.float32\)"):
             torch.ones(3, size, dtype=torch.float64) @ left
-        with pytest.raises(ShapeError, match="a tensor of no dimension, must have one or more"):
+        with pytest.raises(ShapeError, match="a tensor without dimensions, must have one or more"):
             torch.tensor(1.0) @ left
         with pytest.raises(TypeError, match="a sketch multiplies tensors, not ndarray"):
             np.ones((3, size)) @ left
