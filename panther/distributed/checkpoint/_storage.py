@@ -163,7 +163,7 @@ class Writer(_UnusedHooks, StorageWriter):
             os.fsync(file.fileno())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number the plans, so that each rank writes a file of its own."""
+        """Give each plan its rank's number, so that each rank writes a file of its own."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
 
