@@ -19,7 +19,7 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import require_process_group, transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_world_size, make_mesh
-from panther.distributed.data.strategies import check_trainable, data_parallel, shard_whole
+from panther.distributed.data.strategies import check_trainable, data_parallel, shard_as_one_block
 from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
@@ -104,7 +104,7 @@ class HybridParallelTrainer:
             return
         self.stages = plan.stages(model)
         for stage in self.stages:
-            shard_whole(stage.submod, self.mesh["dp"], strategy)
+            shard_as_one_block(stage.submod, self.mesh["dp"], strategy)
         self.model = StageModules(stage.submod for stage in self.stages)
 
     def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
@@ -194,6 +194,7 @@ class HybridParallelTrainer:
         device = next(self.model.parameters()).device
         data, targets = data.to(device), targets.to(device)
         optimizer.zero_grad()
+        # torch's schedule is made for one loss function; the divisor may change in every step.
         if self._loss_fn is None or self._loss_fn.loss_fn is not criterion:
             self._loss_fn, self._schedule = DividedLoss(criterion), None
         self._loss_fn.divisor = divisor
@@ -205,6 +206,7 @@ class HybridParallelTrainer:
             loss = self._loss_fn(self.model(data), targets)
             loss.backward()
         if self.gradient_clipping is not None:
+            # Over all stages and shards: torch's own norm sees this rank's stages only.
             norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
             clip_gradients(self.model.parameters(), self.gradient_clipping, norm)
         optimizer.step()

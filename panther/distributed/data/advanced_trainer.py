@@ -88,6 +88,7 @@ class AdvancedDistributedTrainer:
         self.synchronize_sketching_matrices()
         self.ddp_model.train()
         device = next(self.model.parameters()).device
+        # In float64: a sum over an epoch loses digits in float32.
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and of samples
         joined: list[Joinable] = [self.ddp_model]
         if isinstance(optimizer, Joinable):  # ZeroRedundancyOptimizer, which broadcasts in its step

@@ -113,7 +113,7 @@ def data_parallel(
     return fully_shard(model, mp_policy=root if dtype else MixedPrecisionPolicy(), **common)
 
 
-def shard_whole(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
+def shard_as_one_block(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
     """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on every rank, as one block, in place.
 
     Pipelines need one block: sharded block by block, zero-bubble schedules make wrong gradients.

@@ -53,11 +53,11 @@ def balance_stages(costs: Sequence[float], n: int) -> list[int]:
             longer[j] = min((max(best[i][0], before[j] - before[i]), i) for i in range(run, j))
         begins.append([begin for _, begin in longer])
         best = longer
-    cuts, end = [], len(costs)
+    last, end = [], len(costs)
     for table in reversed(begins):
         end = table[end]
-        cuts.append(end)
-    return [0, *reversed(cuts)]
+        last.append(end)
+    return [0, *reversed(last)]
 
 
 def _tensors(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
@@ -94,6 +94,7 @@ def balance_by_time(
     answer: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
+            # One rank measures for all: times differ between ranks, and stages must not.
             answer = [balance_stages(_times(model, blocks, sample), n)]
         except Exception as error:
             answer = [f"{type(error).__name__}: {str(error) or 'no message'}"]
@@ -115,6 +116,7 @@ def _times(model: nn.Module, blocks: Blocks, sample: tuple[Tensor, ...]) -> list
     with torch.random.fork_rng([device] if cuda else []):
         inputs, medians = sample, []
         for i in range(len(blocks)):
+            # A copy, so that buffers such as BatchNorm's statistics stay as they are.
             part = copy.deepcopy(blocks.module(model, i, i + 1))
             seconds = []
             for _ in range(_REPEATS + 1):

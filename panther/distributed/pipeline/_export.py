@@ -239,7 +239,8 @@ def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
 
     def stand_in(name: str) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            number = numbers[name][begun[name] % len(numbers[name])]  # export may run the model again
+            # Modules may be called several times, and export may run the model again.
+            number = numbers[name][begun[name] % len(numbers[name])]
             begun[name] += 1
             call = _calls[number]
             leaves, call.spec = pytree.tree_flatten((args, kwargs))
@@ -253,6 +254,7 @@ def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
         saved.append((module, {key: module.__dict__[key] for key in (*_HOOKS, "forward") if key in module.__dict__}))
         for key in _HOOKS:
             module.__dict__[key] = type(module.__dict__[key])()
+        # On the instance, which shadows the class's forward and is removed below.
         module.__dict__["forward"] = stand_in(name)
     try:
         yield
@@ -275,6 +277,7 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
             graph.erase_node(node)
         elif node.target is torch.ops.panther.call_leaf.default:
             _put_call(graph, node)
+    # Calls of modules stay, even if unused: their hooks and buffers may matter.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _changes(node))
     nodes = list(graph.nodes)
     (output,) = nodes[-1].args

@@ -290,12 +290,12 @@ def _blocks(
             )
         if len(stack) < n:
             balance_stages([0] * len(stack), n)
-        cuts = [f"{layers}.{key}" for key in list(stack._modules)[1:]]
+        starts = [f"{layers}.{key}" for key in list(stack._modules)[1:]]
     else:
-        cuts = list(points or ())
-        unknown = [point for point in cuts if point not in modules or not point]
-        if unknown or len(set(cuts)) != n - 1:
-            fault = f"the model has no {unknown[0]!r}" if unknown else f"there are {len(set(cuts))}"
-            raise ShapeError(f"points={cuts} must be {n - 1} different names of modules that begin stages: {fault}")
+        starts = list(points or ())
+        unknown = [point for point in starts if point not in modules or not point]
+        if unknown or len(set(starts)) != n - 1:
+            fault = f"the model has no {unknown[0]!r}" if unknown else f"there are {len(set(starts))}"
+            raise ShapeError(f"points={starts} must be {n - 1} different names of modules that begin stages: {fault}")
     assert sample_input is not None
-    return trace_stages(model, cuts, sample_input)
+    return trace_stages(model, starts, sample_input)

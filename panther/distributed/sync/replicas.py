@@ -84,7 +84,12 @@ def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
     src = ranks[0]
     with watched(what, group):
         send_sketches(model, group)
+        # Sketches are buffers or parameters too, but equal now: seeded ones were drawn from one seed, others sent.
+        layers = [module for module in model.modules() if isinstance(module, SketchedModule)]
+        sent = {id(getattr(layer, name)) for layer in layers for name in (*layer.sketch_names, "sketch_seed")}
         for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) in sent:
+                continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             dist.broadcast(local.detach(), src, group=group)
 

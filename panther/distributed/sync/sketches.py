@@ -119,6 +119,7 @@ def _send(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> None:
     if not layers:
         return
     seeds = [_FITTED if layer.seed is None else layer.seed for layer in layers.values()]
+    # All seeds in one message; fitted sketches follow in full.
     packed = torch.tensor(seeds, dtype=torch.int64, device=device)
     dist.broadcast(packed, src, group=group)
     for layer, seed in zip(layers.values(), packed.tolist(), strict=True):
