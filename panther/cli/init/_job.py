@@ -112,6 +112,8 @@ class JobConfig:
             "nproc-per-node": self.processes,
             "nnodes": self.nodes if several else None,
             "node-rank": node_rank if several else None,
+            # The static rendezvous restarts other nodes only when their ranks notice; c10d numbers the nodes itself.
+            "rdzv-backend": "c10d" if several and self.max_restarts else None,
             "rdzv-endpoint": f"{host}:{self.port}" if several else None,
             "rdzv-id": (rdzv_id or self.name) if several else None,
             "max-restarts": self.max_restarts or None,
