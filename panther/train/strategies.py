@@ -32,8 +32,8 @@ from panther.distributed import (
 )
 from panther.distributed.advisor.cost_model import Layout
 from panther.distributed.comm._agreement import run_on_first_rank
-from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.data.blocks import fsdp_blocks
+from panther.distributed.data.precision import compute_dtype
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
 from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output

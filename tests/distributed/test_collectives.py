@@ -15,7 +15,7 @@ from panther.distributed import (
     make_mesh,
     reduce_scatter,
 )
-from panther.distributed.comm._chunks import chunk_sizes
+from panther.distributed.comm.mesh import chunk_sizes
 from panther.errors import DistributedError, ShapeError
 
 pytestmark = pytest.mark.distributed

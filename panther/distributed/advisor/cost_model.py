@@ -20,7 +20,7 @@ from functools import lru_cache
 from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.model_stats import ModelStats, TensorStats
-from panther.distributed.comm._precision import compute_dtype
+from panther.distributed.data.precision import compute_dtype
 from panther.distributed.pipeline._balance import balance_stages
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError

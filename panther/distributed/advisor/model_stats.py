@@ -26,8 +26,8 @@ from panther.distributed.advisor._fake_run import (
     meta_copy,
     run,
 )
-from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.data.blocks import fsdp_blocks
+from panther.distributed.data.precision import compute_dtype
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import PerformanceWarning, ShapeError, check_size
 from panther.nn import SKLinear

@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from panther.distributed.comm._agreement import agree, in_words
-from panther.distributed.comm._chunks import chunk_sizes
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import is_fake, ranks_of
-from panther.distributed.comm.mesh import get_world_size
+from panther.distributed.comm.mesh import chunk_sizes, get_world_size
 from panther.errors import DistributedError, DTypeError, ShapeError
 
 _OPERATIONS = ("sum", "mean")

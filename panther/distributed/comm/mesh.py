@@ -1,7 +1,16 @@
-"""Device meshes with named axes, and the rank and device of this process."""
+"""Device meshes with named axes, the chunks of a dimension along one, and the rank and device of this process."""
 
-__all__ = ["DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"]
+__all__ = [
+    "DistributedInfo",
+    "chunk_ranges",
+    "chunk_sizes",
+    "get_distributed_info",
+    "get_rank",
+    "get_world_size",
+    "make_mesh",
+]
 
+import itertools
 import math
 import os
 import socket
@@ -111,6 +120,37 @@ def make_mesh(
             f"({world}): {_advice(sizes, world, product)}"
         )
     return init_device_mesh(transport(None).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def chunk_sizes(size: int, n: int) -> list[int]:
+    """Return the sizes of the n chunks of :func:`torch.chunk`.
+
+    Raises:
+        ShapeError: If there are fewer than n.
+
+    Example:
+        >>> chunk_sizes(10, 4)
+        [3, 3, 3, 1]
+    """
+    step = -(-size // n) if size else 0
+    sizes = [max(0, min(step, size - i * step)) for i in range(n)]
+    if not all(sizes):
+        raise ShapeError(f"a dimension of {size} cannot be split into {n} chunks as torch.chunk does: use fewer ranks")
+    return sizes
+
+
+def chunk_ranges(size: int, n: int) -> list[range]:
+    """Return the ranges of the n chunks of :func:`torch.chunk`.
+
+    Raises:
+        ShapeError: If there are fewer than n.
+
+    Example:
+        >>> chunk_ranges(10, 4)
+        [range(0, 3), range(3, 6), range(6, 9), range(9, 10)]
+    """
+    ends = list(itertools.accumulate(chunk_sizes(size, n)))
+    return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

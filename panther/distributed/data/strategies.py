@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._precision import compute_dtype
 from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
+from panther.distributed.data.precision import compute_dtype
 from panther.distributed.sync.replicas import check_same_model, send_model
 from panther.distributed.sync.sketches import send_sketches
 from panther.errors import DistributedError, ShapeError

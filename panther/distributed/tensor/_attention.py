@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from panther.distributed.comm._chunks import chunk_ranges
 from panther.distributed.comm.collectives import all_gather, all_reduce, sum_in_backward
+from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._module import (
     ShardedModule,
     check_mesh,

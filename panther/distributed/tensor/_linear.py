@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from panther.distributed.comm._chunks import chunk_ranges
+from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._layouts import Layouts
 from panther.distributed.tensor._module import ShardedModule, check_mesh, distribute, no_view, shard_parameter_
 from panther.distributed.tensor.unshard import remember_, unshard_module
