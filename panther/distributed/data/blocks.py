@@ -28,6 +28,7 @@ def fsdp_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    # A list without a forward cannot be a block itself: FSDP gathers a block when its forward begins.
     stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential) or _has_no_forward(child) or not stack:

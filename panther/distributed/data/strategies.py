@@ -96,12 +96,13 @@ def data_parallel(
         return {**given, "cpu_offload": cpu_offload, **options}
 
     groups = groups_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
+    # On all axes before anything is sent: a rank that raises must not leave others in a broadcast.
     for group in groups:
         check_same_model(model, group, "data_parallel", settings)
     if strategy == "ddp":
         return _ddp(model, groups[0], comm_hook, options)
     mesh = _mesh_of(mesh, strategy)
-    for axis in range(mesh.ndim):  # along one axis, then the other
+    for axis in range(mesh.ndim):  # along one axis, then the other, so that all ranks get those of the first
         send_model(model, mesh.get_group(axis), "data_parallel")
     dtype = compute_dtype(mixed_precision)
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None

@@ -85,6 +85,7 @@ class PipelineSchedule:
         inputs = x if isinstance(x, tuple) else (x,)
         group = self.stages[0].group
         described = {"the input": _in_short(inputs), "the target": _in_short((target,))}
+        # Compared only when they change: ranks that disagree would wait for tensors of other shapes.
         if described != self._agreed:
 
             def check() -> dict[str, str]:
@@ -95,7 +96,7 @@ class PipelineSchedule:
             if self._agreed is not None:  # torch's schedule has receive buffers for the shapes of its first batch only
                 self.schedule = self._make()
             self._agreed = described
-        losses: list[Tensor] = []
+        losses: list[Tensor] = []  # torch's schedule appends the loss of every microbatch
         given = inputs if self.is_first else ()
         wanted = {"target": target, "losses": losses} if self.is_last else {}
         with watched(f"a step of {described['the input']}", group):

@@ -218,6 +218,7 @@ def plan_stages(
         begins = balance_stages(sizes_in_parameters(model, blocks), n)
     else:
         begins = balance_by_time(model, blocks, n, inputs or (), group)
+    # After the balance: whether a shared parameter is in one stage depends on where stages begin.
     check_shared(model, blocks, [*begins, len(blocks)])
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     mine = [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))

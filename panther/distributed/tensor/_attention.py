@@ -60,6 +60,7 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
         query, key, value = self.enter(query, key, value)
         with local_parameters(self):
             self._parameters["b0"] = None  # added once, after the sum
+            # Through __dict__, so that the buffers of the module are back whatever happens in its forward.
             self.__dict__["_buffers"] = buffers | {"directions": self.local("directions")}
             try:
                 output, _ = super().forward(query, key, value, *args, **kwargs)
@@ -128,6 +129,7 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
             attended = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         partial = F.linear(attended.transpose(1, 2).flatten(2), local_tensor(self.out_proj.weight))
         output = all_reduce(partial, group=self.tp_group)
+        # The bias after the sum: before it, every rank would add one.
         if self.out_proj.bias is not None:
             output = output + local_tensor(self.out_proj.bias).to(output.dtype)
         if not batched:

@@ -99,6 +99,7 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
         input = self.layouts.take_indices(input)
         # An index that no rank has stays as it is, so that the lookup fails on every rank.
         elsewhere = (input >= 0) & (input < self.local_range.start)
+        # Computed without branches on values, which would synchronise with the device.
         elsewhere |= (input >= self.local_range.stop) & (input < self.num_embeddings)
         rows = (input - self.local_range.start).masked_fill(elsewhere, 0)
         padding = self.padding_idx

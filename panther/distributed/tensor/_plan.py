@@ -110,6 +110,7 @@ def plan_automatically(model: nn.Module, ranks: int, *, sequence_parallel: bool)
     if sequence_parallel:
         plan |= _plan_sequences(survey, plan)
     for name, module in modules.items():
+        # Exact types: a subclass may have a forward that the sharded layer would replace.
         if type(module) in _LINEAR:
             plan.setdefault(name, ModulePlan(_NO_PARTNER))
         elif isinstance(module, _CONVOLUTIONS):
@@ -136,6 +137,7 @@ def _plan_attention(survey: _Survey, plan: Plan) -> Plan:
 def _plan_known_blocks(survey: _Survey, plan: Plan) -> Plan:
     found: Plan = {}
     for block in (*declared_blocks(survey.model, survey.ranks), *known_attention(survey.model, survey.ranks)):
+        # transformers repeats the plan of a model in every model that contains it.
         if any(_is_sharded(found, name) for name in block.layers):
             continue
         if refusal := block.reason if block.refused else survey.obstacle(*block.layers):

@@ -128,6 +128,7 @@ def _check_heads(block: nn.Module, ins: list[Any], output: Any, norms: list[nn.M
     """Return the number of heads of an attention, or refuse it."""
     config = getattr(block, "config", None)
     heads = _first(block, _COUNTS) or getattr(config, "num_attention_heads", None)
+    # With grouped queries there are fewer key heads, and every rank needs the keys of its queries.
     key_heads: Any = _first(block, _KEY_COUNTS) or getattr(config, "num_key_value_heads", None) or heads
     width = _first(block, _WIDTHS)
     if heads is None or width is None:

@@ -137,6 +137,7 @@ def tensor_parallel(
     else:
         decisions = plan_by_names(model, plan)
     broadcast_model(model, mesh.get_group(), "tensor_parallel", lambda: _in_words(decisions))
+    # Before anything is sharded, which changes classes and gives every layer parameters of its own.
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     tied = shared_parameters(model)
     _shard(model, mesh, decisions)
@@ -198,6 +199,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Mapping[str, ModulePla
 def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Mapping[str, ModulePlan]) -> dict[str, str]:
     """Step 5: put all remaining parameters on the mesh, and return what was done, by module."""
     done = {}
+    # A list: replicating a module changes its class while the modules are gone through.
     for name, module in list(model.named_modules()):
         made = decisions.get(name, ModulePlan(""))
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]

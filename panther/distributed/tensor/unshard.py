@@ -58,7 +58,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     modules = list(module.modules())
     for old in modules:
         plain = _plain_class(old)
-        copies[id(old)] = plain.__new__(plain)
+        copies[id(old)] = plain.__new__(plain)  # not __init__, which would need its arguments and allocate
         for parameter in old._parameters.values():
             if parameter is not None and id(parameter) not in copies:
                 copies[id(parameter)] = nn.Parameter(_full(parameter), requires_grad=parameter.requires_grad)
