@@ -174,6 +174,7 @@ class Feed:
     def _own_loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
         if data.batch_size is None and data.batch_sampler is None:
             raise ConfigError("a DataLoader with batch_size=None has no batches: give it batch_size or batch_sampler")
+        # A loader of its own, because the sampler of a DataLoader cannot be replaced.
         workers = data.num_workers
         return DataLoader(
             _SeededDataset(data.dataset) if workers else data.dataset,
@@ -237,6 +238,7 @@ class Feed:
         """Return the indices of all processes: a list of windows of batches."""
         loader = self.user_loader
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
+        # Drawing the order must not change what dropout or transforms draw next.
         with preserved_generators():
             seed_generators(_mix(self.seed, epoch))
             order = _order_of(sampler, epoch)
@@ -254,6 +256,7 @@ class Feed:
         """Return the windows of the user's loader, which skips to the start itself if it has been given a state."""
         with _signals_blocked(self.loader):
             loaded = iter(self.loader)
+        # Batches of an epoch that was resumed are fetched again and thrown away.
         if not self._positioned:
             for _ in islice(loaded, start * self.accumulation):
                 pass
@@ -291,6 +294,7 @@ def _order_of(sampler: Any, epoch: int) -> list[Any]:
     if isinstance(sampler, DistributedSampler):  # it would split the order, which the Feed does itself
         size = len(sampler.dataset)  # type: ignore[arg-type]
         return torch.randperm(size).tolist() if sampler.shuffle else list(range(size))
+    # The usual samplers are computed at once, because iterating them is slow for large datasets.
     if isinstance(sampler, SequentialSampler):
         return list(sampler)
     if (
@@ -301,6 +305,7 @@ def _order_of(sampler: Any, epoch: int) -> list[Any]:
         return torch.randperm(len(sampler.data_source)).tolist()
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
+    # A generator of its own is seeded by epoch too, or resuming could not repeat its order.
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
         generator.manual_seed(torch.initial_seed())
     return list(sampler)
@@ -329,4 +334,5 @@ def _count(data: Any) -> int:
 def _mix(*numbers: int) -> int:
     """Return a seed that depends on all the numbers."""
     state = np.random.SeedSequence([number % (1 << 64) for number in numbers]).generate_state(1, np.uint64)
+    # Seeds of torch are below 2^63.
     return int(state[0] >> np.uint64(1))

@@ -193,6 +193,7 @@ class TrainConfig:
                 object.__setattr__(self, name, os.fspath(value))
             elif isinstance(value, int) and not isinstance(value, bool) and float in (*typing.get_args(kind), kind):
                 object.__setattr__(self, name, float(value))
+            # After the conversions, which the frozen dataclass allows only by object.__setattr__.
             _check(name, getattr(self, name), kind)
         for name, minimum in _MINIMUM.items():
             value = getattr(self, name)

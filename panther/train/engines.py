@@ -158,8 +158,10 @@ class ModelEngine(Engine):
             last = number == len(window) - 1
             with self._gradient_exchange(last):
                 loss, _, _ = self._forward(batch.data)
+                # On every batch: what a user function returns can change.
                 check_loss(loss)
                 if batch.samples:
+                    # A mean counts by its samples, a sum by itself.
                     losses.append((loss.detach(), 1 if self._loss_is_sum else batch.samples))
                 if last:  # item() waits for a GPU, so the values are read once per window
                     before_backward(sum(one.item() * count for one, count in losses))
@@ -188,6 +190,7 @@ class ModelEngine(Engine):
         if isinstance(self.model, DistributedDataParallel):
             return nullcontext() if last else self.model.no_sync()
         if isinstance(self.model, FSDPModule):
+            # FSDP2 keeps unsharded gradients until then, which needs more memory than a reduction per batch.
             self.model.set_requires_gradient_sync(last)
         return nullcontext()
 
@@ -278,6 +281,7 @@ class PipelineEngine(Engine):
     def _outputs(self, inputs: tuple[Tensor, ...], target: Tensor) -> Any:
         arguments = inputs if self.schedule.is_first else ()
         keywords = {"target": target, "losses": []} if self.schedule.is_last else {}
+        # torch's own method, because PipelineSchedule can only train.
         return self.schedule.schedule.eval(*arguments, **keywords)
 
 

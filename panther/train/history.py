@@ -92,6 +92,7 @@ class History:
         whole = [all(isinstance(row.get(name, 0), int) for row in self._records) for name in names]
         kinds = [[_KINDS[cell] if cell is None or cell is _ABSENT else 1 for cell in row] for row in cells]
         values = [[0.0 if cell is None or cell is _ABSENT else float(cell) for cell in row] for row in cells]
+        # torch.tensor of an empty list has no second dimension.
         shape = (len(cells), len(names))
         return {
             "names": names,

@@ -79,6 +79,7 @@ def set_up(
     _check(config, strategy, world, loss_fn)
     device = get_distributed_info().device if world > 1 else _single_device(model)
     make_optimizer = optimizer_builder(optimizer, model)  # before the parameters become other objects
+    # In place, as Module.to is: the names noted above stay those of these parameters.
     model.to(device)
     _checkpoint_activations(model, config.activation_checkpointing)
     dtype = compute_dtype(config.mixed_precision)
@@ -88,6 +89,7 @@ def set_up(
         engine = _model_parallel_engine(model, loss_fn, config, strategy, sample_batch, device, dtype)
     else:
         if config.compile:
+            # In place, so that names of parameters get no prefix.
             model.compile()
         wrapped = model if strategy == "single" else _data_parallel(model, config, strategy)
         engine = ModelEngine(
@@ -142,6 +144,7 @@ def _advised_layout(
     see n times as many as one, whatever layout is chosen.
     """
     info, batch = get_distributed_info(), sample_batch()
+    # Set by torchrun and panther launch; without it all ranks are on one node.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
     if info.device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(info.device).total_memory)
@@ -233,6 +236,7 @@ def _model_parallel_engine(
         data = sample_batch()
         inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)
         settings["pipeline_layers"] = config.pipeline_layers
+        # A stage is traced on one microbatch, the shape that it will run on.
         settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(device) for x in inputs)
     parallel = HybridParallelTrainer(model, settings)
     return PipelineEngine(parallel, loss_fn, device=device, num_microbatches=num_microbatches, autocast_dtype=dtype)

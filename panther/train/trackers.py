@@ -85,6 +85,7 @@ class _JsonLines(Tracker):
                 lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
                 beside = path.with_suffix(".tmp")
                 beside.write_text("".join(line for line in lines if _before(line, step)), encoding="utf-8")
+                # Atomic: a kill leaves the old log or the new one.
                 os.replace(beside, path)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
         except (OSError, ValueError) as error:
@@ -94,6 +95,7 @@ class _JsonLines(Tracker):
         plain = {name: value if _finite(value) else None for name, value in record.items()}  # JSON has no NaN
         try:
             self._file.write(json.dumps(plain) + "\n")
+            # Each record is on disk at once, for whoever watches the run.
             self._file.flush()
         except OSError as error:
             raise TrainingError(f"{self._file.name} cannot be written ({error.strerror}): make room") from error
@@ -132,6 +134,7 @@ class _MLflow(Tracker):
     """A run in ``mlflow.db`` or at MLFLOW_TRACKING_URI. Its identifier is stored, so that a restart continues it."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
+        # Nothing of a run goes to a third party unless the user asks for it.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._mlflow = mlflow = require_extra("mlflow", "mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"

@@ -147,6 +147,7 @@ class Trainer:
             self.stop = False
             if self.config.checkpoint_dir is not None:
                 stack.enter_context(locked_directory(Path(self.config.checkpoint_dir)))
+            # After the lock in the stack, so the checkpoint is complete before another run may begin.
             stack.callback(self._finish_saving)
             if self.config.deterministic:
                 stack.enter_context(deterministic_algorithms())
@@ -179,6 +180,7 @@ class Trainer:
     def _start(self, data: Any) -> None:
         if self._setup is not None:
             return
+        # Before the model is distributed: layers that are made lazily draw their weights then.
         seed_generators(self.config.seed)
 
         def sample_batch() -> Any:
@@ -238,6 +240,7 @@ class Trainer:
 
     def _load(self, path: Path, feed: Feed) -> None:
         assert self._setup is not None
+        # It changes buffers, gradients and generators, which loading then sets.
         self._setup.engine.prepare_resume(lambda: next(feed.windows(0), None))
         loaded = checkpoint.load(path, self.model, self.optimizer)
         extra = loaded.extra
@@ -248,6 +251,7 @@ class Trainer:
         self.step, self.epoch, self._windows_done = loaded.step, extra["epoch"], extra["windows_done"]
         self.skipped, self._sums, self._validated_at = extra["skipped"], extra["sums"], extra["validated_at"]
         self.history = History.from_state_dict(extra["history"])
+        # So that a run that ends at once does not write the same checkpoint again.
         self._saved_at = (self.step, self.epoch, len(self.history))
         if self._setup.scaler is not None and extra["scaler"] is not None:
             self._setup.scaler.load_state_dict(extra["scaler"])
@@ -362,6 +366,7 @@ class Trainer:
                 group["lr"] = peak * factor
         self.optimizer.zero_grad()
         samples = sum(batch.samples for batch in window)
+        # The exchange starts before the last backward pass and is waited for after it.
         engine.forward_backward(window, lambda loss_sum: exchange.start(loss_sum, samples, engine.reports_loss))
         loss, seen = exchange.finish()
         if not math.isfinite(loss):
@@ -449,6 +454,7 @@ class Trainer:
     def _evaluate(self, feed: Feed) -> dict[str, float]:
         assert self._setup is not None
         engine = self._setup.engine
+        # Users may keep single modules, such as a frozen BatchNorm, in evaluation mode.
         modes = [(module, module.training) for part in engine.modules() for module in part.modules()]
         sums = torch.zeros(len(self.metrics) + 2, dtype=torch.float64)
         try:

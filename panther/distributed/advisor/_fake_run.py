@@ -39,6 +39,7 @@ def fake_mesh(ranks: int) -> Iterator[DeviceMesh]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
+    # A fake group needs a default group; without one, a fake default group of one rank is made.
     alone = not in_process_group()
     if alone:
         dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
@@ -70,6 +71,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
         for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(tensor, DTensor):
                 raise DistributedError("layers of the model are already sharded: plan before sharding it")
+            # deepcopy takes what is in its memo, so tied tensors stay tied and no values are copied.
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
                 trained = isinstance(tensor, nn.Parameter)
@@ -88,6 +90,7 @@ def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtyp
 
     with mode:
         for module in model.modules():
+            # The dictionaries of the module: assigning attributes would run hooks and type checks.
             places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
             for place in places:
                 for name, tensor in list(place.items()):
@@ -115,6 +118,7 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
     batch = len(tensors[0])
 
     def grown(tensor: Tensor) -> Tensor:
+        # Masks and tables without the batch size stay as they are.
         per_sample = tensor.dim() > 0 and tensor.shape[0] == batch
         shape = (times * batch, *tensor.shape[1:]) if per_sample else tensor.shape
         dtype = compute_dtype if compute_dtype and tensor.is_floating_point() else tensor.dtype
@@ -164,6 +168,7 @@ def run(
 
     def pack(tensor: Tensor) -> Tensor:
         key = _storage(tensor)
+        # What several operations save is one tensor in memory.
         if key not in weights and key not in seen:
             seen[key] = tensor  # keeps it alive, so that no other storage gets its address
             done.saved[current] += _local(tensor).untyped_storage().nbytes()

@@ -66,6 +66,7 @@ class Order:
         return most
 
 
+# Many layouts share a schedule, and the order of a long pipeline takes long to compute.
 @lru_cache(maxsize=512)
 def order_of(name: str, ranks: int, microbatches: int) -> Order:
     """Return the order of a schedule.
@@ -87,6 +88,7 @@ def order_of(name: str, ranks: int, microbatches: int) -> Order:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Step]:
+    # The first rank starts most microbatches before its first backward pass, the last rank one.
     warmup = min(ranks - rank, microbatches)
     steps: list[Step] = [(rank, "F", i) for i in range(warmup)]
     for i in range(microbatches):
@@ -115,6 +117,7 @@ def _torch_order(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
     made: list[list[Step]] = []
     for rank in range(ranks):
         steps: list[Step] = []
+        # torch 2.13 has no public way to read the order; None means that the rank waits.
         for action in schedule.pipeline_order[rank]:
             for part in [] if action is None else (getattr(action, "sub_actions", None) or (action,)):
                 kind = _KINDS.get(part.computation_type)
@@ -147,10 +150,12 @@ def _bubble(steps: tuple[tuple[Step, ...], ...]) -> float:
                 if needs is not None and needs not in ready:
                     break
                 clock[rank] = max(clock[rank], ready[needs] if needs else 0) + _UNITS[kind]
+                # The gradient of the weights is needed by no other stage.
                 if kind != "W":
                     ready[stage, "F" if kind == "F" else "B", micro] = clock[rank]
                 position[rank] += 1
                 left -= 1
+        # No rank could take a step.
         if left == before:
             raise ShapeError("the order of the schedule deadlocks")
     end = max(clock)

@@ -157,10 +157,12 @@ def estimate(
     compute = max(rank.flops() for rank in ranks) * layout.num_microbatches / cluster.flops(size)
     tp, pp = (t.seconds for t in traffic)
     bubble = order.bubble if order else 0.0
+    # HSDP communicates along two axes, one after the other.
     dp = sum(t.seconds for t in along_dp)
     hidden = 0.0 if layout.pp > 1 else cluster.overlap * min(dp, compute)
     seconds = {
         "compute": compute,
+        # The share b of the whole time is idle, so the working time w extends to w / (1 - b).
         "bubble": (compute + tp + pp) * bubble / (1 - bubble),
         "tp": tp,
         "pp": pp,
@@ -184,6 +186,7 @@ def _balanced_stages(tensors: tuple[TensorStats, ...], layers: int, n: int) -> t
     for tensor in tensors:
         if tensor.role == "parameter":
             costs[tensor.layer] += tensor.global_numel
+    # As split_stages: the largest stage has as few parameters as possible.
     begins = balance_stages(costs, n)
     return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], layers], strict=True))
 
@@ -198,8 +201,10 @@ def shard_numel(tensor: TensorStats, ranks: int) -> int:
         return 1
     if not tensor.on_mesh and len(tensor.shape) == 2:
         rows, columns = tensor.shape
+        # As data_parallel places shards: along the longer dimension where the ranks divide it.
         if rows < columns and columns % ranks == 0:
             return rows * (columns // ranks)
+    # FSDP2 pads the first dimension to a multiple of the ranks.
     return -(-tensor.shape[0] // ranks) * (tensor.numel // max(tensor.shape[0], 1))
 
 
@@ -220,6 +225,7 @@ class _Rank:
         self.samples, self.order, self.optimizer_states = samples, order, optimizer_states
         n = len(stages)
         in_v = layout.schedule is not None and SCHEDULES[layout.schedule].order == "v"
+        # A V schedule gives a rank one stage of the first half and its mirror image of the second.
         self.mine = ([rank, n - 1 - rank] if in_v else list(range(rank, n, layout.pp))) if layout.pp > 1 else [0]
         own = {layer for stage in self.mine for layer in stages[stage]}
         self.tensors = [tensor for tensor in stats.tensors if tensor.layer in own]
@@ -238,6 +244,7 @@ class _Rank:
         held = self._bytes(trained)
         return MemoryEstimate(
             parameters=self._bytes(parameters),
+            # Gradients have the dtype and the sharding of the parameters, also in mixed precision.
             gradients=held,
             optimizer=self.optimizer_states * held + (_STEP * len(trained) if self.optimizer_states else 0),
             sketches=sum(tensor.nbytes for tensor in self.tensors if tensor.role == "sketch"),
@@ -310,6 +317,7 @@ class _Rank:
         if axis == "tp":
             n = layout.tp
             payload = m * sum(e.tp_forward.at(self.samples) + e.tp_backward.at(self.samples) for e in self.layers)
+            # Small messages: latency counts, so the number of calls does.
             calls = m * sum(e.tp_calls for e in self.layers)
             sent = 2 * (n - 1) / n * payload
             rounds, span = 2 * (n - 1) * calls, n
@@ -333,10 +341,12 @@ class _Rank:
             n, payload, whole = layout.dp, 0.0, 0.0
             units = self._units()
             for name, unit in units.items():
+                # A block is gathered for its forward and again for its backward pass.
                 gathers = 2 if name and layout.pp == 1 else 1  # the root unit and stages stay gathered
                 full, summed = self._full(unit), self._full(unit, reduced=True)
                 payload += gathers * full / n + summed
                 whole += gathers * full + summed
+            # Two gathers and one scatter, in n - 1 rounds each.
             rounds = (n - 1) * 3 * len(units)
             sent = (n - 1) / n * whole
             dp = _traffic("dp", cluster, inner, payload, sent, rounds)
@@ -344,12 +354,14 @@ class _Rank:
                 return (dp,)
             shard = sum(self._full(unit, reduced=True) for unit in units.values()) / n
             copies = layout.replicate
+            # An all-reduce of the shards over the replicas.
             rounds = 2 * (copies - 1) * len(units)
             sent = 2 * (copies - 1) / copies * shard
             return dp, _traffic("replicate", cluster, layout.world, shard, sent, rounds)
         if layout.dp == 1:
             return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
         n = layout.dp
+        # DDP sends a bucket at a time, FSDP2's engine a unit.
         calls = -(-trained // _BUCKET) if layout.strategy == "ddp" else len(self._units())
         sent, payload = 2 * (n - 1) / n * trained, float(trained)
         if layout.strategy == "ddp":  # it also broadcasts buffers in every forward, except for sketches

@@ -229,6 +229,7 @@ class ModelStats:
             model = _transformer(hidden, min(layers, 2), heads, ffn, vocab, sketch)
 
         def loss_fn(logits: Tensor) -> Tensor:
+            # Any target will do: only shapes matter.
             target = torch.zeros(logits.shape[:2].numel(), dtype=torch.int64, device="cpu")
             return F.cross_entropy(logits.flatten(0, 1), target)
 
@@ -285,6 +286,7 @@ def _measure(
     tp: int,
     measure: Callable[[int], ModelStats],
 ) -> ModelStats:
+    # On the meta device and then fake: sharding needs a module with shapes, running one with fake values.
     mode, made, dtype = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
     with fake_mesh(tp) if tp > 1 else nullcontext() as mesh:
         if mesh is not None:
@@ -292,6 +294,7 @@ def _measure(
         tensors = _tensors(made)
         make_fake_(made, mode, dtype)
         runs = []
+        # Two batch sizes determine the line fixed + per_sample * samples.
         for times in (1, 2):
             inputs, batch = fake_inputs(sample_input, times, mode, dtype)
             runs.append(run(made, _layers_of(made), inputs, batch, loss_fn, mode))
@@ -308,6 +311,7 @@ def _measure(
 def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules of a Sequential in which none occurs twice; of any other model the model as one layer."""
     children = list(model._modules.items())
+    # A module that occurs twice would be counted in both places.
     different = len({id(child) for _, child in children}) == len(children)
     if isinstance(model, nn.Sequential) and children and different:
         return children  # type: ignore[return-value]
@@ -322,6 +326,7 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
         sketches = module.sketch_names if isinstance(module, SketchedModule) else ()
         held = [(name, p, "parameter") for name, p in module._parameters.items()]
         held += [(name, b, "sketch" if name in sketches else "buffer") for name, b in module._buffers.items()]
+        # Packed signs are plain attributes of the module, not buffers.
         held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]  # packed signs
         for name, tensor, role in held:
             if tensor is None or id(tensor) in seen:

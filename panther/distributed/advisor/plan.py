@@ -256,6 +256,7 @@ def _stats(
 def _layouts(
     stats: ModelStats, cluster: ClusterSpec, batch: int, schedules: Sequence[str], notes: list[str]
 ) -> Iterator[Layout]:
+    # data_parallel implements mixed precision with FSDP2 alone.
     half = stats.mixed_precision is not None
     if half:
         notes.append("ddp and pipelines were not considered: mixed_precision is for fsdp and replicate")
@@ -270,6 +271,7 @@ def _layouts(
             continue
         for pp in _divisors(cluster.gpus // tp):
             dp = cluster.gpus // (tp * pp)
+            # Every rank must get the same number of samples.
             if pp > longest or batch % dp:
                 continue
             if pp == 1:
@@ -287,9 +289,11 @@ def _without_pipeline(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> 
     if dp == 1:
         yield Layout(tp=tp, strategy="replicate" if half else None)
         return
+    # DDP loses the parameters of tensor parallelism, and has no mixed precision.
     strategies = ("fsdp", "replicate") if tp > 1 or half else ("ddp", "fsdp")
     for strategy in strategies:
         yield Layout(dp=dp, tp=tp, strategy=strategy)
+    # HSDP shards within a node, where links are fast, and replicates over nodes.
     inside = cluster.gpus_per_node // tp
     if 1 < inside < dp and dp % inside == 0:
         yield Layout(replicate=dp // inside, dp=inside, tp=tp, strategy="fsdp")
@@ -310,6 +314,7 @@ def _can_shard(stats: ModelStats, tp: int, notes: list[str]) -> bool:
 
 
 def _microbatches(samples: int, pp: int) -> list[int]:
+    # More microbatches make the bubble smaller and the messages more.
     return [m for m in (pp, 2 * pp, 4 * pp) if samples % m == 0]
 
 

@@ -164,6 +164,7 @@ def async_save(
         'step-00000001'
     """
     state = _collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group)
+    # Training changes the tensors while the thread writes, so it gets copies.
     state.tensors = BlockingAsyncStager().stage(state.tensors)
     side = ranks.side_group(group)
     pending = PendingSave(lambda: ranks.write(Path(directory), state, keep, side))
@@ -205,6 +206,7 @@ def load(
     parts = states.parts_of(model)
     rank = get_rank(group)
     same_world = manifest["world_size"] == get_world_size(group)
+    # state_dict() of a sharded model can communicate, so it is called once, on all ranks together.
     own = run_on_all_ranks(lambda: states.model_state(parts), group)
     names = gather_objects(set(own), group)
     saved_names: dict[str, str] = {}
@@ -215,6 +217,7 @@ def load(
         targets, same = states.model_targets(own, manifest["aliases"])
         saved_names.update(same)
         for name, entry in manifest["tensors"].items():
+            # Generators and per-rank values have a meaning only for the same number of ranks.
             of_rank = name.startswith((f"random.{rank}.", f"per_rank_extra.{rank}."))
             if name.startswith("extra") or (of_rank and same_world):
                 targets[name] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
@@ -224,6 +227,7 @@ def load(
             targets |= states.optimizer_targets(optimizer, parts, manifest["optimizer"], manifest["tensors"])
         return targets
 
+    # An error here must reach all ranks before DCP begins to read, which is a collective.
     targets = run_on_all_ranks(targets_of_rank, group)
     ranks.read(folder, manifest, targets, group)
     values = {name: states.decode(value, targets) for name, value in manifest["model_values"].items()}
@@ -236,6 +240,7 @@ def load(
         if random_state and same_world:
             states.set_random_state(states.decode(manifest["random"][rank], targets))
 
+    # Only now does anything change: all tensors have been read and their checksums hold.
     run_on_all_ranks(fill, group)
     return LoadedCheckpoint(
         path=folder,
@@ -335,6 +340,7 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkdtemp(prefix=".export-", suffix=".tmp", dir=target.parent)
 
+    # Beside the target, so that renaming does not cross file systems.
     temporary = Path(run_on_first_rank(beside, group))
     try:
         saved = save(temporary, model, step=0, group=group)
@@ -427,12 +433,14 @@ def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str,
     """Raise unless all ranks together have what was saved, with the same shapes and kinds of dtype."""
     entries = files.tensor_entries(manifest, states.MODEL)
     saved = entries.keys() | manifest["model_values"].keys() | manifest["aliases"].keys()
+    # A pipeline rank has only its own names, so the names of all ranks together are compared.
     here = set().union(*names)
     wrong = []
     for name, value in own.items():
         entry = entries.get(manifest["aliases"].get(name, name))
         if isinstance(value, Tensor) and entry is not None:
             dtype = getattr(torch, entry["dtype"])
+            # float32 may be loaded into bfloat16; a float into an integer is a different model.
             if list(value.shape) != entry["shape"] or value.is_floating_point() != dtype.is_floating_point:
                 wrong.append(f"{name} saved {tuple(entry['shape'])}, {dtype}; here {tuple(value.shape)}, {value.dtype}")
     missing, extra = sorted(here - saved), sorted(saved - here)

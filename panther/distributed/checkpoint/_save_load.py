@@ -53,6 +53,7 @@ def collect(
     def own() -> tuple[dict[str, Tensor], dict[str, Any]]:
         parts = states.parts_of(model)
         state = states.model_state(parts)
+        # Tied tensors are stored once; the manifest lists their other names.
         same = states.aliases(state)
         tensors: dict[str, Tensor] = {}
         values = {}
@@ -69,6 +70,7 @@ def collect(
             tensors |= more
         generators, generator_values = states.random_state(rank)
         tensors |= generators
+        # Every rank encodes, so that a value that cannot be stored fails on all; only the first keeps it.
         extras = states.encode(extra, "extra", tensors if rank == 0 else {})
         return tensors, {
             "arguments": {"step": step, "optimizer": optimizer is not None, **arguments},
@@ -83,6 +85,7 @@ def collect(
         }
 
     tensors, mine = run_on_all_ranks(own, group)
+    # One exchange carries the arguments, names and small values of all ranks.
     every = gather_objects(mine, group)
     for rank, one in enumerate(every):
         for name, value in one["arguments"].items():
@@ -97,6 +100,7 @@ def collect(
         key: {name: value for one in every for name, value in one[key].items()}
         for key in ("modules", "aliases", "model_values")
     }
+    # A tensor that is an alias on one stage can be the only one of its name on another.
     merged["aliases"] = {name: first for name, first in merged["aliases"].items() if name not in names}
     header = {
         "step": step,
@@ -152,11 +156,13 @@ def write(directory: Path, state: Collected, keep: int | None, group: Group) -> 
                 planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
                 **_where(group),
             )
+        # The rename makes it a checkpoint, so it comes after all ranks have synchronised their files.
         run_on_first_rank(lambda: files.publish(temporary, final), group)
     except BaseException:
         if get_rank(group) == 0:
             remove(temporary)
         raise
+    # Old checkpoints go last: until here a failure must leave them.
     run_on_first_rank(lambda: _tidy(directory, final, state.step, keep), group)
     return final
 
@@ -166,6 +172,7 @@ def _begin(directory: Path, step: int) -> tuple[Path, Path]:
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob("step-*.tmp"):
         remove(leftover)
+    # A step can be saved again, after resuming from an earlier one; its first folder stays until then.
     names = {path.name for path in directory.iterdir()}
     name, again = f"step-{step:08d}", 0
     while (f"{name}.{again}" if again else name) in names:
@@ -190,6 +197,7 @@ def _tidy(directory: Path, final: Path, step: int, keep: int | None) -> None:
 def remove(folder: Path) -> None:
     """Remove a folder, renaming it first, so that what is left after a kill never looks like a checkpoint."""
     if folder.suffix != ".tmp":
+        # A rename is atomic; removing file by file is not.
         aside = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(aside, ignore_errors=True)
         folder = folder.rename(aside)
@@ -249,6 +257,7 @@ def side_group(group: Group) -> Group:
     parent = group or dist.group.WORLD
     assert parent is not None
     if parent not in _sides:
+        # new_group is collective over the ranks of this group only, not over all of them.
         ranks = dist.get_process_group_ranks(parent)
         _sides.clear()  # groups of a process group that no longer exists
         _sides[parent] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

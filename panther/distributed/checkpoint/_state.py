@@ -65,8 +65,10 @@ def aliases(state: Mapping[str, Any]) -> dict[str, str]:
     for name, value in state.items():
         if isinstance(value, Tensor) and value.numel():
             local = value.to_local() if isinstance(value, DTensor) else value
+            # Empty shards all have the address 0.
             if not local.numel():
                 continue
+            # Shape and strides too: a view of the first rows has the same address, and is not an alias.
             place = (local.data_ptr(), local.device, value.dtype, value.shape, local.stride())
             if place in seen:
                 found[name] = seen[place]
@@ -179,6 +181,7 @@ def _like(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
     shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
     if shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # Scalars such as step counts.
     if not shape:
         return torch.empty(shape, dtype=dtype)  # a count of steps; load_state_dict moves it if necessary
     if isinstance(parameter, DTensor):  # a state of a different shape, such as Adafactor's factors, is replicated
@@ -198,6 +201,7 @@ def fill_optimizer(
     inner = _inner(optimizer)
     names = _names_of(inner, parts)
     whole = inner.state_dict()
+    # Numbers of parameters differ between layouts; names do not.
     number_of = {name: number for number, name in enumerate(names)}
     states: dict[int, dict[str, Any]] = {}
     for name, values in saved["values"].items():
@@ -217,6 +221,7 @@ def fill_optimizer(
             )
         if chosen:
             group.update({key: decode(value, loaded) for key, value in chosen[0].items()})
+    # In the order of the numbers, as torch writes it.
     whole["state"] = dict(sorted(states.items()))
     inner.load_state_dict(whole)
     if _is_zero(optimizer):
@@ -233,6 +238,7 @@ def _has_tensor(value: Any) -> bool:
 def random_state(rank: int) -> tuple[dict[str, Tensor], Any]:
     """Return the states of the generators of torch, Python and NumPy on this rank."""
     tensors: dict[str, Tensor] = {}
+    # Every rank has its own generators: dropout differs between ranks with different samples.
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -266,6 +272,7 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """
     if value is None or isinstance(value, bool | str):
         return value
+    # Before Real: integers of NumPy are both.
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -278,6 +285,7 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
         pairs = [[encode(key, place, {}), encode(item, f"{place}.{key}", tensors)] for key, item in value.items()]
+        # JSON has only string keys; others, and keys like the marks of this format, become pairs.
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return dict(pairs)
         return {"$dict": pairs}

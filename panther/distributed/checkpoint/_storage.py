@@ -63,6 +63,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    # A renamed or new file is safe only once its folder is synchronised too.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,6 +116,7 @@ class Writer(_UnusedHooks, StorageWriter):
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 raise FormatError(f"{item.index.fqn!r} is not a tensor")
+            # DCP gives a view of the tensor; a file needs contiguous memory on the CPU.
             resolved = planner.resolve_data(item)
             assert isinstance(resolved, Tensor)
             tensor = resolved.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -123,6 +125,7 @@ class Writer(_UnusedHooks, StorageWriter):
             if memory.nbytes() != tensor.nbytes or memory.data_ptr() in memories:
                 tensor = tensor.clone()
             memories.add(memory.data_ptr())
+            # A file may have several chunks of a tensor, which their offsets tell apart.
             key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
             tensors[key] = tensor
             results.append(WriteResult(item.index, tensor.nbytes, _Stored(file, key, checksum(tensor))))
@@ -156,6 +159,7 @@ class Writer(_UnusedHooks, StorageWriter):
             "files": files,
             "tensors": tensors,
         }
+        # Over the sorted entries, so that reformatting the file does not count as damage.
         manifest["checksum"] = zlib.crc32(_canonical(manifest))
         with open(self.folder / MANIFEST, "w", encoding="utf-8") as file:
             json.dump(manifest, file)
@@ -206,9 +210,11 @@ class Reader(_UnusedHooks, StorageReader):
         for file, by_key in by_file.items():
             path = self.folder / file
             try:
+                # Memory-mapped: of a large file only the chunks that are asked for are read.
                 with safe_open(path, framework="pt") as opened:
                     for key, items in by_key.items():
                         tensor = opened.get_tensor(key)
+                        # Before it is copied, so that damage never reaches a tensor of the model.
                         if checksum(tensor) != checksums[file, key]:
                             raise FormatError(f"{path} is damaged: {key!r} does not match its checksum")
                         for item in items:
@@ -271,12 +277,14 @@ def _unsound(manifest: Mapping[str, Any]) -> str | None:
     if not isinstance(files, dict) or not isinstance(tensors, dict):
         return "'files' and 'tensors' must be objects"
     for name in files:
+        # A name such as ../x would read outside of the folder.
         if not re.fullmatch(r"rank-\d{5,}\.safetensors", name):
             return f"it names the file {name!r}"
     for name, entry in tensors.items():
         try:
             if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
                 return f"tensor {name!r} has dtype {entry['dtype']!r}"
+            # Chunks of a tensor do not overlap, so equal counts mean that they cover it.
             covered = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
             if covered != math.prod(entry["shape"]):
                 return f"the chunks of tensor {name!r} do not cover it"
@@ -299,6 +307,7 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Return the offset of this rank's shard in the whole tensor, and the shard."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tensor.detach()
+    # Private module of torch, but what DCP itself places DTensors by.
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tensor.to_local().detach()
 
