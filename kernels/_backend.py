@@ -1,8 +1,8 @@
-"""Which kernels run: decided once, by ``PANTHER_KERNELS`` and by what there is.
+"""Choice of kernels, by ``PANTHER_KERNELS`` and by the hardware and software that is found.
 
 ``PANTHER_KERNELS=auto`` (the default) uses Triton kernels on a GPU, where Triton is installed and the kernel takes the
-operands, and torch elsewhere; ``torch`` always takes torch; ``triton`` insists, and raises where that cannot be had.
-With ``TRITON_INTERPRET=1``, ``triton`` runs the kernels on the CPU in Triton's interpreter: slow, for finding faults.
+operands, and torch elsewhere; ``torch`` always uses torch; ``triton`` raises an error where Triton cannot run. With
+``TRITON_INTERPRET=1``, ``triton`` runs the kernels on the CPU in Triton's interpreter, slowly, for debugging.
 """
 
 __all__ = ["backend", "interpreting", "use_triton"]
@@ -17,7 +17,7 @@ _CHOICES = ("auto", "torch", "triton")
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets its kernels; it must be asked to before it is imported."""
+    """Return whether Triton interprets its kernels; it must be asked to before it is imported."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -53,7 +53,7 @@ def backend() -> str:
 
 
 def use_triton(kernel: str, device: torch.device, refusal: str | None = None) -> bool:
-    """Whether the Triton kernel takes this call.
+    """Return whether the Triton kernel takes this call.
 
     Args:
         kernel: Name of the operation, for the error.

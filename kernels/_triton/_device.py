@@ -1,4 +1,4 @@
-"""What the kernels must know of the device they are compiled for, and how they are tuned to it."""
+"""Properties of the device that kernels are compiled for, and their tuning."""
 
 __all__ = ["INTERPRETED", "autotuned", "dot_operand", "dot_precision", "multiprocessors", "pipeline_stages"]
 
@@ -21,7 +21,7 @@ def dot_operand(tile):
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How float32 products are taken, as torch's matrix products on the GPU are: in full, or through TF32.
+    """Return how float32 products are computed, as torch's matrix products on the GPU are: in full, or through TF32.
 
     On NVIDIA's tensor cores, three TF32 products stand for one in float32. IEEE products would spill registers.
     """
@@ -36,18 +36,18 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many there are: what a grid should fill."""
+    """Return the number of multiprocessors, which a grid should fill."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def pipeline_stages(stages: int) -> int:
-    """Depth of the software pipeline, ``stages`` on NVIDIA's GPUs and less on AMD's, whose shared memory is small."""
+    """Return the depth of the software pipeline: ``stages``, and less on AMD's GPUs, whose shared memory is small."""
     hip = not INTERPRETED.value and triton.runtime.driver.active.get_current_target().backend == "hip"
     return min(stages, 2) if hip else stages
 
 
 def autotuned(cuda: Sequence[triton.Config], hip: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
-    """``triton.autotune`` over the configurations meant for the device; when interpreting, the first for NVIDIA's.
+    """Apply ``triton.autotune`` to the configurations meant for the device; when interpreting, the first for NVIDIA's.
 
     Args:
         cuda: Configurations for NVIDIA's GPUs.

@@ -150,7 +150,7 @@ def _attend_kernel(
     INNER: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ``left`` score those of ``right`` up to their own, or from it on if SUFFIX, and sum ``value`` by scores.
+    """Sum ``value`` weighted by products of rows of ``left`` and ``right``, up to each row, or from it on if SUFFIX.
 
     =========  ======  ==========  =====  =====  =====  ===  ====
     result     SUFFIX  TRANSPOSED  left   right  value  own  side
@@ -277,7 +277,7 @@ def attention_forward(
     v: Tensor,  # (batch, n, E)
     c: Tensor | None,  # (batch, n), float32
 ) -> tuple[Tensor, Tensor]:  # (batch, n, E), (batch, n)
-    """Output and denominator, in units of e to the running maximum of c; all contiguous, D and E from 1 to 256."""
+    """Return output and denominator (in units of e to the running maximum of c); all contiguous, D and E to 256."""
     y = torch.empty_like(v)
     den = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if den.numel():
@@ -295,7 +295,7 @@ def attention_backward(
     y: Tensor,  # (batch, n, E)
     den: Tensor,  # (batch, n)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and c. States are taken anew: to keep them would cost as much memory as the inputs."""
+    """Return gradients of q, k, v and c. States are recomputed: saving them would take as much memory as the inputs."""
     batch, n, D, E = *q.shape, v.shape[-1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     parts = triton.cdiv(D, _tiles(k, E, D).columns)
@@ -380,7 +380,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
-    """Tiles that were compiled without spilling a register, for widths up to 256; the speed of others is not known."""
+    """Return tiles that compile without spilling registers, for widths up to 256; the speed of others is not known."""
     precision = dot_precision(x.dtype)
     target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
     ampere = target is not None and target.backend == "cuda" and target.arch < 90

@@ -23,7 +23,7 @@ _SECTOR, _LINE = 32, 128
 
 @triton.jit
 def _hadamard_matrix(R: tl.constexpr, dtype: tl.constexpr):
-    """H of R rows, at most 256: the sign of an entry is the parity of the bits that its indices share."""
+    """Return H of R rows, at most 256: the sign of an entry is the parity of the bits that its indices share."""
     i = tl.arange(0, R)
     shared = i[:, None] & i[None, :]
     shared ^= shared >> 4
@@ -32,7 +32,7 @@ def _hadamard_matrix(R: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _transform_digit(tile, A: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):
-    """Transform the middle of (A, R, B), R = 2^BITS; back come float32 numbers."""
+    """Transform the middle dimension of (A, R, B), R = 2^BITS; return float32 numbers."""
     M: tl.constexpr = A * B
     x = tl.reshape(tl.permute(tl.reshape(tile, (A, R, B)), (0, 2, 1)), (M, R))
     if DOT:
@@ -77,7 +77,7 @@ def _hadamard_kernel(
 
 
 def passes(N: int, n: int, itemsize: int) -> list[int]:
-    """Bits of the index that each pass over (N, n) matrices deals with, from the lowest.
+    """Return the number of index bits that each pass over (N, n) matrices deals with, from the lowest.
 
     As few passes as can be: in float32 one block holds 2^13 entries of a vector, and of many columns 2^10 entries with
     a sector's width of them. Passes after the first, which takes what is there, are kept short where that lets them
@@ -101,7 +101,7 @@ def passes(N: int, n: int, itemsize: int) -> list[int]:
 
 
 def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same, contiguous
-    """:func:`panther.kernels.hadamard_transform` for float32, float16 and bfloat16, strided as it may be."""
+    """Compute :func:`panther.kernels.hadamard_transform` for float32, float16 and bfloat16, with any strides."""
     N, n = x.shape[-2:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():

@@ -16,14 +16,14 @@ _ROWS, _CALLS = 16, 4
 
 @triton.jit
 def expand(words, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Words (ROWS, WORDS), 32 entries each from the lowest bit on, to float32 signs (ROWS, 32 WORDS)."""
+    """Unpack words (ROWS, WORDS), 32 entries each from the lowest bit on, to float32 signs (ROWS, 32 WORDS)."""
     bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
     return 1.0 - 2.0 * tl.reshape(bits, (ROWS, 32 * WORDS)).to(tl.float32)
 
 
 @triton.jit
 def draw_words(seed, stream, tag, row, call):
-    """Words (ROWS, 4 CALLS) of the calls with counters ``(row, call, stream, tag)``; row (ROWS, 1), call (1, CALLS)."""
+    """Draw words (ROWS, 4 CALLS) of the counters ``(row, call, stream, tag)``; row (ROWS, 1), call (1, CALLS)."""
     zero = (row * 0 + call * 0).to(tl.uint64)  # whatever the width of the scalars, counters have 32 bits
     c0, c1 = (zero + row).to(tl.uint32), (zero + call).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, (zero + stream).to(tl.uint32), (zero + tag).to(tl.uint32))

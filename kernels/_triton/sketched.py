@@ -33,7 +33,7 @@ _BLOCK = 256
 def _input_signs(
     U2, k0, r0, K, R, stride_k, stride_r, like, BK: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Tile (BK, RP) of the signs on the input side."""
+    """Load the tile (BK, RP) of the signs on the input side."""
     k = k0 + tl.arange(0, BK)
     r = r0 + tl.arange(0, RP)
     if PACKED:
@@ -51,7 +51,7 @@ def _input_signs(
 def _output_signs(
     U1, n0, r0, N, R, stride_r, stride_n, like, BN: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Tile (RP, BN) of the signs on the output side."""
+    """Load the tile (RP, BN) of the signs on the output side."""
     n = n0 + tl.arange(0, BN)
     r = r0 + tl.arange(0, RP)
     if PACKED:
@@ -71,7 +71,7 @@ def _inner_tile(
     sx_m, sx_k, s1_k, s1_r, u2_k, u2_r,
     BM: tl.constexpr, BK: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``x S1`` and ``x U2`` over the input features from ``k_start`` to ``k_stop``, each (BM, RP), in float32."""
+    """Return ``x S1`` and ``x U2`` over input features from ``k_start`` to ``k_stop``, each (BM, RP), in float32."""
     r = r0 + tl.arange(0, RP)
     left = tl.zeros((BM, RP), tl.float32)
     right = tl.zeros((BM, RP), tl.float32)
@@ -93,7 +93,7 @@ def _outer_tile(
     left, right, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n,
     BN: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``acc + left U1 + right S2`` for the output features from ``n0``."""
+    """Return ``acc + left U1 + right S2`` for the output features from ``n0``."""
     n = n0 + tl.arange(0, BN)
     r = r0 + tl.arange(0, RP)
     inside = (r[:, None] < R) & (n[None, :] < N)

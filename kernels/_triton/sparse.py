@@ -51,7 +51,7 @@ def _csr_matmul_kernel(
 
 
 def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor:  # (*batch, d, n)
-    """:func:`panther.kernels.csr_matmul`; all but A contiguous."""
+    """Compute :func:`panther.kernels.csr_matmul`; all operands except for A are contiguous."""
     rows, (m, n) = starts.numel() - 1, A.shape[-2:]
     out = torch.empty(*A.shape[:-2], rows, n, dtype=A.dtype, device=A.device)
     if not out.numel():

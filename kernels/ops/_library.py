@@ -54,7 +54,7 @@ def define(
 
 
 def needs_torch() -> bool:
-    """Whether derivatives are being taken that operators of a library lack: forward ones, and those of torch.func.
+    """Return whether derivatives are taken that custom operators lack: forward-mode ones, and those of torch.func.
 
     A batched operand may need a gradient too, and the operators have none beneath ``torch.func.vmap``.
     """
@@ -67,7 +67,7 @@ def needs_torch() -> bool:
 
 
 def _on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, wherever the operands are."""
+    """Make the operands' device current, because Triton launches on the current one."""
 
     def call(first: torch.Tensor, *args: Any) -> Any:
         if first.is_cuda and first.device.index != torch.cuda.current_device():

@@ -23,7 +23,7 @@ def causal_linear_attention(
     v: Tensor,  # (*batch, n, E)
     log_scale: Tensor | None = None,  # (*batch, n)
 ) -> Tensor:  # (*batch, n, E)
-    r"""Attention whose weights are inner products of features, each position attending to itself and those before.
+    r"""Compute attention with inner products of features as weights; a position attends to itself and those before.
 
     .. math:: y_i = \frac{\sum_{j \le i} e^{c_j} (q_i \cdot k_j) v_j}{\sum_{j \le i} e^{c_j} (q_i \cdot k_j)},
 
@@ -103,7 +103,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
 
 
 def _takes(q: Tensor, v: Tensor) -> bool:
-    """Whether the Triton kernels take the operands."""
+    """Return whether the Triton kernels take the operands."""
     D, E = q.shape[-1], v.shape[-1]
     refusal = None
     if q.dtype not in _DTYPES:
@@ -114,7 +114,7 @@ def _takes(q: Tensor, v: Tensor) -> bool:
 
 
 def _flat(x: Tensor, dims: int) -> Tensor:
-    """Contiguous, the batch dimensions made one."""
+    """Return the tensor contiguous, with its batch dimensions merged."""
     kept = x.shape[x.ndim - dims :]
     return x.reshape(x.shape[: x.ndim - dims].numel(), *kept).contiguous()
 
@@ -178,7 +178,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second derivatives, by torch. y and den are functions of the rest and are treated so: they get no gradient."""
+    """Compute second derivatives by torch; y and den get no gradient, because they are functions of the others."""
     grad, q, k, v, log_scale = ctx.saved_tensors
     operands = (q, k, v) if log_scale is None else (q, k, v, log_scale)
 

@@ -22,7 +22,7 @@ def csr_matmul(
     value: Tensor,  # (nnz,)
     A: Tensor,  # (*batch, m, n)
 ) -> Tensor:  # (*batch, d, n)
-    r"""``S @ A`` for a sparse S of shape (d, m) in compressed sparse row format, the same every time.
+    r"""Return ``S @ A`` for a sparse S of shape (d, m) in compressed sparse row format, deterministically.
 
     Row i of the result is :math:`\sum_k \mathrm{value}_k A_{\mathrm{index}_k}` over k from ``starts[i]`` up to
     ``starts[i + 1]``, a gather without atomics. With a few random signs in every column of S this applies a sparse

@@ -30,7 +30,7 @@ def causal_linear_attention(
     v: Tensor,  # (*batch, n, E)
     log_scale: Tensor | None = None,  # (*batch, n)
 ) -> Tensor:  # (*batch, n, E)
-    """:func:`panther.kernels.causal_linear_attention` in torch, differentiable any number of times.
+    """Compute :func:`panther.kernels.causal_linear_attention` in torch, differentiable any number of times.
 
     Example:
         >>> ones = torch.ones(3, 2)
@@ -48,7 +48,7 @@ def attention_forward(
     v: Tensor,  # (*batch, n, E)
     log_scale: Tensor | None,  # (*batch, n)
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
-    """Output and denominator, the latter in units of e to the running maximum of ``log_scale``, float32 or float64."""
+    """Return the output, and the denominator in units of e to the running maximum (float32 or float64)."""
     n = q.shape[-2]
     if n == 0:  # empty, and still a function of all three
         return v * (q * k).sum(-1, keepdim=True), q.sum(-1).to(_accumulation_dtype(q))
@@ -80,7 +80,7 @@ def attention_backward(
     y: Tensor,  # (*batch, n, E)
     denominator: Tensor,  # (*batch, n)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and ``log_scale`` from what :func:`attention_forward` returned; scores are taken anew."""
+    """Return gradients of q, k, v and ``log_scale`` from the result of :func:`attention_forward`; recompute scores."""
     n = q.shape[-2]
     if n == 0:
         return q.clone(), k.clone(), v.clone(), None if log_scale is None else log_scale.clone()
@@ -124,7 +124,7 @@ class _Scales(NamedTuple):
 
 
 def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[tuple]:
-    """Tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, padded with zeros; last, their scales."""
+    """Yield tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, zero-padded; last, their scales."""
     n, dtype = tensors[0].shape[-2], _accumulation_dtype(tensors[0])
     chunk = min(_CHUNK, n)
     # split, because the gradient of a slice is as large as what it is a slice of
@@ -168,7 +168,7 @@ def _scales(c: Tensor, before: Tensor | None) -> tuple[_Scales, Tensor]:
 
 
 def _keys(K: Tensor, V: Tensor, scales: _Scales | None) -> tuple[Tensor, Tensor]:
-    """K and [V | 1], zero where a key is left out, whatever it held."""
+    """Return K and [V | 1], zero where a key is masked, whatever it holds."""
     if scales is not None:
         K, V = K.masked_fill(scales.left_out, 0), V.masked_fill(scales.left_out, 0)
     return K, F.pad(V, (0, 1), value=1.0)
@@ -186,7 +186,7 @@ def _scan(
     *,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """For each chunk what entered before it, in the order of the scan, and the state after the last."""
+    """Return for each chunk the state before it, in the order of the scan, and the state after the last."""
     order = range(sums.shape[-3])
     states = []
     for t in reversed(order) if reverse else order:
@@ -196,7 +196,7 @@ def _scan(
 
 
 def _adjoint(dY: Tensor, Y: Tensor, denominator: Tensor) -> Tensor:
-    """Gradient of [numerator | denominator], zero where there was nothing to attend to."""
+    """Return the gradient of [numerator | denominator], zero where there was nothing to attend to."""
     empty = denominator == 0
     dV1 = torch.cat((dY, -(dY * Y).sum(-1, keepdim=True)), -1) / denominator.masked_fill(empty, 1)
     return dV1.masked_fill(empty, 0)

@@ -26,7 +26,7 @@ _SLAB = 1 << 16
 
 
 def _mulhilo(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low words of ``multiplier * x`` for 32-bit words held in int64.
+    """Return the high and low words of ``multiplier * x`` for 32-bit words held in int64.
 
     The multiplier exceeds 2^31, so it is used less 2^32: the product then fits a signed 64-bit integer, and the
     high word is short by exactly ``x``.
@@ -39,7 +39,7 @@ def philox_4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor],  # int64 holding 32-bit words, shapes that broadcast
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # the same
-    """Ten rounds of Philox-4x32.
+    """Apply ten rounds of Philox-4x32.
 
     Args:
         counter: Four words in ``[0, 2^32)`` as int64 tensors that broadcast together.
@@ -93,7 +93,7 @@ def random_block(
 
 
 def _slabs(out: Tensor, cols: range, per_call: int) -> Iterator[tuple[slice, slice, range]]:
-    """Rows and columns of ``out``, and the columns of the stream, of parts that take about ``_SLAB`` calls each."""
+    """Yield rows and columns of ``out``, and columns of the stream, in slabs of about ``_SLAB`` calls each."""
     if out.is_meta or not out.numel():
         return
     start = cols.start

@@ -22,7 +22,7 @@ from panther.linalg._operand import driver, from_array, summed_product
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
-# More than gamma n rows where n is small: ratios of random singular values have no law of large numbers there.
+# More than gamma n rows where n is small, because singular values of small random matrices vary more.
 _MORE_ROWS = 16
 _MOST_GAMMA = 1e6
 # Rows that are gathered, solved and multiplied together, while a CPU has them in its cache. Gram matrices of panels are
@@ -49,7 +49,7 @@ class CQRRPTResult(NamedTuple):
     P: Tensor
 
     def __matmul__(self, X: Tensor) -> Tensor:  # (n,) or (*batch, n, l) -> (m,) or (*batch, m, l)
-        """``M @ X``, for the M that the factors stand for."""
+        """Return the approximation of M times X."""
         return self.Q @ (self.R @ (X[self.P] if X.ndim == 1 else X[..., self.P, :]))
 
 
@@ -79,22 +79,23 @@ def cqrrpt(
 
     Q is orthonormal, :math:`\|Q^T Q - I\|_2 \le \epsilon^{3/4}`, whatever the condition of M. R is upper triangular;
     its diagonal is positive and does not increase by more than the distortion of the sketch (a few times). The
-    residual :math:`\|M_{:,P} - Q R\|_F` is at most :math:`\epsilon^{3/4} \|M\|_F`, plus what ``rtol`` cuts off.
+    residual :math:`\|M_{:,P} - Q R\|_F` is at most :math:`\epsilon^{3/4} \|M\|_F`, plus the part that ``rtol``
+    truncates.
 
-    The rank r is the number of entries of the diagonal until the first that is not above rtol times the first of all.
+    The rank r is the number of diagonal entries before the first one that is at most rtol times the leading one.
     By default rtol is :math:`\epsilon \min(\max(m, n), 10 n)`, so that no matrix of condition below
     :math:`1 / (10 n \epsilon)` is truncated.
 
-    Where a sketch would save no time LAPACK's pivoted QR factors M, to the same conventions: for wide matrices, on the
-    CPU also for those with m < 6 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
+    Where a sketch would not save time, LAPACK's pivoted QR factors M, with the same conventions: for wide matrices, and
+    on the CPU for those with m < 6 n, n < 64, or fewer than 2^19 numbers (2^22 in float32).
 
     Args:
         M: A dense real matrix of any shape, a tensor or a NumPy array; half precision is computed and returned in
             float32.
         gamma: Rows of the sketch a column of M, 1 or more (and n + 16 rows at least). More of them make the diagonal
             of R fall more evenly, and cost time.
-        rtol: Where the rank is cut, in [0, 1); far below eps it counts rounding errors too.
-        seed: Of the sketch; None draws one from torch's default CPU generator.
+        rtol: Threshold that determines the rank, in [0, 1). Far below eps, rounding errors count as rank.
+        seed: Seed of the sketch; None draws one from torch's default CPU generator.
         return_error: Whether to return an :class:`ErrorEstimate` of the residual too.
 
     Returns:
@@ -185,7 +186,7 @@ def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
 
 
 def _pays(M: Tensor, d: int) -> bool:
-    """Whether a sketch of d rows saves time, as measured; LAPACK is hard to beat on what a CPU's cache holds."""
+    """Return whether a sketch of d rows saves time, as measured; it does not for matrices that fit a CPU's cache."""
     m, n = M.shape
     if M.is_cuda:
         return d < m
@@ -193,7 +194,7 @@ def _pays(M: Tensor, d: int) -> bool:
 
 
 def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Q, R and P of the rank at which the sketch's own R nearly vanishes; None if the sketch missed part of M."""
+    """Return Q, R and P, of the rank at which the sketch's R nearly vanishes; None if the sketch missed part of M."""
     d, n = sketch.shape
     eps = torch.finfo(M.dtype).eps
     _, R, P = _pivoted_qr(sketch, with_q=False)
@@ -215,7 +216,7 @@ def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) ->
 
 
 def _precondition(M: Tensor, R: Tensor, P: Tensor) -> tuple[Tensor, Tensor]:
-    """``X = M[:, P] R^-1`` and the upper triangle of ``X^T X``, panel by panel."""
+    """Return ``X = M[:, P] R^-1`` and the upper triangle of ``X^T X``, panel by panel."""
     X, gram = M.new_empty(M.shape[0], len(P)), R.new_zeros(R.shape, dtype=torch.float64)
     for rows in _panels(X):
         torch.gather(M[rows], 1, P.expand(X[rows].shape), out=X[rows])
@@ -251,7 +252,7 @@ def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
 
 
 def _solve(R: Tensor, X: Tensor) -> None:
-    """``X R^-1`` in the place of X."""
+    """Replace X by ``X R^-1``."""
     torch.linalg.solve_triangular(R, X, upper=True, left=False, out=X)
 
 
@@ -269,7 +270,7 @@ def _add_gram(
 
 
 def _squared_condition(C: Tensor, seed: int) -> float:
-    """``cond(C)^2``, by a few steps of the power method for ``C^T C`` and its inverse; a little below the truth."""
+    """Estimate ``cond(C)^2``, slightly too small, by a few steps of the power method for ``C^T C`` and its inverse."""
     high = low = GaussianSketch(len(C), 1, seed=seed, dtype=C.dtype, device=C.device).dense()
     ratio = high.norm()
     for _ in range(8):
@@ -282,13 +283,13 @@ def _squared_condition(C: Tensor, seed: int) -> float:
 
 
 def _residual_norm(M: Tensor, result: CQRRPTResult, seed: int) -> Tensor:
-    """Estimate of the Frobenius norm of ``M - result``."""
+    """Estimate the Frobenius norm of ``M - result``."""
     S = GaussianSketch(M.shape[1], _PROBES, seed=seed, stream=1, scale=False, dtype=M.dtype, device=M.device).dense()
     return (M @ S - result @ S).norm() / math.sqrt(_PROBES)
 
 
 def _pivoted_qr(M: Tensor, with_q: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """LAPACK's pivoted QR, on the CPU, the diagonal of R made positive."""
+    """Return LAPACK's pivoted QR, computed on the CPU, with a positive diagonal of R."""
     from scipy.linalg import qr  # slow to import
 
     factors = qr(M.cpu().numpy(), mode="economic" if with_q else "r", pivoting=True, check_finite=False)
@@ -304,13 +305,13 @@ def _count_leading(condition: Tensor) -> int:
 
 
 def _is_safe(largest: float, dtype: torch.dtype) -> bool:
-    """Whether numbers of this size can be squared and divided by one another without over- or underflow."""
+    """Return whether numbers of this size can be squared and divided by one another without over- or underflow."""
     limit = math.frexp(torch.finfo(dtype).max)[1] // 2
     return 0 < largest < math.inf and abs(math.frexp(largest)[1]) < limit
 
 
 def _scaled(M: Tensor) -> tuple[Tensor, int]:
-    """M, and 0; or M times ``2^-e`` of largest entry near 1, and e, where that is far from it."""
+    """Return M and 0; if squares of its entries are out of range, ``2^-e M`` with largest entry near 1, and e."""
     low, high = M.aminmax()
     largest = max(-low.item(), high.item())
     if not math.isfinite(low.item() + high.item()) and not bool(M.isfinite().all()):
@@ -323,7 +324,7 @@ def _scaled(M: Tensor) -> tuple[Tensor, int]:
 
 
 def _times_power(A: Tensor, exponent: int) -> Tensor:
-    """``2^exponent A``; in two steps, as the power alone may be beyond the range of the dtype."""
+    """Return ``2^exponent A``, in two steps, because the power alone may be beyond the range of the dtype."""
     if exponent == 0:
         return A
     half = exponent // 2

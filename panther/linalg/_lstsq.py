@@ -26,7 +26,7 @@ from panther.linalg._refinement import Solution, System, refine, smallest_singul
 from panther.linalg.error import ErrorEstimate
 from panther.sketch import SignSketch, SparseSketch, check_seed
 
-# What reading an entry of A once for one right-hand side costs, in units of what a column adds to it in QR (measured).
+# Cost of reading an entry of A for one right-hand side, in units of its cost in QR for each column (measured).
 _PASS = 9
 # Entries of the largest dense matrix that a sparse or matrix-free A may be turned into.
 _DENSE_LIMIT = 1 << 29
@@ -238,7 +238,7 @@ def _solve(
 
 
 def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
-    """Whether a factorisation of the sketch and the passes over A that follow cost less than one of A."""
+    """Return whether a factorisation of the sketch and the passes over A that follow cost less than one of A."""
     (m, n), d = operand.shape, _sketch_size(operand)
     if operand.dense is None:
         return d < m
@@ -248,7 +248,7 @@ def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
 
 
 def _sketch_size(operand: Operand) -> int:
-    """Rows of the sketch: where QR costs about as much as the passes over A, whose number they determine."""
+    """Return the number of rows of the sketch, such that its QR costs about as much as the passes over A."""
     (m, n), A = operand.shape, operand.A
     entries = m * n if operand.dense is not None else A._nnz() if isinstance(A, Tensor) else 0
     return max(4 * n + 64, math.ceil(1.1 * math.sqrt(entries)))

@@ -1,4 +1,4 @@
-"""What the drivers take for a matrix: a tensor, a sparse tensor, an array, or anything that multiplies."""
+"""The matrices that drivers accept: tensors, sparse tensors, arrays, and objects with ``@`` and ``.T``."""
 
 __all__ = ["Operand", "as_operand", "driver", "from_array", "summed_product"]
 
@@ -39,7 +39,7 @@ def driver(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products of float32 in float32, whatever torch.set_float32_matmul_precision allows."""
+    """Compute float32 products in float32, whatever torch.set_float32_matmul_precision allows."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:

@@ -100,7 +100,7 @@ def from_rows(A: Tensor, b: Tensor, root: float) -> tuple[Preconditioner, Tensor
 
 
 def _rank_tolerance(n: int, dtype: torch.dtype) -> float:
-    """Singular values below this times the largest are taken for rounding: several times what QR and SVD leave."""
+    """Return the fraction of the largest singular value below which others count as rounding errors of QR and SVD."""
     return 4 * math.sqrt(n) * torch.finfo(dtype).eps
 
 

@@ -187,7 +187,7 @@ class _Residual:
         return float(self.left.clamp_min(0).max().sqrt())
 
     def reduce(self, Q: Tensor, Bt: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a block off the residual; the block, turned so that its columns descend, and cut where enough is."""
+        """Subtract a block from the residual; return it with descending columns, truncated at the tolerance."""
         W = torch.linalg.eigh((Bt.mT @ Bt).double()).eigenvectors.to(Q.dtype)
         Q, Bt = rotate(Q, W.flip(-1)), rotate(Bt, W.flip(-1))
         coefficients = Bt if self.probed is None else (Q.mT @ self.probed).mT  # (*batch, n or probes, b)

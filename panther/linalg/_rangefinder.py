@@ -110,10 +110,10 @@ def krylov_basis(
     advance: Callable[[Tensor], Tensor],
     blocks: int,
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, blocks b), (*batch, m, blocks b)
-    r"""Orthonormal basis P of a block Krylov space, and its image ``multiply(P)``.
+    r"""Return an orthonormal basis P of a block Krylov space, and its image ``multiply(P)``.
 
-    The first block is the range of X; each next one that of ``advance(multiply(block))``, made orthogonal to all before
-    it. What rounding does to ``advance`` moves the basis a little and leaves the image exact.
+    The first block is the range of X; each next one is that of ``advance(multiply(block))``, made orthogonal
+    to all before it. Rounding in ``advance`` changes the basis slightly, but the image is that of the changed basis.
 
     Args:
         X: First block.
@@ -141,7 +141,7 @@ def krylov_basis(
 
 
 def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
-    """Width and number of the blocks of a Krylov space for ``width`` = k + oversample and ``n_iter`` iterations.
+    """Return width and number of the blocks of a Krylov space for ``width`` = k + oversample and ``n_iter`` iterations.
 
     ``n_iter + 1`` blocks of 2/5 of ``width`` (more if they would not add up to it), rounded up to a multiple of 16.
 
@@ -155,7 +155,7 @@ def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
 
 
 def sign_matrix(operand: Operand, columns: int, seed: int, rows: int | None = None) -> Tensor:
-    """Random signs to multiply an operand by: (*batch, n, columns), or of as many rows as asked for."""
+    """Return random signs to multiply an operand by, (*batch, n, columns), or with ``rows`` in place of n."""
     rows = operand.shape[-1] if rows is None else rows
     S = SignSketch(columns, rows, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
     return S.dense().mT.expand(*operand.shape[:-2], rows, columns)

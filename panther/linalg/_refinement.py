@@ -1,4 +1,4 @@
-r"""Least squares with a preconditioner: what one pass over A computes, and the iteration on top of it.
+r"""Least squares with a preconditioner: the products of one pass over A, and the iteration that uses them.
 
 With N such that the singular values of A N are near one, conjugate gradients on the preconditioned normal equations
 :math:`N^T (A^T A + \lambda I) N y = N^T (A^T r - \lambda x)` gain a constant factor a step whatever the condition of A.
@@ -31,7 +31,7 @@ _MAX_STEPS = 1000
 
 
 class System:
-    """A, b and the ridge, seen through the two things that one pass over A computes."""
+    """A, b and the ridge, with the two products that take one pass over A each."""
 
     def __init__(self, operand: Operand, b: Tensor, ridge: float) -> None:  # b (m, p)
         self.operand, self.b, self.ridge = operand, b, ridge
@@ -42,7 +42,7 @@ class System:
         self._panels = [slice(start, start + rows) for start in range(0, m, rows)]
 
     def residual(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (p, n) -> (p, n), (p,)
-        """``A^T r - ridge x`` with ``r = b - A x``, and the norms of r."""
+        """Return ``A^T r - ridge x`` with ``r = b - A x``, and the norms of r."""
         A = self.operand.dense
         if A is None:
             r = self.b - self.operand.matmul(x.mT)
@@ -55,7 +55,7 @@ class System:
         return gradient, squares.sqrt()
 
     def gram(self, x: Tensor) -> Tensor:  # (p, n) -> (p, n)
-        """``(A^T A + ridge I) x``."""
+        """Return ``(A^T A + ridge I) x``."""
         A = self.operand.dense
         if A is None:
             return self.operand.rmatmul(self.operand.matmul(x.mT)).mT + self.ridge * x
@@ -67,7 +67,7 @@ class System:
 
 @dataclass(frozen=True)
 class Solution:
-    """Where the iteration ended; rows are right-hand sides."""
+    """The result of the iteration; rows are right-hand sides."""
 
     x: Tensor  # (p, n)
     residual_norm: Tensor  # (p,)
@@ -130,7 +130,7 @@ def _groups(theta: Tensor, selected: Tensor) -> list[tuple[float, Tensor]]:
 def _conjugate_gradients(
     system: System, N: Preconditioner, residual: Tensor, target: Tensor, limit: int
 ) -> tuple[Tensor, int]:
-    """``N^T (A^T A + ridge I) N y = residual`` for each row, to the norms in ``target``; y and the number of steps."""
+    """Solve ``N^T (A^T A + ridge I) N y = residual`` by rows, to the norms in ``target``; return y and the steps."""
     y, direction, square = torch.zeros_like(residual), residual, residual.square().sum(dim=1)
     step = 0
     while step < limit and bool((active := square > target.square()).any()):

@@ -138,7 +138,7 @@ def randomized_svd(
 
 
 def _search(operand: Operand, width: int, n_iter: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Orthonormal P and Y = A P, or Y = A.mT P if A is wide; P is I where the space would be no narrower."""
+    """Return an orthonormal P, I if the space is not narrower than A, and Y = A P, or Y = A.mT P if A is wide."""
     m, n = operand.shape[-2:]
     multiply, multiply_t = (operand.rmatmul, operand.matmul) if m < n else (operand.matmul, operand.rmatmul)
     block, blocks = krylov_blocks(width, n_iter)
@@ -151,7 +151,7 @@ def _search(operand: Operand, width: int, n_iter: int, seed: int) -> tuple[Tenso
 
 
 def _rank(operand: Operand, P: Tensor, Y: Tensor, S: Tensor, tol: float, seed: int) -> int:
-    """Least number of triplets whose residual is within the tolerance for every batch entry."""
+    """Return the least number of triplets whose residual is within the tolerance for every batch entry."""
     m, n = operand.shape[-2:]
     multiply, size = (operand.rmatmul, m) if m < n else (operand.matmul, n)
     probes = GaussianSketch(

@@ -55,17 +55,17 @@ def orthonormalize(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
 ) -> Tensor:  # (*batch, m, n)
-    r"""Orthonormal Q whose range, with that of ``basis``, holds the columns of X.
+    r"""Return an orthonormal Q whose range, with that of ``basis``, contains the columns of X.
 
     :math:`Q^T Q = I`, :math:`\mathrm{basis}^T Q = 0`, and X is in the span of both. Where X adds fewer than n
     directions, other directions complete Q.
 
     Args:
         X: Real, float32 or float64, of any rank.
-        basis: Orthonormal columns to keep clear of; None for none.
+        basis: Orthonormal columns that Q must be orthogonal to; None for none.
 
     Raises:
-        ShapeError: If n + d > m: so many directions do not exist; or basis does not go with X.
+        ShapeError: If n + d > m, or basis does not have the shape (*batch, m, d).
         DTypeError: If X is neither float32 nor float64.
         ValueError: If X or basis has NaN or infinity.
 
@@ -91,7 +91,7 @@ def add_to_basis(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
 ) -> Tensor:  # (*batch, m, n)
-    """:func:`orthonormalize` without its checks."""
+    """Do what :func:`orthonormalize` does, without its checks."""
     Q, T, _ = near_qr(X, basis)
     return rotate(Q, T)
 
@@ -100,14 +100,14 @@ def near_qr(
     X: Tensor,  # (*batch, m, n)
     basis: Tensor | None = None,  # (*batch, m, d)
 ) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n), (*batch, n, n)
-    r"""QR with its last product left to do: :math:`Q T` is orthonormal, and T is near I.
+    r"""Return a QR factorisation without its last product: :math:`Q T` is orthonormal, and T is near I.
 
     Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or less; to form :math:`Q T W`,
     multiply T and W first.
 
     Args:
         X: Real, float32 or float64, of any rank.
-        basis: Orthonormal columns to keep clear of; None for none.
+        basis: Orthonormal columns that Q must be orthogonal to; None for none.
 
     Returns:
         Q (\*batch, m, n), T (\*batch, n, n) and R (\*batch, n, n), with X = Q T R if there is no basis.
@@ -192,7 +192,7 @@ def fix_signs(
 
 
 def _clear(X: Tensor, basis: Tensor | None) -> Tensor:
-    """X less its part in the range of a basis."""
+    """Subtract from X its projection onto the range of a basis."""
     return X if basis is None or basis.shape[-1] == 0 else X - basis @ _gram(basis, X).to(X.dtype)
 
 

@@ -66,7 +66,7 @@ def key_exponent(mask: Tensor | None, key: Tensor) -> Tensor | None:  # (N, 1, S
 
 
 def is_causal_mask(mask: Tensor, L: int, S: int) -> bool:
-    """Whether a mask of pairs is the causal one.
+    """Return whether a mask of pairs is the causal one.
 
     Raises:
         ShapeError: If its shape is not that of the pairs.

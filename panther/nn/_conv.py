@@ -44,14 +44,14 @@ def dense_kernel(S: Tensor, U: Tensor, groups: int, scale: float) -> Tensor:  # 
 
 
 def is_channels_last(kernel: Tensor) -> bool:
-    """Whether torch takes a kernel to be in channels_last; read from its strides, which exist under torch.vmap too."""
+    """Return whether torch takes a kernel to be in channels_last, by its strides, which torch.vmap has too."""
     if kernel.dim() < 4 or kernel.stride(1) != 1:
         return False
     return kernel.stride(-1) != 1 or (kernel.shape[1] == 1 and math.prod(kernel.shape[2:]) > 1)
 
 
 def runs_dense(S: Tensor, U: Tensor, groups: int) -> bool:
-    """Whether forming the dense kernel and convolving with it is faster: a rule of the factors' shapes.
+    """Return whether forming the dense kernel and convolving with it is faster: a rule of the factors' shapes.
 
     As measured on a CPU. Rows cost as much as the next multiple of a vector. Forming the kernel costs as much as the
     dense convolution does for ``rows / groups`` positions, which is little, because a batch has thousands.

@@ -179,5 +179,5 @@ def _compact_svd(U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _nonzero(sigma: Tensor, U: Tensor) -> Tensor:
-    """Which singular values of U are not zero to rounding."""
+    """Return which singular values of U are not zero to rounding."""
     return sigma > sigma[0] * max(U.shape) * torch.finfo(U.dtype).eps

@@ -63,5 +63,5 @@ def read_integers(state: Tensor) -> list[int] | None:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is more than a shape: neither on the meta device nor traced in fake mode."""
+    """Return whether a tensor has values: it is neither on the meta device nor a fake tensor."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -335,7 +335,7 @@ class SketchedModule(nn.Module):
         return rest | factors | {"sketch_seed": torch.tensor(make_record(seed, self.num_terms))}
 
     def _are_own_sketches(self, factors: dict[str, Tensor]) -> bool:
-        """Whether sketches with entries +-1/sqrt(k) are those of the layer's seed."""
+        """Return whether sketches with entries +-1/sqrt(k) are those of the layer's seed."""
         root = math.sqrt(self.low_rank)
         return all(
             torch.allclose(

@@ -389,7 +389,7 @@ make_performer = RandMultiHeadAttention.from_mha
 
 
 def _is_recomputing() -> bool:
-    """Whether a backward pass is running, as when activation checkpointing repeats a forward.
+    """Return whether a backward pass is running, as when activation checkpointing repeats a forward.
 
     Autograd's id of the running graph, -1 outside of a backward pass, is private; torch has no public question for it.
     """

@@ -131,7 +131,7 @@ class _SKConv(SketchedModule):
         return self._by_terms(whole).reshape(2 * self.num_terms, self.low_rank, self.out_channels)
 
     def _by_terms(self, rows: Tensor) -> Tensor:
-        """Rows from (group, term, rank) to (term, group, rank)."""
+        """Reorder rows from (group, term, rank) to (term, group, rank)."""
         return rows.unflatten(0, (self.groups, 2 * self.num_terms, -1)).transpose(0, 1).flatten(0, 2)
 
     def _by_groups(self, rows: Tensor) -> Tensor:

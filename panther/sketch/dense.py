@@ -22,7 +22,7 @@ from panther.sketch.streams import Kind, tag
 class _DenseSketch(SketchingOperator):
     @abstractmethod
     def _draw(self, rows: range, cols: range, scale: float) -> Tensor:
-        """Entries of standard form times ``scale``."""
+        """Return entries of standard form times ``scale``."""
 
     def _block(self, rows: range, cols: range) -> Tensor:
         d = self.shape[0]

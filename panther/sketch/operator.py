@@ -26,7 +26,7 @@ class SketchingOperator(ABC):
     differentiable in A, and both take a two-dimensional sparse A and give a dense result. Unless ``scale=False``, S is
     isometric in expectation: E ||S x||^2 = ||x||^2.
 
-    What a product draws the operator keeps for the next one: of a dense kind the matrix, up to 2^24 entries (a larger
+    The operator keeps what a product draws for the next one: of a dense kind the matrix, up to 2^24 entries (a larger
     one is drawn again, in panels, by every product); of a sparse one its entries; of an SRHT its rows and signs. None
     of it is copied or saved with the operator.
 
@@ -94,14 +94,14 @@ class SketchingOperator(ABC):
 
     @abstractmethod
     def _apply(self, A: Tensor) -> Tensor:
-        """``S @ A`` for dense A of shape (*batch, m, n) and this dtype; autograd is not this method's affair."""
+        """Return ``S @ A`` for dense A of shape (*batch, m, n) and this dtype; the caller handles autograd."""
 
     @abstractmethod
     def _apply_transposed(self, A: Tensor) -> Tensor:
-        """``S.T @ A`` for dense A of shape (*batch, d, n)."""
+        """Return ``S.T @ A`` for dense A of shape (*batch, d, n)."""
 
     def _apply_to_sparse(self, A: Tensor) -> Tensor:
-        """``S @ A`` for a coalesced COO tensor A of shape (m, n) in float32 or float64."""
+        """Return ``S @ A`` for a coalesced COO tensor A of shape (m, n) in float32 or float64."""
         out = torch.zeros(self.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
         row, values = A.indices()[0], A.values()
         for cols in self._panels():
@@ -116,11 +116,11 @@ class SketchingOperator(ABC):
         return out
 
     def _apply_transposed_to_sparse(self, A: Tensor) -> Tensor:
-        """``S.T @ A`` for the same of shape (d, n)."""
+        """Return ``S.T @ A`` for a coalesced COO tensor A of shape (d, n)."""
         return torch.cat([(A.t() @ self._panel(cols).to(A.dtype)).mT for cols in self._panels()])
 
     def _panels(self) -> list[range]:
-        """Ranges of columns that cover the matrix, each within the memory bound."""
+        """Return ranges of columns that cover the matrix, each within the memory bound."""
         d, m = self.shape
         width = max(1, _KEPT // max(d, 1))
         return [range(start, min(start + width, m)) for start in range(0, m, width)] or [range(0)]
@@ -242,7 +242,7 @@ class SketchingOperator(ABC):
         return _multiply_from_left(A, self)
 
     def __matmul__(self, A: Tensor) -> Tensor:
-        """``S @ A`` for A of shape (m,) or (*batch, m, n)."""
+        """Return ``S @ A`` for A of shape (m,) or (*batch, m, n)."""
         return _multiply(self, A)
 
     def __repr__(self) -> str:
@@ -256,7 +256,7 @@ class SketchingOperator(ABC):
 
 
 class TransposedSketch:
-    """The transpose of a sketching operator; ``A @ S.T`` is its reason to be."""
+    """The transpose of a sketching operator, for products ``A @ S.T``."""
 
     def __init__(self, base: SketchingOperator) -> None:
         self.T = self.mT = base
@@ -278,7 +278,7 @@ class TransposedSketch:
         return self.T.to(device, dtype).T
 
     def __matmul__(self, A: Tensor) -> Tensor:
-        """``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
+        """Return ``S.T @ A`` for A of shape (d,) or (*batch, d, n)."""
         return _multiply(self, A)
 
     __array_ufunc__ = None

@@ -140,7 +140,7 @@ class SparseSketch(SketchingOperator):
         return self._csr().to_sparse_coo().to(self.dtype).coalesce()
 
     def _entries(self, vectors: range) -> tuple[Tensor, Tensor]:  # both (len(vectors), vec_nnz)
-        """Positions and signs, the latter in float32 or float64."""
+        """Return positions and signs, the latter in float32 or float64."""
         n, k = self._length, self.vec_nnz
         kind = tag(Kind.SPARSE, self.version)
         edges = torch.arange(k + 1, device=self.device) * n // max(k, 1)
@@ -161,7 +161,7 @@ class SparseSketch(SketchingOperator):
         return math.sqrt(1 / self.vec_nnz) if self._by_column else math.sqrt(self.shape[1] / self.nnz)
 
     def _csr(self, transposed: bool = False) -> Tensor:
-        """S, or its transpose, in the format whose products are fastest; in float32 at least."""
+        """Return S or its transpose in CSR, whose products are fastest, in float32 at least."""
         name = "transposed" if transposed else "matrix"
         return self._keep(name, lambda: (csr_tensor(*self._draw_csr(self._vectors(), transposed)),))[0]
 
@@ -178,7 +178,7 @@ class SparseSketch(SketchingOperator):
         return range(self.shape[1] if self._by_column else self.shape[0])
 
     def _parts(self) -> tuple[Tensor, ...]:
-        """S, in groups of columns where these have the entries, so that a product reads A's rows from memory once."""
+        """Return S in groups of columns, if columns have the entries, so that a product reads A from memory once."""
         m = self.shape[1]
         width = max(_PART, self.shape[0])
         if not self._by_column or m <= width:
@@ -224,12 +224,12 @@ class SparseSketch(SketchingOperator):
 
 
 def _gathers(device: torch.device) -> bool:
-    """Whether products on the device are the kernel's; on a GPU, compiled code leaves the choice to the operator."""
+    """Return whether the kernel computes products on the device; in compiled code the operator chooses when it runs."""
     return device.type == "cuda" if torch.compiler.is_compiling() else use_triton("SparseSketch", device)
 
 
 def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
-    """``[parts] @ A`` for A of shape (*batch, columns, n), as products of matrices."""
+    """Return ``[parts] @ A`` for A of shape (*batch, columns, n), as products of matrices."""
     n, batch, rows = A.shape[-1], A.shape[:-2], parts[0].shape[0]
     columns = A.movedim(-2, 0).reshape(A.shape[-2], -1).to(parts[0].dtype)
     first, *others = columns.split([part.shape[1] for part in parts])
@@ -240,7 +240,7 @@ def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
 
 
 def _sparse_product(matrix: Tensor, A: Tensor) -> Tensor:
-    """``matrix @ A`` for a COO tensor A, dense."""
+    """Return ``matrix @ A`` for a COO tensor A, dense."""
     if not matrix._nnz() or not A._nnz():
         return torch.zeros(matrix.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
     return torch.sparse.mm(matrix.to_sparse_coo().to(A.dtype), A).to_dense()

@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 def tag(kind: Kind, version: int = STREAM_VERSION) -> int:
-    """Fourth word of the counter: ``version * 2^16 + kind``."""
+    """Return the fourth word of the counter: ``version * 2^16 + kind``."""
     return (version << 16) + kind
 
 
@@ -100,7 +100,7 @@ def signs(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:  # (len(rows), len(cols))
-    """Entries +1 and -1 of a sign stream at the given rows and columns.
+    """Return entries +1 and -1 of a sign stream at the given rows and columns.
 
     Args:
         seed: In ``[0, 2^63)``.

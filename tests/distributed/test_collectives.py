@@ -221,10 +221,10 @@ def test_what_collectives_cannot_take_is_said():
 
     messages, _ = on_ranks(run)
     assert messages == [
-        "ShapeError: all_gather along dim=5 takes a tensor that has this dimension, and x has 2",
-        "ShapeError: reduce_scatter along dim=-3 takes a tensor that has this dimension, and x has 2",
-        "ShapeError: all_gather along dim=0 takes a tensor that has this dimension, and x has 0: give it one by "
-        "x.unsqueeze(0)",
+        "ShapeError: all_gather along dim=5 needs a tensor with this dimension, and x has 2 dimensions",
+        "ShapeError: reduce_scatter along dim=-3 needs a tensor with this dimension, and x has 2 dimensions",
+        "ShapeError: all_gather along dim=0 needs a tensor with this dimension, and x has 0 dimensions: "
+        "use x.unsqueeze(0)",
         "DTypeError: all_reduce sums numbers, and x is torch.bool: convert it, for example by x.int()",
         "DistributedError: src=7 must be a global rank of the group, one of [0, 1]",
         "TypeError: all_reduce takes a tensor, not a float",

@@ -272,9 +272,9 @@ def test_other_batches_where_layers_are_shared():
             "torch.float32 (3,) on rank 0 and torch.b",
         ),
         (lambda r: broadcast(torch.ones(3), src=r), "src=0 on rank 0 and 1 on rank 1"),
-        (lambda r: reduce_scatter(torch.ones(4), dim=0) if r else all_reduce(torch.ones(4)), "ranks call different"),
+        (lambda r: reduce_scatter(torch.ones(4), dim=0) if r else all_reduce(torch.ones(4)), "ranks make different"),
         (lambda r: all_gather(torch.ones(2, dtype=torch.float64 if r else None)), "torch.float32 1 dim"),
-        (lambda r: make_mesh(tp=2) and data_parallel(model()) if r else sync_sketches(model()), "ranks call different"),
+        (lambda r: make_mesh(tp=2) and data_parallel(model()) if r else sync_sketches(model()), "ranks make different"),
     ],
     ids=["shape", "op", "dtype", "src", "operation", "gather", "call"],
 )
@@ -333,7 +333,7 @@ def test_a_rank_that_dies_before_a_strategy_is_named(name, how, tmp_path):
 
     for error in survivors(tmp_path, rank, victim=1):
         assert "DistributedError: " in error
-        assert "rank 1 did not come and left no note: see why the missing ones ended or are late" in error
+        assert "rank 1 did not take part and reported no error: see why these ranks ended or are late" in error
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -347,7 +347,7 @@ def test_a_rank_that_dies_before_a_step_is_named(name, tmp_path):
 
     for error in survivors(tmp_path, rank, victim=1):
         assert "DistributedError: " in error
-        assert "rank 1 did not come and left no note" in error
+        assert "rank 1 did not take part and reported no error" in error
 
 
 @pytest.mark.parametrize("name", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES)])
@@ -363,7 +363,7 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout(name, tmp_path):
             assert time.monotonic() - begun < 1 + 2 + 1.5  # the timeout, and a moment for the others' notes
 
     for error in survivors(tmp_path, rank, victim=1, timeout=1.0):
-        assert "rank 1 did not come and left no note" in error
+        assert "rank 1 did not take part and reported no error" in error
 
 
 def test_the_wait_for_nccl_names_who_is_missing(tmp_path):
@@ -378,4 +378,4 @@ def test_the_wait_for_nccl_names_who_is_missing(tmp_path):
 
     for error in survivors(tmp_path, rank, victim=1, timeout=1.0):
         assert error.startswith("DistributedError: the third call failed on rank")
-        assert "rank 1 did not come and left no note" in error
+        assert "rank 1 did not take part and reported no error" in error

@@ -367,4 +367,4 @@ def test_a_mesh_of_groups_that_are_gone():
         ):
             data_parallel(nn.Linear(2, 2), mesh)
     start = "the mesh with the axes ('dp',) of sizes (1,) belongs to process groups that are gone"
-    assert messages == [f"{start}: make it anew after init"]
+    assert messages == [f"{start}: make a new mesh after init"]

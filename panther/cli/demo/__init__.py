@@ -144,7 +144,7 @@ def _verdict(columns: dict[str, dict[str, Any]]) -> str:
 
 
 def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
-    """Loss curves, and bars of the table's rows."""
+    """Plot loss curves, and bars of the table's rows."""
     figure = require_extra("matplotlib.figure", "demo").Figure(figsize=(14, 6.5), layout="constrained")
     colors = dict(zip(columns, ("#7f7f7f", "#d1495b", "#30638e"), strict=True))
     axes = figure.subplot_mosaic("LLAPW;LLGKS", width_ratios=(1, 1, 0.8, 0.8, 0.8))

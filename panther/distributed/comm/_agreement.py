@@ -19,7 +19,7 @@ from panther.errors import CheckpointError, DistributedError, PantherError, Sket
 _T = TypeVar("_T")
 
 LAYER = "layer "
-"""What a description of a sketched layer begins with; ranks that differ there raise SketchMismatchError."""
+"""Prefix of the description of a sketched layer; ranks that differ there raise SketchMismatchError."""
 
 
 def agree(
@@ -29,26 +29,26 @@ def agree(
 
     Args:
         what: The call, for errors.
-        describe: Checks what this rank was given, and describes it. What it raises, every rank hears of.
+        describe: Checks and describes the arguments of this rank. An error that it raises is raised on every rank.
         group: Process group; None means all ranks.
-        fix: What to do about differences.
-        noun: What differs then.
+        fix: The advice of the message if ranks differ.
+        noun: The noun for what is compared, for the message.
 
     Raises:
         DistributedError: If descriptions differ, or ``describe`` fails on some ranks; differences and ranks are named.
-            SketchMismatchError, if sketched layers do. What ``describe`` raises, if it is the same everywhere.
+            SketchMismatchError, if sketched layers do. The error of ``describe``, if it is the same on all ranks.
 
     Cost: a gather of 16 bytes a rank; the descriptions only where they differ.
     """
     if is_fake(group):
         return
     if not in_process_group():
-        describe()  # which may have more to say
+        describe()  # its own error may be more specific than that of ranks_of
     ranks = ranks_of(group)
     failure, described = None, {}
     try:
         described = dict(describe())
-    except Exception as error:  # the other ranks are about to wait for this one, so it must not leave now
+    except Exception as error:  # raised below: the other ranks are about to wait for this one
         failure = error
     told = None if failure is None else (type(failure).__name__, str(failure))
     digest = hashlib.blake2b(json.dumps([what, list(described.items())]).encode(), digest_size=8).digest()
@@ -74,12 +74,14 @@ def agree(
         raise kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
     if len({call for call, _, _ in answers}) > 1:
         calls = {rank: {"the call": call} for rank, (call, _, _) in zip(ranks, answers, strict=True)}
-        raise DistributedError(f"ranks call different things: {'; '.join(_differences(calls).values())}: call the same")
+        raise DistributedError(
+            f"ranks make different calls: {'; '.join(_differences(calls).values())}: make the same call on every rank"
+        )
     differences = _differences({rank: found for rank, (_, _, found) in zip(ranks, answers, strict=True)})
     sketches = any(name.startswith(LAYER) for name in differences)
     parts = list(differences.values())
     more = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
-    text = "; ".join(parts[:5]) + more or "it is the same in another order"
+    text = "; ".join(parts[:5]) + more or "the entries are in a different order"
     kind = SketchMismatchError if sketches else DistributedError
     raise kind(f"{'sketches' if sketches else noun} differ between ranks: {text}: {fix}")
 

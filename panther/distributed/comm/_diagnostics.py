@@ -17,7 +17,7 @@ import torch.distributed as dist
 from panther.distributed.comm._ranks import name_ranks
 from panther.errors import DistributedError
 
-_GRACE_S = 2.0  # ranks that time out do so at about the same time
+_GRACE_S = 2.0  # ranks that time out do so within this time of one another
 _POLL_S = 0.02
 _SIGNS = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
 
@@ -74,10 +74,7 @@ def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault:
     head = f"{doing} failed on rank {rank} after {seconds:.1f} s"
     notes = _roll_call(doing, rank, ranks)
     if notes is None:
-        return (
-            f"{head}, and so did the store in which ranks meet: the process that hosts it, rank 0 or the launcher, has "
-            "ended, see its error"
-        )
+        return f"{head}, because the process that hosts the store, rank 0 or the launcher, has ended: see its error"
     by_note: dict[str, list[int]] = {}
     for other, note in notes.items():
         if note != doing:
@@ -85,13 +82,13 @@ def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault:
     parts = [f"{name_ranks(others)} failed in {note}" for note, others in by_note.items()]
     silent = [other for other in ranks if other not in notes]
     if silent:
-        parts.insert(0, f"{name_ranks(silent)} did not come and left no note")
+        parts.insert(0, f"{name_ranks(silent)} did not take part and reported no error")
     if not parts:
-        return f"{head} ({fault}), and all of its ranks are there: see whether they can reach one another"
+        return f"{head} ({fault}), although all ranks are running: check the network between them"
     fix = (
-        "see why the missing ones ended or are late, or raise timeout_s of init"
+        "see why these ranks ended or are late, or raise timeout_s of init"
         if silent
-        else "call the same everywhere"
+        else "make the same call on every rank"
     )
     return f"{head}: {'; '.join(parts)}: {fix}"
 

@@ -32,7 +32,7 @@ _GRACE_S = 2.0  # for a decision on the way
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank says of itself."""
+    """What a rank reports about itself."""
 
     host: str
     """Names a machine, or a container with its own network."""
@@ -42,14 +42,14 @@ class RankInfo:
     gpus: tuple[str, ...]
     """Names of the GPUs this process sees, in its order."""
     local_rank: int | None
-    """As told by a launcher."""
+    """As set by a launcher."""
     address: str = ""
     """By which this machine reaches the store; "" if only this machine is known to take part, or it is loopback."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks do."""
+    """The decision of rank 0, for all ranks."""
 
     token: str
     backend: str
@@ -57,7 +57,7 @@ class Agreement:
     gpus: tuple[int | None, ...]
     """Index of the GPU of each rank, None without one of its own."""
     address: str = ""
-    """Of one machine, that all others reach: the interface towards it is the one to communicate on."""
+    """Address of one machine that all others reach. Ranks communicate on the interface of the route to it."""
 
 
 def check_in(

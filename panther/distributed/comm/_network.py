@@ -20,7 +20,7 @@ class Route:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the way leads only to this machine, as it does for ``127.0.1.1 name`` in /etc/hosts."""
+        """Whether the route leads only to this machine, as it does for ``127.0.1.1 name`` in /etc/hosts."""
         return ipaddress.ip_address(self.own_address.partition("%")[0]).is_loopback
 
     @property
@@ -33,7 +33,7 @@ class Route:
 
 
 def find_route(host: str, port: int = 1) -> Route:
-    """Return the route to a host. Nothing is sent: connecting a UDP socket only asks the kernel for the way.
+    """Return the route to a host. Nothing is sent: connecting a UDP socket only asks the kernel for the route.
 
     Raises:
         OSError: If the name cannot be resolved, or no route leads there.
@@ -77,7 +77,7 @@ def interface_of(address: str) -> str | None:
 
 
 def listens(host: str, port: int) -> bool:
-    """Return whether somebody accepts connections there; asked first, as torch's client logs a stack per failure."""
+    """Return whether the port accepts connections; asked first, as torch's client logs a stack for each failure."""
     try:
         with socket.create_connection((host, port), timeout=5):
             return True

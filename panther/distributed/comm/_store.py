@@ -1,4 +1,4 @@
-"""Where the ranks of one run meet before they have a process group: a store that all of them reach.
+"""The store in which the ranks of one run meet before they have a process group.
 
 With MASTER_ADDR and MASTER_PORT in the environment that is torch's TCP store. Without them the ranks are processes of
 one machine with one parent, as under ``mp.spawn``: rank 0 listens on a free port of the loopback interface and writes

@@ -120,7 +120,7 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
         x: The tensor to send; on the other ranks one of the same shape and dtype, whose values do not matter.
         src: Global rank.
         group: Process group; None means all ranks.
-        grad: ``"replicate"`` or ``"partial"``; see the module. The gradient goes to ``src``, zeros to the others.
+        grad: ``"replicate"`` or ``"partial"``; see the module. ``src`` gets the gradient, other ranks zeros.
 
     Raises:
         ValueError: If ``grad`` is unknown.
@@ -256,8 +256,8 @@ def _dimension(name: str, x: Tensor, dim: int) -> int:
     _check_tensor(name, x)
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(
-            f"{name} along dim={dim} takes a tensor that has this dimension, and x has {x.dim()}"
-            + ("" if x.dim() else ": give it one by x.unsqueeze(0)")
+            f"{name} along dim={dim} needs a tensor with this dimension, and x has {x.dim()} dimensions"
+            + ("" if x.dim() else ": use x.unsqueeze(0)")
         )
     return dim % x.dim()
 

@@ -91,7 +91,7 @@ def make_mesh(
         dp: Ranks along data parallelism; with none of the four given, all ranks.
         pp: Stages of a pipeline.
         tp: Ranks that share layers.
-        replicate: Copies of what is sharded along dp (hybrid sharding).
+        replicate: Replicas of what is sharded along dp (hybrid sharding).
 
     Returns:
         The mesh, on GPUs with nccl, else on CPUs.
@@ -165,7 +165,7 @@ def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     except RuntimeError as error:
         raise DistributedError(
             f"the mesh with the axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)} belongs to process groups "
-            "that are gone: make it anew after init"
+            "that no longer exist: make a new mesh after init"
         ) from error
 
 

@@ -238,7 +238,7 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
 def shutdown() -> None:
     """Leave the process group; does nothing outside of one.
 
-    Waits up to 5 s for the other ranks to leave too, for what one closes another may still need; not while an exception
+    Waits up to 5 s for the other ranks, which may still need connections that this one closes; not while an exception
     is handled.
 
     Example:

@@ -12,7 +12,7 @@ from typing import Any
 
 _LOST = re.compile(  # what a rank says because another one has ended
     "Connection (was likely )?(closed|reset)|Broken pipe|connection was closed|failed to recv|remote process exited"
-    "|lost the store|see whether one of them has ended|checked in and then ended or stalled|left no note"
+    "|lost the store|see whether one of them has ended|checked in and then ended or stalled|reported no error"
 )
 _LAST_LINES = 20
 

@@ -123,7 +123,7 @@ class ShardedSKLinear(ShardedLayer, SKLinear):
         super().set_fitted_(sharded)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also load the full sketches of a fitted layer into a seeded one, whose own are no DTensors."""
+        """Load, also the full sketches of a fitted layer into a seeded one, whose own are not DTensors."""
         for name, shape in self.sketch_shapes().items():
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):

@@ -55,7 +55,7 @@ class ShardedModule(nn.Module):
         return sum_in_backward(shard, self.tp_group) if name in self.summed and shard is not None else shard
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also load full tensors, which are equal on every rank: each takes its shard, and nothing is sent."""
+        """Load, also full tensors that are equal on every rank: each takes its shard, and nothing is sent."""
         for name, own in (*self.named_parameters(), *self.named_buffers()):
             given = state_dict.get(prefix + name)
             if not isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
