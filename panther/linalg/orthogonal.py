@@ -65,7 +65,7 @@ def orthonormalize(
         basis: Orthonormal columns that Q must be orthogonal to; None for none.
 
     Raises:
-        ShapeError: If n + d > m, or basis does not have the shape (*batch, m, d).
+        ShapeError: If n + d > m, or basis does not have the shape ``(*batch, m, d)``.
         DTypeError: If X is neither float32 nor float64.
         ValueError: If X or basis has NaN or infinity.
 
