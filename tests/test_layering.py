@@ -28,7 +28,7 @@ FORBIDDEN = {"kernels": {"_version", "_text", "errors"}}
 # Within `distributed`: the level of each sub-package. One may import itself and all of lower levels, never another one
 # of its own level. The lazy `__init__` may import all.
 LEVELS = {
-    "comm": 0,
+    "_error_file": -1, "comm": 0,
     "_layer_configs": 1, "launcher": 1, "sync": 1,
     "data": 2, "tensor": 2, "pipeline": 2,
     "checkpoint": 3, "hybrid": 3,

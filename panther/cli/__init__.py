@@ -107,7 +107,7 @@ def _explain(error: PantherError | OSError) -> int:
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     print(f"panther: error: {text}", file=sys.stderr)
     # For the launcher of this process, if it has one: bad input is not started again.
-    import_module("panther.distributed.comm._error_file").record_failure(error)
+    import_module("panther.distributed._error_file").record_failure(error)
     # The classes of panther.errors that tell of work that failed are RuntimeErrors; those of bad input are ValueErrors
     # and TypeErrors, or PantherError itself, which the commands raise for their arguments.
     return 1 if isinstance(error, RuntimeError | ImportError | OSError) else 2

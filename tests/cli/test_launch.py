@@ -12,7 +12,7 @@ from launchers import Launcher, until
 
 from panther.cli import main
 from panther.distributed import LaunchConfig, launch_distributed_training
-from panther.distributed.comm._network import listens
+from panther.distributed.comm._store import listens
 from panther.distributed.launcher._arguments import _parse
 from panther.distributed.launcher._failures import describe, explain
 from panther.errors import ConfigError, DistributedError
@@ -40,7 +40,7 @@ def script(tmp_path):
             rank = int(os.environ["RANK"])
             forever = threading.Event().wait
             def fail(error):
-                from panther.distributed.comm._error_file import record_uncaught_exceptions
+                from panther.distributed._error_file import record_uncaught_exceptions
                 record_uncaught_exceptions()
                 raise error
         """

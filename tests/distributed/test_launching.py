@@ -21,9 +21,9 @@ import torch.distributed as dist
 from launchers import Launcher, until
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from panther.distributed.comm._error_file import record_uncaught_exceptions
+from panther.distributed._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import RankInfo, decide
-from panther.distributed.comm._network import find_route, interface_of
+from panther.distributed.comm._store import find_route, interface_of
 from panther.distributed.comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
 from panther.distributed.launcher.function import launch
 from panther.errors import DistributedError
@@ -225,7 +225,7 @@ def test_an_uncaught_exception_is_reported_once(tmp_path, monkeypatch):
     file, shown = tmp_path / "error.json", []
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        patch.setattr("panther.distributed.comm._error_file._installed", False)
+        patch.setattr("panther.distributed._error_file._installed", False)
         patch.setattr(sys, "excepthook", lambda *args: shown.append(args))
         record_uncaught_exceptions()
         record_uncaught_exceptions()

@@ -51,12 +51,13 @@ def agree(
     except Exception as error:  # raised below: the other ranks are about to wait for this one
         failure = error
     told = None if failure is None else (type(failure).__name__, str(failure))
+    # Python's own hash differs between processes.
     digest = hashlib.blake2b(json.dumps([what, list(described.items())]).encode(), digest_size=8).digest()
     mine = torch.tensor(
         [int.from_bytes(digest, signed=True), failure is not None], dtype=torch.int64, device=transport(group)
     )
     gathered = [torch.empty_like(mine) for _ in ranks]
-    if "nccl" in dist.get_backend(group) and len(ranks) > 1:
+    if "nccl" in dist.get_backend(group) and len(ranks) > 1:  # whose watchdog ends a process that waits too long
         gather_all(what, group)
     with watched(what, group):
         dist.all_gather(gathered, mine, group=group)
@@ -80,6 +81,7 @@ def agree(
     differences = _differences({rank: found for rank, (_, _, found) in zip(ranks, answers, strict=True)})
     sketches = any(name.startswith(LAYER) for name in differences)
     parts = list(differences.values())
+    # A model of thousands of layers may differ in all of them.
     more = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
     text = "; ".join(parts[:5]) + more or "the entries are in a different order"
     kind = SketchMismatchError if sketches else DistributedError
@@ -110,7 +112,7 @@ def _differences(described: dict[int, dict[str, str]]) -> dict[str, str]:
 
 def run_on_all_ranks(work: Callable[[], _T], group: Group) -> _T:
     """Do the work on every rank, and raise on all of them if it fails on one."""
-    result, error = _attempt(work)
+    result, error = _attempt(work)  # a rank that raised here would leave the others waiting in the gather
     if get_world_size(group) == 1:
         if error is not None:
             raise error from error.__cause__

@@ -34,10 +34,12 @@ def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
     found = group or dist.group.WORLD
     assert found is not None
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    # Keys of a store stay, so every gathering has a number of its own.
     number = _gatherings[found] = _gatherings.get(found, 0) + 1
     keys = {other: f"panther/here/{found.group_name}/{number}/{other}" for other in ranks}
     begun = time.monotonic()
     kind = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    # torch keeps the timeout that init was given in the backend's options, and has no public way to it.
     timeout = found._get_backend(torch.device(kind)).options._timeout
     try:
         store = dist.distributed_c10d._get_default_store()
@@ -63,6 +65,7 @@ def watched(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None
     try:
         yield
     except RuntimeError as error:
+        # torch raises RuntimeError for most faults of the transport, and for programming errors as well.
         if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
             raise
         seconds = time.monotonic() - begun
@@ -96,7 +99,7 @@ def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault:
 def _roll_call(doing: str, rank: int, ranks: list[int]) -> dict[int, str] | None:
     """Return what each rank that also failed was doing; None if the store is gone."""
     global _faults
-    _faults += 1
+    _faults += 1  # ranks that fail together have failed as often before
     keys = {other: f"panther/fault/{_faults}/{other}" for other in ranks}
     deadline = time.monotonic() + _GRACE_S
     try:

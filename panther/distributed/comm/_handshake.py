@@ -131,6 +131,7 @@ def _own_gpus(infos: list[RankInfo]) -> list[int | None]:
         indices.append(index if index < len(info.gpus) else None)
         if index < len(info.gpus):
             owners[info.host, info.gpus[index]].append(rank)
+    # NCCL refuses two ranks on one GPU.
     for sharers in owners.values():
         for rank in sharers[1:]:
             indices[rank] = None
@@ -138,6 +139,7 @@ def _own_gpus(infos: list[RankInfo]) -> list[int | None]:
 
 
 def _describe(world_size: int, backend: str | None, meeting: Meeting) -> RankInfo:
+    # A container has its machine's boot id and often its host name; its network namespace tells it apart.
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
     except OSError:
@@ -219,4 +221,4 @@ def _pauses() -> Iterator[None]:
     while True:
         yield
         time.sleep(pause)
-        pause = min(1.5 * pause, longest)
+        pause = min(1.5 * pause, longest)  # short waits stay short, and long ones do not load the store

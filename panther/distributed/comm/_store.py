@@ -4,14 +4,18 @@ With MASTER_ADDR and MASTER_PORT in the environment that is torch's TCP store. W
 one machine with one parent, as under ``mp.spawn``: rank 0 listens on a free port of the loopback interface and writes
 the port to a file that is named after the parent. Rank 0 removes the file as soon as all ranks have checked in, so a
 later run never reads it; what a crashed run leaves behind names a port on which nobody listens.
+
+How a machine reaches a store's host says also on which interface it reaches the other ranks.
 """
 
-__all__ = ["Meeting", "listening_store", "open_store"]
+__all__ = ["Meeting", "Route", "find_route", "interface_of", "listening_store", "listens", "open_store"]
 
 import getpass
+import ipaddress
 import os
 import socket
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,11 +27,85 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from panther.distributed.comm._network import Route, find_route, listens
 from panther.errors import DistributedError
 
 _POLL_S = 0.02
 _LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+@dataclass(frozen=True)
+class Route:
+    """How this machine reaches a host."""
+
+    own_address: str
+    host_address: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the route leads only to this machine, as it does for ``127.0.1.1 name`` in /etc/hosts."""
+        return ipaddress.ip_address(self.own_address.partition("%")[0]).is_loopback
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the host is this machine."""
+        return self.is_loopback or self.own_address == self.host_address
+
+    def __str__(self) -> str:
+        return f"from {self.own_address} on interface {interface_of(self.own_address) or 'unknown'}"
+
+
+def find_route(host: str, port: int = 1) -> Route:
+    """Return the route to a host. Nothing is sent: connecting a UDP socket only asks the kernel for the route.
+
+    Raises:
+        OSError: If the name cannot be resolved, or no route leads there.
+
+    Example:
+        >>> find_route("127.0.0.1").is_local
+        True
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return Route(probe.getsockname()[0], str(address[0]))
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has this address; None if none is found, or the system is not Linux.
+
+    Example:
+        >>> interface_of("192.0.2.1") is None  # an address for documentation
+        True
+    """
+    if not hasattr(socket, "if_nameindex") or not Path("/proc/self").exists():
+        return None
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if found.is_loopback:
+        return "lo"
+    if found.version == 6:
+        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        return next((fields[-1] for fields in lines if int(fields[0], 16) == int(found)), None)
+    import fcntl  # is not there on Windows
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an address
+                continue
+            if answer[20:24] == found.packed:
+                return name
+    return None
+
+
+def listens(host: str, port: int) -> bool:
+    """Return whether the port accepts connections; asked first, as torch's client logs a stack for each failure."""
+    try:
+        with socket.create_connection((host, port), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def _nothing() -> None:
@@ -112,7 +190,7 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
             f"rank {rank} of {world_size} {fault} {where}: {cause}; set MASTER_ADDR to rank 0's address and "
             "MASTER_PORT to a free port"
         ) from error
-    store.set_timeout(timedelta(seconds=timeout_s))
+    store.set_timeout(timedelta(seconds=timeout_s))  # the rest of the deadline was for connecting only
     return Meeting(store, where=where, route=route)
 
 
@@ -141,7 +219,7 @@ def _find(pointer: Path, rank: int, world_size: int, timeout_s: float, deadline:
 def _private_folder() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
     folder = Path(tempfile.gettempdir()) / f"panther-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)  # /tmp is everybody's, and a port file of somebody else must not count
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != user):
         raise DistributedError(

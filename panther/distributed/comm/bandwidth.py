@@ -135,12 +135,13 @@ def _time(run: Callable[[], object], repetitions: int, device: torch.device, gro
     times = []
     for _ in range(_WARM_UP + repetitions):
         finish()
-        dist.barrier(group=group)
+        dist.barrier(group=group)  # so that no rank's time includes waiting for a late one
         begin = time.perf_counter()
         run()
         finish()
         times.append(time.perf_counter() - begin)
     slowest = torch.tensor(times[_WARM_UP:], dtype=torch.float64, device=device)
+    # An operation is done when its last rank is.
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return max(statistics.median(slowest.tolist()), 1e-9)
 

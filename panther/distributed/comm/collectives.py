@@ -143,7 +143,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, grad: str) -> Tensor:
         ctx.group, ctx.grad = group, grad
-        total = x.contiguous().clone()
+        total = x.contiguous().clone()  # collectives write in place, and autograd needs x as it was
         dist.all_reduce(total, group=group)
         return total
 
@@ -197,7 +197,7 @@ class _ReduceScatter(torch.autograd.Function):
         ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
         rank = dist.get_rank(group)
         if len(set(sizes)) == 1:
-            whole = x.movedim(dim, 0).contiguous()
+            whole = x.movedim(dim, 0).contiguous()  # the shards of dimension 0 are contiguous
             mine = torch.empty_like(whole[: sizes[rank]])
             dist.reduce_scatter(mine, list(whole.split(sizes)), group=group)
             return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else mine
@@ -223,6 +223,7 @@ class _Broadcast(torch.autograd.Function):
         if ctx.grad == "replicate":
             return _OnlyAt.apply(gradient, ctx.src, ctx.group), None, None, None
         gradient = _AllReduce.apply(gradient, ctx.group, "partial")
+        # A product with 0 would keep NaN and infinity of ranks whose gradient does not count.
         here = torch.tensor(dist.get_rank() == ctx.src, device=gradient.device)
         return torch.where(here, gradient, torch.zeros_like(gradient)), None, None, None
 
@@ -277,6 +278,7 @@ def _check(name: str, x: Tensor, group: Group, grad: str, **settings: Any) -> in
     ranks = ranks_of(group)
     shape = f"{x.dim()} dimensions" if name == "all_gather" else str(tuple(x.shape))
     case = {"the tensor": f"{x.dtype} {shape}", **in_words({**settings, "grad": grad})}
+    # An exchange for each call would double the latency of small tensors, so a case is compared once.
     agreed = _agreed.setdefault(group or dist.group.WORLD, set())
     if len(ranks) > 1 and (key := (name, *case.values())) not in agreed and not isinstance(x, FakeTensor):
         with _disable_current_modes():  # this exchange comes once, so CommunicationCounter must not count it
@@ -288,6 +290,7 @@ def _check(name: str, x: Tensor, group: Group, grad: str, **settings: Any) -> in
 def _shapes(x: Tensor, group: Group) -> list[tuple[int, ...]]:
     if is_fake(group):  # nothing is sent there: assume that every rank's tensor is as large as this
         return [tuple(x.shape)] * get_world_size(group)
+    # Eight dimensions at most: every rank has to send a row of the same length.
     own = torch.tensor([x.dim(), *x.shape, *([0] * (8 - x.dim()))], device=x.device)
     rows = [torch.empty_like(own) for _ in range(get_world_size(group))]
     dist.all_gather(rows, own, group=group)

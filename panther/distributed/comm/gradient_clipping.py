@@ -47,7 +47,7 @@ def gradient_norm(
         whole = by_shards.get(1, [])
         return get_total_norm(whole) if whole else torch.zeros((), device=device)
     copies = dist.get_world_size(group) // stages
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    square = torch.zeros((), dtype=torch.float64, device=device)  # squares of large float32 norms overflow
     for shards, gradients in by_shards.items():  # a shard that several ranks have is counted by each of them
         square += get_total_norm(gradients).double() ** 2 * shards / copies
     dist.all_reduce(square, group=group)
@@ -59,6 +59,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
     parameters = list(parameters)
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
+            # The norm is a plain tensor, by which torch does not multiply a DTensor.
             parameter.grad.to_local().mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     plain = [p for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
     clip_grads_with_norm_(plain, max_norm, norm)

@@ -102,6 +102,7 @@ class DistributedMetricsCollector:
                 flat += [metric.largest if rank == self.rank else 0.0 for rank in range(self.world_size)]
             else:
                 flat += [metric.total, metric.weight]
+        # float64 counts samples exactly up to 2**53
         sums = torch.tensor(flat, dtype=torch.float64, device=device)
         if self.world_size > 1 and flat:
             with watched("compute_global_metrics"):
@@ -134,6 +135,7 @@ class DistributedMetricsCollector:
         if self.world_size == 1:
             return
         described = [f"{name} ({metric.reduce})" for name, metric in self.metrics.items()]
+        # The maxima of c and -c are opposite exactly if all ranks have the same c: one message in place of a gather.
         code = zlib.crc32("\n".join(described).encode())
         both = torch.tensor([code, -code], dtype=torch.int64, device=transport(None))
         with watched("compute_global_metrics"):

@@ -25,11 +25,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from panther.distributed.comm._error_file import record_uncaught_exceptions
+from panther.distributed._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import Agreement, check_in
-from panther.distributed.comm._network import find_route, interface_of
 from panther.distributed.comm._ranks import in_process_group
-from panther.distributed.comm._store import Meeting, open_store
+from panther.distributed.comm._store import Meeting, find_route, interface_of, open_store
 from panther.errors import DistributedError, ShapeError, check_size
 
 _TIMEOUT_S = 300.0
@@ -86,7 +85,7 @@ def _make_group(meeting: Meeting, rank: int, world_size: int, agreement: Agreeme
     device = None
     if "nccl" in agreement.backend:
         device = torch.device(f"cuda:{agreement.gpus[rank]}")
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # before NCCL starts, which would take memory on GPU 0 for every rank
     try:
         dist.init_process_group(
             agreement.backend,
@@ -124,6 +123,7 @@ def leave_group() -> None:
     global _session
     session, _session = _session, None
     try:
+        # After an exception the others may never come, and its message must not wait for them.
         if session is not None and sys.exc_info()[0] is None:
             with suppress(RuntimeError):  # the host of the store may go first
                 _meet(session, "leave", time.monotonic() + _FAREWELL_S)
@@ -136,7 +136,7 @@ def leave_group() -> None:
 
 def _meet(session: _Session, occasion: str, deadline: float) -> bool:
     """Wait until every rank has come here; return whether they all did."""
-    key = f"{occasion}/{session.token}"
+    key = f"{occasion}/{session.token}"  # a counter that earlier attempts in the same store cannot have touched
     came = session.store.add(key, 1)
     while came < session.world_size and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -66,6 +66,7 @@ class CommunicationCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional") and name not in _SENDS_NOTHING:
+            # Schemas of collectives name what they read input, inputs or input_tensors; the others have it first.
             given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             inputs = [value for key, value in given.items() if key.startswith("input")] or list(given.values())[:1]
             self.calls_by_operation[name] += 1

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from panther.distributed.comm._network import Route, find_route, interface_of, listens
+from panther.distributed.comm._store import Route, find_route, interface_of, listens
 from panther.distributed.comm.process_group import check_backend
 from panther.distributed.launcher._logs import RankLogs
 from panther.distributed.launcher._rendezvous import BACKEND

@@ -64,10 +64,10 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
 
 def recorded(error_file: str) -> tuple[str, str] | None:
     """Return the message and the traceback that a worker recorded; None if it recorded nothing."""
-    path = Path(error_file)
-    if not path.is_file():
+    try:
+        message: Any = json.loads(Path(error_file).read_text())["message"]
+    except (OSError, ValueError):  # no file, or half a file of torch's own handler
         return None
-    message: Any = json.loads(path.read_text())["message"]
     if isinstance(message, str):  # of an error handler other than torch's
         return message, ""
     return message["message"], message["extraInfo"]["py_callstack"]

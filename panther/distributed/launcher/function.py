@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from panther.distributed.comm._error_file import record_failure
+from panther.distributed._error_file import record_failure
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting
 from panther.distributed.comm.process_group import shutdown, start_group

@@ -26,7 +26,9 @@ def record_failure(error: BaseException) -> None:
     extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with suppress(OSError):  # the launcher still has the exit code
-        Path(path).write_text(json.dumps({"message": message}))
+        draft = Path(f"{path}.draft")
+        draft.write_text(json.dumps({"message": message}))
+        draft.replace(path)  # at once: the launcher may end this process meanwhile, and torch fails on half a file
 
 
 def record_uncaught_exceptions() -> None:
