@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from fake import fake_group
 from ranks import on_ranks, take_pipeline_steps, take_steps
 from torch import nn
 
@@ -366,3 +367,13 @@ def test_what_is_refused():
     ]
     for message, start in zip(first, starts, strict=True):
         assert message.startswith(start)
+
+
+def test_stages_and_refusals_without_other_ranks():
+    """On torch's fake process group nothing is sent, and the arguments of the one rank are checked all the same."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    with fake_group(4, rank=2):
+        (stage,) = split_stages(model, 4)
+        with pytest.raises(ShapeError, match=r"n=3 stages must be a multiple of the ranks \(4\): use n=4"):
+            split_stages(model, 3)
+    assert list(stage.submod._modules) == ["4", "5"]

@@ -96,6 +96,8 @@ def describe_source(model: nn.Module, src: int, group: dist.ProcessGroup | None)
     if dist.get_rank() == src:  # seeds of other ranks are about to be replaced
         for layer in layers.values():
             layer.check_record()
+    if not is_fake(group) and any(layer.is_fitted and layer.sketch_like().is_meta for layer in layers.values()):
+        raise DistributedError("a fitted layer is on the meta device and has no sketches to send: load it first")
     described = {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()}
     described |= {f"{LAYER}{name!r}": type(module).__name__ for name, module in _drawing(model).items()}
     return described | {"src": str(src)}
@@ -143,8 +145,6 @@ def _describe(layer: SketchedModule) -> str:
     shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer.sketch_shapes().items())
     mode = "fitted" if layer.is_fitted else "seeded"
     like = layer.sketch_like()
-    if layer.is_fitted and like.is_meta:
-        raise DistributedError("a fitted layer is on the meta device and has no sketches to send: load it first")
     return f"{mode} {type(layer).__name__} in {like.dtype} with num_terms={layer.num_terms}, {shapes}"
 
 
