@@ -79,7 +79,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
     if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape != k.shape or q.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"{_NAME} takes q and k of shape (*batch, n, D) and v of (*batch, n, E), not {tuple(q.shape)}, "
-            f"{tuple(k.shape)} and {tuple(v.shape)}: expand what is to be shared"
+            f"{tuple(k.shape)} and {tuple(v.shape)}: expand the batch dimensions"
         )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise TypeError(

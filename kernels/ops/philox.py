@@ -54,7 +54,7 @@ def sign_block(
         raise ValueError(f"rows={rows} and cols={cols} must be ranges of step 1 from 0 or more: range(start, stop)")
     if not (0 <= seed < 1 << 64 and 0 <= stream < 1 << 32 and 0 <= tag < 1 << 32):
         raise ValueError(
-            f"seed={seed} must be in [0, 2^64), and stream={stream} and tag={tag} in [0, 2^32): take them modulo that"
+            f"seed={seed} must be in [0, 2^64), and stream={stream} and tag={tag} in [0, 2^32): reduce them modulo that"
         )
     return _draw("sign", seed, stream, tag, rows, cols, 1.0, dtype, device)
 

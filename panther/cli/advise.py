@@ -109,15 +109,17 @@ def _stats(args: argparse.Namespace) -> Any:
             mixed_precision=half,
         )
     if not names_function(args.model):
-        raise PantherError(f"--model {args.model} is neither transformer/SIZE nor of the form module:function")
+        raise PantherError(
+            f"--model {args.model} is neither transformer/SIZE nor module:function: use for example transformer/1.3b"
+        )
     if args.sketch is not None:
         raise PantherError("--sketch is for transformer/SIZE: let the function return a model with sketched layers")
     with current_folder_importable():
         made = call(args.model)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise PantherError(
-                f"{args.model} returns a {type(made).__name__}: it must return an nn.Module and a batch, the "
-                "arguments of its forward"
+                f"{args.model} returns a value of type {type(made).__name__}: it must return an nn.Module and a "
+                "batch, the arguments of its forward"
             )
         try:
             return ModelStats.of(*made, mixed_precision=half)

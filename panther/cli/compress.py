@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "compress",
-        description="Replace a trained model's layers by low-rank ones that keep what it does, and save the result.",
+        description="Replace a model's dense layers by low-rank ones with nearly the same output, and save the result.",
     )
     parser.add_argument(
         "model",
@@ -205,8 +205,8 @@ def _source(args: argparse.Namespace) -> _Source:
     model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise PantherError(
-            f"{args.model} returns a {type(made).__name__}: it must return an nn.Module, or a pair of one and a list "
-            "of batches"
+            f"{args.model} returns a value of type {type(made).__name__}: it must return an nn.Module, or a "
+            "pair of one and a list of batches"
         )
     module, _, function = args.model.partition(":")
     return _Source(

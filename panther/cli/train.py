@@ -151,7 +151,9 @@ def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: st
     torch.manual_seed(config.seed)
     model, data = call(functions["model"]), call(functions["data"])
     if not isinstance(model, nn.Module):
-        raise PantherError(f"{functions['model']} returns a {type(model).__name__}: it must return an nn.Module")
+        raise PantherError(
+            f"{functions['model']} returns a value of type {type(model).__name__}: it must return an nn.Module"
+        )
     train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     metrics = call(functions["metrics"]) if "metrics" in functions else None
     loss_fn, optimizer = (_find_in_torch(name, functions.get(name)) for name in ("loss_fn", "optimizer"))

@@ -155,7 +155,9 @@ def compress(
                 if max_error is None or (error := _error(runner, refitted)) <= max_error:
                     replacement = refitted
                 else:
-                    notes.append(f"layers are not fitted in sequence, with which the error is {error:.3g}")
+                    notes.append(
+                        f"layers are fitted independently, because fitting them in sequence has an error of {error:.3g}"
+                    )
             measured = measure(runner, survey.targets, replacement, speed=measure_speed)
         healed = None
         if heal is not None and replacement:

@@ -119,8 +119,8 @@ def fit_targets(
     split, largest = split_passes(survey.inputs, survey.gradients, memory)
     extra = _most_bytes(most, largest, limit, keep=keep, healing=healing)
     _log.info(
-        "%d weights, %d passes over %d batches, at most %.0f MB besides the memory of the model's own forward and "
-        "backward", len(most), len(split), len(runner.batches), extra / 1e6,
+        "number of weights: %d, passes: %d, batches: %d, extra memory: at most %.0f MB besides the model's own forward "
+        "and backward", len(most), len(split), len(runner.batches), extra / 1e6,
     )  # fmt: skip
     fits, tails, kept, positions = {}, {}, {}, {}
     for number, inputs in enumerate(split):

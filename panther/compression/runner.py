@@ -114,7 +114,8 @@ class Runner:
         except Exception as error:
             raise CompressionError(
                 f"the model does not run on a calibration batch ({_shape(batch)}): {type(error).__name__}: {error}: "
-                "pass forward_fn=lambda model, batch: ... if batches have another form"
+                "pass batches that hold only the arguments of forward, without labels, or use forward_fn=lambda model, "
+                "batch: model(batch[0])"
             ) from error
 
     def mask(self, batch: Any) -> Tensor | None:
@@ -296,5 +297,5 @@ def _shape(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"a dict of {', '.join(map(str, batch))}"
     if isinstance(batch, (tuple, list)):
-        return f"a {type(batch).__name__} of {len(batch)}"
-    return f"a {type(batch).__name__}"
+        return f"a {type(batch).__name__} of {len(batch)}, passed as separate arguments"
+    return f"of type {type(batch).__name__}"

@@ -232,7 +232,7 @@ class Trainer:
                 self._load(path, feed)
                 return
             except FormatError as error:
-                warnings.warn(f"{path} is passed over: {error}", UserWarning, stacklevel=3)
+                warnings.warn(f"{path} is skipped: {error}", UserWarning, stacklevel=3)
 
     def _later_checkpoints(self) -> list[str]:
         names = [path.name for path in checkpoint.checkpoints(Path(self.config.checkpoint_dir or ""))]

@@ -79,11 +79,11 @@ def test_a_sketched_transformer_needs_less(capsys):
     ("args", "message"),
     [
         (["--model", "transformer/9b"], "--model transformer/9b is unknown: use transformer/ and one of 125m, "),
-        (["--model", "net"], "--model net is neither transformer/SIZE nor of the form module:function"),
+        (["--model", "net"], "--model net is neither transformer/SIZE nor module:function"),
         (["--model", "nowhere:net"], "there is no module nowhere"),
         (
             ["--model", "advised_models:model_only"],
-            "advised_models:model_only returns a Linear: it must return an nn.Module and a batch",
+            "advised_models:model_only returns a value of type Linear: it must return an nn.Module and a batch",
         ),
         (["--model", "advised_models:wrong_batch"], "the model does not run on its batch: "),
         (["--model", "advised_models:net", "--sketch", "4"], "--sketch is for transformer/SIZE"),

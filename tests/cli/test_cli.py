@@ -170,7 +170,7 @@ def test_what_cannot_be_done_is_said_before_training(tmp_path, capsys, monkeypat
     assert f"--out {file} cannot be written to (Not a directory): give another folder" in capsys.readouterr().err
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert main(["demo", "--out", str(tmp_path), "--nproc", "9"]) == 2
-    assert "--nproc 9 is more than four processes per core, or 8: use --nproc 8 or fewer" in capsys.readouterr().err
+    assert "--nproc 9 must be at most 8, four processes per core and at least 8: use fewer" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main(["demo", "--device", "cuda"]) == 2
     assert "--device cuda needs a CUDA device and none is visible: use --device cpu" in capsys.readouterr().err

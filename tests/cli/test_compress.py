@@ -357,7 +357,9 @@ def test_errors_of_functions(models, capsys):
     )
     assert "the module my_models has no function nett: it has net, batches, both" in said("my_models:nett")
     assert "has no function LIMIT" in said("my_models:LIMIT")
-    assert said("my_models:number").startswith("my_models:number returns a int: it must return an nn.Module")
+    assert said("my_models:number").startswith(
+        "my_models:number returns a value of type int: it must return an nn.Module"
+    )
     assert said("my_models:raises") == (
         f"my_models:raises failed: RuntimeError: no weights here (my_models.py, line {_line('no weights')})"
     )

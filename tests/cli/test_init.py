@@ -493,7 +493,10 @@ def test_a_script_that_does_not_exist_is_noted(capsys):
         (["slurm", "--nodes", "0", "t.py"], "--nodes 0 must be at least 1"),
         (["slurm", "--time", "soon", "t.py"], "--time 'soon' must be Slurm's form"),
         (["slurm", "--time", "1:00\n#SBATCH --wrap=x", "t.py"], "must be Slurm's form"),
-        (["slurm", "--time", "2", "t.py"], "--time 2 is 120 s and must be more than --grace 120 and 30 s for leaving"),
+        (
+            ["slurm", "--time", "2", "t.py"],
+            "--time 2 is 120 s and must be more than --grace 120 and 30 s for the processes to end",
+        ),
         (["slurm", "--grace", "65506", "t.py"], "--grace 65506 must be at most 65505: Slurm's signal comes at most"),
         (["slurm", "--memory", "64 GB", "t.py"], "--memory '64 GB' must be a whole number and K, M, G or T"),
         (["slurm", "--partition", "a b", "t.py"], "--partition 'a b' must be names"),
@@ -509,7 +512,10 @@ def test_a_script_that_does_not_exist_is_noted(capsys):
         ),
         (["slurm", "--config", "no-data.toml"], "--config no-data.toml has a model and no data: add data ="),
         (["slurm", "--config", "empty.toml"], "--config empty.toml has no table [launch]"),
-        (["slurm", "--config", "unknown.toml"], "--config unknown.toml has node in [launch], and known are args,"),
+        (
+            ["slurm", "--config", "unknown.toml"],
+            "--config unknown.toml has unknown keys in [launch], node: use some of args,",
+        ),
         (["slurm", "--config", "types.toml"], "--nodes 'two' must be int"),
         (["slurm", "--config", "args.toml"], "args must be a list of strings, not 'a b'"),
         (["slurm", "--config", "model.toml"], "args must be a list of strings, not 5"),

@@ -88,7 +88,7 @@ def test_shown_ranks_can_be_chosen_and_torchruns_own_logs_too(script, capfd):
     out, err = capfd.readouterr()
     rest = ["--nproc-per-node", "3"]
     assert sorted(out.splitlines()) == [f"[rank {rank}] hello {rest}" for rank in (1, 2)]
-    assert "panther: --nproc-per-node after work.py goes to the script: options stand before it\n" in err
+    assert "panther: --nproc-per-node after work.py is passed to the script: put options of panther launch" in err
     assert logs("kept/*").is_dir()
     assert main(["launch", "--nproc-per-node=2", "--tee=3", "--log-dir=torchs", file]) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["[default0]:hello []", "[default1]:hello []"]
@@ -296,7 +296,7 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
         (["nowhere.py"], "the script nowhere.py does not exist"),
         (
             ["--nproc-per-node=many", "work.py"],
-            "the options do not go together: Unsupported nproc_per_node value: many",
+            "torchrun does not accept these options: Unsupported nproc_per_node value: many",
         ),
         (["--nnodes=2:1", "--master-port=1", "work.py"], "do not go together: min_nodes must be > 0 and <= max_nodes"),
         (["--nnodes=two", "work.py"], "--nnodes and --backend are not valid: invalid literal for int"),
@@ -306,7 +306,7 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
         (["--nnodes=2", "--rdzv-endpoint=a b:1", "work.py"], "--rdzv-endpoint must be HOST:PORT"),
         (["--nnodes=2", "--rdzv-endpoint=here:99999", "work.py"], "--rdzv-endpoint must be HOST:PORT"),
         (["--nnodes=2", "--rdzv-endpoint=a..b:1", "work.py"], "--rdzv-endpoint must be HOST:PORT"),
-        (["--tee=9", "work.py"], "the options do not go together: 9 does not match"),
+        (["--tee=9", "work.py"], "torchrun does not accept these options: 9 does not match"),
     ],
 )
 def test_bad_requests_are_said_in_a_sentence(arguments, message, script, capfd):

@@ -117,7 +117,7 @@ def test_export(work):
         (["model=nowhere:build"], "there is no module nowhere"),
         (["model=WORK:bild"], "has no function bild: it has"),
         (["model=build"], "model=build must be of the form module:function"),
-        (["model=WORK:nothing"], "returns a int: it must return an nn.Module"),
+        (["model=WORK:nothing"], "returns a value of type int: it must return an nn.Module"),
         (["data=WORK:fails"], "fails failed: RuntimeError: no such file"),
         (["data=WORK:nothing"], "the data must be a DataLoader or a Dataset, not a int"),
         (["resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),

@@ -306,7 +306,7 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path, kind):
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     assert not other_optimizer.state
     if kind != "flipped tensor":  # contents are not read
-        with pytest.warns(UserWarning, match=r"step-00000002 is passed over: "):
+        with pytest.warns(UserWarning, match=r"step-00000002 is skipped: "):
             assert checkpoint.latest(tmp_path) == good
 
 
@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert "2 of the optimizer's 2 parameters are not the model's" in message(model, stranger)
     checkpoint.save(tmp_path, model, some, step=3)
     assert "did not have 0.S1" in message(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(FormatError, match="neither is nor has a checkpoint"):
+    with pytest.raises(FormatError, match="is not a checkpoint and contains none"):
         checkpoint.load(tmp_path / "elsewhere", model)
 
 

@@ -155,7 +155,10 @@ def test_what_is_replicated_and_what_is_refused():
         for arguments, message in (
             ((mesh,), "tensor_parallel takes one mesh axis, and the mesh has ('dp', 'tp')"),
             ((mesh["tp"], "megatron"), "plan='megatron' must be 'auto', or a mapping of names to styles"),
-            ((mesh["tp"], {"mlp": ColwiseParallel()}), "plan names 'mlp', which matches no module of embed, encoder"),
+            (
+                (mesh["tp"], {"mlp": ColwiseParallel()}),
+                "plan names 'mlp', and no module matches it: the modules are embed, encoder",
+            ),
             ((None,), "tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not None"),
         ):
             with pytest.raises((ValueError, ShapeError), match=re.escape(message)):

@@ -386,7 +386,7 @@ A = torch.ones(2, 5, 3)
 WRONG = [
     ((A[0, 0], A[0, 0], A[0, 0]), ValueError, r"q and k of shape \(\*batch, n, D\) and v of \(\*batch, n, E\)"),
     ((A, A[:, :4], A), ValueError, r"not \(2, 5, 3\), \(2, 4, 3\) and \(2, 5, 3\): expand"),
-    ((A, A, A[:1]), ValueError, "expand what is to be shared"),
+    ((A, A, A[:1]), ValueError, "expand the batch dimensions"),
     ((A, A.double(), A), TypeError, "one floating dtype, not torch.float32, torch.float64 and torch.float32: cast"),
     ((A.int(), A.int(), A.int()), TypeError, "one floating dtype"),
     ((A, A.to("meta"), A), ValueError, "on one device, not cpu, meta and cpu: move"),

@@ -357,7 +357,7 @@ def test_the_latest_sound_checkpoint_is_taken(tmp_path):
         run("shuffled", tmp_path / "b", [Breaks(8)], checkpoint_every_n_steps=3)
     for path in checkpoint.checkpoints(tmp_path / "b")[-1].glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-20])
-    with pytest.warns(UserWarning, match=r"step-00000006 is passed over: .*not a valid safetensors file"):
+    with pytest.warns(UserWarning, match=r"step-00000006 is skipped: .*not a valid safetensors file"):
         trainer = run("shuffled", tmp_path / "b", seed=4)
     assert all(map(torch.equal, trainer.model.state_dict().values(), expected.model.state_dict().values()))
 
@@ -368,7 +368,7 @@ def test_where_a_run_begins(tmp_path):
         run("shuffled", tmp_path / "a", resume="never")
     path = str(checkpoint.latest(tmp_path / "a"))
     assert run("shuffled", tmp_path / "b", resume=path).history["loss"][0] == [3, 4, 6, 9, 10]
-    with pytest.raises(CheckpointError, match=r"does not suit the model: missing head\.bias"):
+    with pytest.raises(CheckpointError, match=r"does not fit the model: missing head\.bias"):
         Trainer(Own(), config=TrainConfig(checkpoint_dir=str(tmp_path / "a"))).fit(DataLoader([{}], 1))
 
 

@@ -198,4 +198,6 @@ def _device(choice: str, nproc: int) -> str:
 def _check_processes(nproc: int, device: str) -> None:
     limit = max(8, 4 * (os.cpu_count() or 1))
     if device == "cpu" and nproc > limit:
-        raise PantherError(f"--nproc {nproc} is more than four processes per core, or 8: use --nproc {limit} or fewer")
+        raise PantherError(
+            f"--nproc {nproc} must be at most {limit}, four processes per core and at least 8: use fewer"
+        )

@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         values["args"] = args.args
     if not values.get("script"):
         raise PantherError(
-            "nothing to run: name a script after the options, or in the table [launch] of --config, or there a model "
-            "and data, for panther train"
+            "nothing to run: name a script after the options, or give a --config whose table [launch] has a script, "
+            "or a model and data for panther train"
         )
     if args.kind == "compose":
         values.setdefault("nodes", 2)
@@ -137,7 +137,8 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
     unknown = sorted(set(table) - known)
     if unknown:
         raise PantherError(
-            f"--config {file} has {', '.join(unknown)} in [launch], and known are {', '.join(sorted(known))}"
+            f"--config {file} has unknown keys in [launch], {', '.join(unknown)}: use some of "
+            f"{', '.join(sorted(known))}"
         )
     if args.script is not None and (trains or "script" in table):  # module and args belong to the script of the file
         return {key: value for key, value in table.items() if key not in ("script", "module", "args")}

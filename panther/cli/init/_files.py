@@ -51,13 +51,13 @@ def _slurm(job: JobConfig) -> str:
     if notice > _LONGEST_NOTICE_S:
         raise PantherError(
             f"--grace {job.grace} must be at most {_LONGEST_NOTICE_S - _TO_LEAVE_S}: Slurm's signal comes at most "
-            f"{_LONGEST_NOTICE_S} s before the time limit, and {_TO_LEAVE_S} s are for leaving"
+            f"{_LONGEST_NOTICE_S} s before the time limit, and {_TO_LEAVE_S} s are for the processes to end"
         )
     limit = 0 if job.time is None else _seconds(job.time)
     if 0 < limit <= notice:  # Slurm takes 0 for no limit
         raise PantherError(
             f"--time {job.time} is {limit} s and must be more than --grace {job.grace} and {_TO_LEAVE_S} s for "
-            f"leaving, {notice} s in all: give a longer --time, or a shorter --grace"
+            f"the processes to end, {notice} s in all: give a longer --time, or a shorter --grace"
         )
     given = {
         "cpus-per-task": job.cpus_per_node,

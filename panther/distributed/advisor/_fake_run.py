@@ -114,7 +114,9 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
     """Return a fake sample input with ``times`` its batch size, and that size."""
     tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].dim() == 0 or len(tensors[0]) == 0:
-        raise ShapeError("sample_input holds no tensor with a batch: give a batch of samples as the model reads them")
+        raise ShapeError(
+            "sample_input has no tensor with a batch dimension: pass a batch of samples as the forward takes it"
+        )
     batch = len(tensors[0])
 
     def grown(tensor: Tensor) -> Tensor:

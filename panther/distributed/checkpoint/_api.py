@@ -274,7 +274,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
             wrong = str(error)
         if wrong is None:
             return folder
-        warnings.warn(f"{folder} is passed over: {wrong}", UserWarning, stacklevel=2)
+        warnings.warn(f"{folder} is skipped: {wrong}", UserWarning, stacklevel=2)
     return None
 
 
@@ -409,7 +409,7 @@ def _folder(path: Path) -> Path:
         found = latest(path)
     if found is None:
         raise FormatError(
-            f"{path} neither is nor has a checkpoint: give a folder that panther.distributed.checkpoint wrote"
+            f"{path} is not a checkpoint and contains none: give a folder that panther.distributed.checkpoint wrote"
         )
     return found
 
@@ -425,7 +425,7 @@ def _check_architecture(parts: Sequence[nn.Module], saved: dict[str, Any], folde
                 differ = {key: (wanted[key], found[key]) for key in keys if wanted[key] != found[key]}
                 told = "; ".join(f"{key} is {now} and was {was}" for key, (was, now) in differ.items())
                 raise CheckpointError(
-                    f"{folder} does not suit layer {name!r}: {told}: call restore_architecture on the model first"
+                    f"{folder} does not fit layer {name!r}: {told}: call restore_architecture on the model first"
                 )
 
 
@@ -446,7 +446,7 @@ def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str,
     missing, extra = sorted(here - saved), sorted(saved - here)
     if missing or extra or wrong:
         raise CheckpointError(
-            f"{folder} does not suit the model: missing {_some(missing)}; unexpected {_some(extra)}; different "
+            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; different "
             f"shapes or kinds {_some(wrong)}: build the model that was saved, sketched layers by restore_architecture"
         )
 

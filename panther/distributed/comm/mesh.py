@@ -116,8 +116,8 @@ def make_mesh(
     product = math.prod(sizes.values())
     if product != world:  # torch accepts a smaller mesh, outside of which ranks would do nothing
         raise ShapeError(
-            f"{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} = {product} must equal the world size "
-            f"({world}): {_advice(sizes, world, product)}"
+            f"{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))}{f' = {product}' if len(sizes) > 1 else ''} "
+            f"must equal the world size ({world}): {_advice(sizes, world, product)}"
         )
     return init_device_mesh(transport(None).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

@@ -59,7 +59,9 @@ def prepare(argv: Sequence[str], name: str | None = None) -> Job:
     """
     args = _parse(argv)
     if not args.module and not args.no_python and not Path(args.training_script).exists():
-        raise ConfigError(f"the script {args.training_script} does not exist (here is {Path.cwd()}): correct its path")
+        raise ConfigError(
+            f"the script {args.training_script} does not exist (current folder: {Path.cwd()}): correct its path"
+        )
     try:
         check_backend(args.backend)
         nodes = parse_min_max_nnodes(args.nnodes)[1]
@@ -82,7 +84,7 @@ def prepare(argv: Sequence[str], name: str | None = None) -> Job:
     try:
         config, command, arguments = config_from_args(args)  # which warns, and sets it to 1, if it is not there
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise ConfigError(f"the options do not go together: {error}") from error
+        raise ConfigError(f"torchrun does not accept these options: {error}") from error
     finally:
         if not threads_given:
             del os.environ["OMP_NUM_THREADS"]
@@ -120,7 +122,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options = {option for action in parser._actions for option in action.option_strings if option.startswith("--n")}
     for option in sorted({text.partition("=")[0] for text in args.training_script_args} & options):
         # The quiet consequence would be a run on one process.
-        _LOGGER.warning("%s after %s goes to the script: options stand before it", option, args.training_script)
+        _LOGGER.warning(
+            "%s after %s is passed to the script: put options of panther launch before the script",
+            option,
+            args.training_script,
+        )
     return args
 
 

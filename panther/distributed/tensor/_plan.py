@@ -280,7 +280,9 @@ def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan
     for pattern, style in styles.items():
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            raise ShapeError(f"plan names {pattern!r}, which matches no module of {', '.join(names[:10])}")
+            raise ShapeError(
+                f"plan names {pattern!r}, and no module matches it: the modules are {', '.join(names[:10])}"
+            )
         plan |= dict.fromkeys(matched, ModulePlan(f"by the plan's {pattern!r}", style))
     for places in shared_parameters(model):
         dims = {_sharded_dim(model.get_submodule(owner), plan.get(owner)) for owner, _ in places}

@@ -148,6 +148,8 @@ def tensor_parallel(
 
 def _check(model: nn.Module, mesh: Any, plan: Any, sequence_parallel: bool) -> None:
     """Step 1: raise unless the arguments fit together, and the model is plain."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tensor_parallel takes an nn.Module, not {model!r}")
     if not isinstance(mesh, DeviceMesh):
         raise ShapeError(f"tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not {mesh!r}")
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
@@ -168,8 +170,11 @@ def _check(model: nn.Module, mesh: Any, plan: Any, sequence_parallel: bool) -> N
         )
     if mesh.ndim != 1:
         raise ShapeError(f"tensor_parallel takes one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']")
-    if isinstance(plan, str) and plan != "auto":
+    if not isinstance(plan, Mapping) and plan != "auto":
         raise ValueError(f"plan={plan!r} must be 'auto', or a mapping of names to styles")
+    for name, style in () if isinstance(plan, str) else plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(f"style of {name!r} must be a ParallelStyle, such as ColwiseSKParallel(), not {style!r}")
     if sequence_parallel and not isinstance(plan, str):
         raise ValueError("sequence_parallel=True goes with plan='auto': give the styles of a plan Shard(1) as a layout")
 
