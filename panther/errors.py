@@ -180,7 +180,7 @@ def require_extra(module: str, extra: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module + ".").startswith(error.name + "."):
-            raise  # the extra is there, something that it needs is not
+            raise  # the extra is installed, but one of its dependencies is not
         raise MissingExtraError(
             f"{module.split('.')[0]} is needed here and is not installed: run pip install 'panther-sketch[{extra}]'"
         ) from error

@@ -9,7 +9,7 @@ running maximum of c. Backward, with :math:`\nu_i = dy_i / den_i` and :math:`\de
     dv_j &= \sum_{i \ge j} e^{c_j - r_i} (q_i \cdot k_j) \nu_i
 
 and :math:`dc_j = k_j \cdot dk_j`. All four are one kernel, ``_attend_kernel``: rows score columns, and scores take
-values, within a chunk; what lies in other chunks enters through a state, D x E and D more for the denominator.
+values, within a chunk; other chunks enter through a state, D x E and D more for the denominator.
 """
 
 __all__ = ["attention_backward", "attention_forward"]
@@ -184,7 +184,7 @@ def _attend_kernel(
             weight = tl.exp(scale_x - _subtrahend(edge))
         else:
             scale_x = _subtrahend(tl.load(r + first + x, mask=take_x, other=float("inf")))
-            edge = tl.load(r + first + tl.maximum(chunk * CHUNK, 1) - 1)  # of no account for the first: no state
+            edge = tl.load(r + first + tl.maximum(chunk * CHUNK, 1) - 1)  # not used for the first chunk
             weight = tl.exp(tl.where(chunk > 0, edge - scale_x, float("-inf")))
     o = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     left_x = left + (first + x0) * IN + step[:, None] * IN

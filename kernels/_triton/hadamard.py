@@ -115,7 +115,7 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same, cont
         R, groups = 1 << bits, source.shape[0] * N // (done << bits)
         if done == 1:
             _launch(source, out, (stride_b, R * stride_i, stride_i, stride_c), groups, N // R, bits, n)
-        else:  # in place: a program writes what it alone has read
+        else:  # in place: no other program reads the entries that a program writes
             _launch(out, out, (R * done * n, 0, done * n, 1), groups, 1, bits, done * n)
         done <<= bits
     return out
@@ -124,7 +124,7 @@ def hadamard_transform(x: Tensor) -> Tensor:  # (*batch, N, n) -> the same, cont
 def _launch(
     x: Tensor, out: Tensor, strides: tuple[int, int, int, int], groups: int, outer: int, bits: int, columns: int
 ) -> None:
-    """Transform ``groups`` matrices of 2^bits rows; no tuning, which would transform again what is in place."""
+    """Transform ``groups`` matrices of 2^bits rows; without tuning, which would transform them several times."""
     N, sector = 1 << bits, _SECTOR // x.element_size()
     C = min(triton.next_power_of_2(columns), max(sector, _TILE // N))
     G = max(1, _TILE // (N * C))

@@ -2,7 +2,7 @@
 
 A program owns a tile of the output. Of each of its rows it takes the next K entries at once, gathers as many rows of
 the dense matrix, and adds the products up K by K, and the K sums at the end. K is near the average number of entries a
-row, which fills the machine alike where few rows have many entries (a sketch) and where many have few (its transpose).
+row, which fills the device both where few rows have many entries (a sketch) and where many have few (its transpose).
 Tiles are chosen by size and not by tuning: another tile would add in another order.
 """
 
@@ -60,7 +60,7 @@ def csr_matmul(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tenso
         return out.zero_()
     source = A.reshape(-1, m, n)
     stride_b, stride_m, stride_n = source.stride()
-    # Where a row's neighbours are far apart, gathering is by the entry, and only what is written spans a sector.
+    # Where a row's neighbours are far apart, entries are gathered one by one, and only the output spans a sector.
     span = (_LINE if stride_n == 1 else _SECTOR) // A.element_size()
     COLS = min(triton.next_power_of_2(n), span)
     K = min(triton.next_power_of_2(triton.cdiv(index.numel(), rows)), _TILE // COLS)

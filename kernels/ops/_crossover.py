@@ -1,4 +1,4 @@
-"""Which order of the sketched product runs for which shape: one table, with the figures it came from.
+"""The table that chooses an order of the sketched product by shapes, with the measurements behind it.
 
 *chain*: four products. *joined*: two library products on concatenated factors. *pair*: two Triton kernels that split
 the input features over the device. *fused*: one Triton kernel.

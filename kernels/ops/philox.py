@@ -1,4 +1,4 @@
-"""Random blocks by their position in a stream: signs by a Triton kernel on a GPU, the rest, and elsewhere, by torch.
+"""Random blocks by their position in a stream: signs by a Triton kernel on a GPU, everything else by torch.
 
 They are the same bit for bit. In a graph that is traced every draw is one operator: Inductor would fuse the ten rounds
 of Philox into one expression, of exponential length.
@@ -144,7 +144,7 @@ def _draw(
 
 
 def _runs_triton(kind: str, device: torch.device) -> bool:
-    # Layers are often built on the CPU and moved, so PANTHER_KERNELS=triton is no reason to refuse to draw there.
+    # Layers are often built on the CPU and moved, so PANTHER_KERNELS=triton must not prevent drawing there.
     return kind == "sign" and (device.type != "cpu" or interpreting()) and use_triton("sign_block", device)
 
 

@@ -127,7 +127,7 @@ def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[t
     """Yield tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, zero-padded; last, their scales."""
     n, dtype = tensors[0].shape[-2], _accumulation_dtype(tensors[0])
     chunk = min(_CHUNK, n)
-    # split, because the gradient of a slice is as large as what it is a slice of
+    # split, because the gradient of a slice is as large as the whole tensor
     parts = zip(*(tensor.split(chunk * _CHUNKS, -2) for tensor in tensors), strict=True)
     exponents = None if log_scale is None else log_scale.split(chunk * _CHUNKS, -1)
     before = None

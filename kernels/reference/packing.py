@@ -1,4 +1,4 @@
-"""Signs held as one bit an entry, 32 to an int32 word: the layout of the Philox stream, a set bit a minus sign."""
+"""Signs stored as one bit an entry, 32 to an int32 word: the layout of the Philox stream, a set bit a minus sign."""
 
 __all__ = ["byte_signs", "pack_signs", "unpack_signs"]
 
@@ -61,7 +61,7 @@ def unpack_signs(words: Tensor, n: int, dtype: torch.dtype) -> Tensor:  # (rows,
             f"unpack_signs takes int32 words of shape (rows, ceil(n / 32)) = (rows, {-(-n // _WORD)}) for n={n}, not "
             f"{words.dtype} of shape {tuple(words.shape)}: pass what pack_signs returned, and the n it was given"
         )
-    # Fake tensors must not be kept, nor must a graph that is traced hold what is.
+    # Fake tensors must not be cached, and a traced graph must not hold cached tensors.
     plain = type(words) is Tensor and words.device.type == "cpu" and not torch.compiler.is_compiling()
     table = _kept_table(dtype) if plain else byte_signs(dtype, words.device)
     index = words.contiguous().view(torch.uint8).flatten().to(torch.int32)  # bytes, the lowest first

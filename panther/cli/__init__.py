@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader of the output has left, as `head` does; Python would complain again when it closes the stream.
+        # The reader of the output has closed it, as `head` does; Python would raise again on closing the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except PantherError as error:
@@ -129,7 +129,7 @@ def _logs_shown() -> Iterator[None]:
 
 
 class _StandardError(logging.Handler):
-    """Prints to the ``sys.stderr`` of the moment, which scripts and tests replace."""
+    """A stream that prints to the current ``sys.stderr``, which scripts and tests replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"panther: {self.format(record)}", file=sys.stderr, flush=True)

@@ -80,7 +80,7 @@ def check_file(path: str | None, flag: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a remark that stops nothing to standard error."""
+    """Print a note to standard error; the command continues."""
     print(f"panther: note: {text}", file=sys.stderr)
 
 

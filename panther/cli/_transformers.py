@@ -171,7 +171,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def copy_beside(folder: Path, out: Path, tokenizer: Any) -> None:
-    """Copy what a user of transformers loads besides the weights: config.json, the tokenizer's files and the like."""
+    """Copy the files that transformers loads besides the weights: config.json, the tokenizer's files and the like."""
     own = () if tokenizer is None else tokenizer.vocab_files_names.values()
     for name in dict.fromkeys((*_COPIED, *_VOCABULARIES, *own)):
         if (folder / name).is_file():
@@ -185,7 +185,7 @@ def expression(model: nn.Module, out: Path) -> str:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers from printing bars and tables: whatever matters in them becomes an error."""
+    """Stop transformers from printing progress bars and tables; the important parts become errors."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -200,7 +200,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Make one sentence of whatever transformers raises on a folder, which can be of many types."""
+    """Turn the errors of transformers on a folder, of many types, into one with a single sentence."""
     try:
         yield
     except PantherError:

@@ -24,7 +24,7 @@ _CALIBRATED = ("two_sided", "activation")
 
 @dataclass
 class _Source:
-    """A model, what to calibrate it on, and how to get its architecture again."""
+    """A model, its calibration batches, and the code that builds its architecture."""
 
     model: "nn.Module"
     calibration: Any

@@ -276,7 +276,7 @@ def _finish(
             PerformanceWarning,
             stacklevel=3,
         )
-    # Last, and only assignments: whatever failed before, an error made of a warning too, has left the model as it was.
+    # Last, and only assignments: any earlier failure, also a warning turned into an error, leaves the model unchanged.
     if healed is not None:
         healed.write_()
     inherit_flags(replacement)

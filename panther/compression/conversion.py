@@ -108,7 +108,7 @@ def _take(new: Replacement, module: nn.Module, layer: SKLinear | SKConv2d, chang
 
 
 def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:
-    """Give new layers the training mode of the old ones, and freeze what was frozen."""
+    """Give new layers the training mode of the old ones and the ``requires_grad`` flags of their parameters."""
     for old, new in replacement.items():
         new.train(old.training)
         for name, parameter in new.named_parameters():

@@ -38,7 +38,7 @@ class Distillation(nn.Module):
         replacement: The new layers by the old ones.
         trained: The parameters to train by their names in the compressed model.
         hidden: Whether the outputs of blocks are matched, besides the model's.
-        seed: Seed of whatever a model draws: the same at every call.
+        seed: Seed of the random numbers that a model draws, the same at every call.
         autocast: Whether an autocast around it applies.
     """
 
@@ -109,7 +109,7 @@ class Distillation(nn.Module):
             parameter.copy_(value)
 
     def checksum(self) -> int:
-        """Return the CRC-32 of the original's parameters, by which a run is told from one on other weights."""
+        """Return the CRC-32 of the original's parameters, which identifies runs on the same weights."""
         total = 0
         for parameter in self.runner.model.parameters():
             values = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

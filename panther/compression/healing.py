@@ -67,7 +67,7 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
         runner: The original, its batches, and how it is called.
         replacement: The new layers by the old ones.
         config: The settings.
-        seed: Seed of the order of the batches, and of whatever a model draws.
+        seed: Seed of the order of the batches, and of the random numbers that a model draws.
 
     Returns:
         What happened, and how to write the best values found.
@@ -153,7 +153,7 @@ def shuffled(count: int, seed: int) -> Iterator[Tensor]:
 
 
 class _Course(Callback):
-    """The course of healing: learning rate, best point, and the way back from divergence."""
+    """The state of healing: learning rate, best point, and rollbacks after divergence."""
 
     def __init__(self, distillation: Distillation, config: HealConfig, held_out: DataLoader[Tensor]) -> None:
         self.values, self.config, self.held_out = list(distillation.values), config, held_out

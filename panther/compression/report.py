@@ -1,4 +1,4 @@
-"""What compress did to a model: every layer, every one kept dense, totals, errors and speed."""
+"""Reports of a compression: its layers, those kept dense, totals, errors and speed."""
 
 __all__ = ["CompressionReport", "HealResult", "LayerReport", "layer_reports"]
 
@@ -112,7 +112,7 @@ class CompressionReport:
     allocate: str
     """How ranks were allocated: ``"global"``, ``"uniform"``, or ``"fixed"`` by :func:`panther.sketch_layers_`."""
     notes: tuple[str, ...]
-    """What was done differently from what was asked for, and why."""
+    """Deviations from the arguments, and why."""
     bytes_before: int
     """Bytes of all tensors of the whole model, as saved."""
     bytes_after: int

@@ -1,4 +1,4 @@
-"""A model on calibration batches: how it is called, which output counts, and which positions do."""
+"""Running a model on calibration batches: its arguments, the output that is compared, and the positions that count."""
 
 __all__ = [
     "Runner", "buffers_kept", "calibrating", "counted", "floating_tensor", "main_output", "relative_error", "squares",

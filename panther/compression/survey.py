@@ -1,4 +1,4 @@
-"""What one batch says about the layers: which are called, which read the same input, which the output depends on."""
+"""A survey of the layers on one batch: which are called, which share an input, and which affect the output."""
 
 __all__ = ["Loss", "Watch", "input_of", "output_gradients", "survey_targets", "version_of", "watched"]
 
@@ -71,7 +71,7 @@ class Watch:
     """Outputs of the targets in one forward, in order, where gradients are taken."""
 
     taps: list[tuple[Target, nn.Module, Tensor]] = field(default_factory=list)
-    over: bool = False  # whatever runs from now on is the second forward of activation checkpointing
+    over: bool = False  # anything that runs after this is the second forward of activation checkpointing
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which layers of a model can be compressed, and why the others are kept as they are."""
+"""Selection of the layers to compress, with the reason for every layer that is kept dense."""
 
 __all__ = [
     "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules", "select_targets",
@@ -96,7 +96,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Survey:
-    """The layers to compress, and how they lie in the model.
+    """The layers to compress, and their order and inputs in the model.
 
     Attributes:
         targets: The layers to compress, in the order of the model.
@@ -104,7 +104,7 @@ class Survey:
         inputs: Sets of targets that read the same input, in the order in which they run; empty without calibration.
         calls: How often each target runs in a batch.
         gradients: Whether the output has gradients that are used.
-        notes: What is done differently from what was asked for.
+        notes: Deviations from the arguments, with reasons.
     """
 
     targets: tuple[Target, ...]

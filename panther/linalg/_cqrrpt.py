@@ -134,7 +134,7 @@ def cqrrpt(
     result = _factor(M, max(math.ceil(gamma * n), n + _MORE_ROWS), rtol, seed)
     if not return_error:
         return result
-    # Another generator key than the sketch had, and entries of another kind.
+    # A stream of another kind than the sketch's, so the two are independent.
     return *result, estimate_error(M, result, seed=seed ^ 1)
 
 
@@ -169,7 +169,7 @@ def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
     if _pays(M, d):
         S = SparseSketch(d, m, seed=seed, dtype=M.dtype, device=M.device)
         sketch, exponent = S @ M, 0
-        # Whatever M has, NaN and infinity included, shows in its sketch.
+        # NaN and infinity in M reach its sketch, which is smaller to check.
         if not _is_safe(sketch.abs().max().item(), M.dtype):
             M, exponent = _scaled(M)
             sketch = S @ M
@@ -199,14 +199,14 @@ def _factor_preconditioned(M: Tensor, sketch: Tensor, rtol: float, seed: int) ->
     eps = torch.finfo(M.dtype).eps
     _, R, P = _pivoted_qr(sketch, with_q=False)
     # The sketch may shrink a direction by the least singular value of a random d x n matrix, over the greatest, and
-    # what it keeps is cut once more in the end.
+    # the remaining rank is determined again at the end.
     distortion = (math.sqrt(d) + math.sqrt(n)) / (math.sqrt(d) - math.sqrt(n - 1))
     cut = max(rtol / (2 * distortion), eps**2) * R[0, 0]
     k = _count_leading(R.diagonal() > cut)
     Q, gram = _precondition(M, R[:k, :k], P[:k])
     C = _orthonormalise(Q, gram, seed)
     R = C @ R[:k]
-    # Random probes tell of columns that were small in the sketch and are not, exact norms of what is cut in the end.
+    # Random probes find columns that are small in the sketch only; at the end, the truncated part has exact norms.
     least = max(rtol, 10 * n * eps) * R[:1, :1].sum()
     r = _count_leading(R.diagonal() > rtol * R[:1, :1].sum())
     missed = R[r:, r:].norm() > distortion * math.sqrt(n) * least

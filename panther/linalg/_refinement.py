@@ -79,7 +79,7 @@ class Solution:
 
 
 def refine(system: System, N: Preconditioner, x: Tensor, tol: float, stages: int = 10) -> Solution:
-    r"""Correct x from its true residual until that suffices, or rounding lets nothing be gained.
+    r"""Correct x from its true residual until it is accurate enough, or rounding prevents further improvement.
 
     A row is done when its distance is at most ``tol`` times the root of its objective, or when the estimate of its
     backward error (Karlson and Walden) with R in place of A,
@@ -147,7 +147,7 @@ def _conjugate_gradients(
 def smallest_singular_value(system: System, N: Preconditioner, seed: int, failure: float) -> float:
     r"""Bound the smallest singular value of ``A N`` from below, wrong with at most the probability ``failure``.
 
-    It is 0 if none is found. After k steps of the Lanczos method from a random vector, an extreme eigenvalue of an
+    It is 0 if no bound is found. After k steps of the Lanczos method from a random vector, an extreme eigenvalue of an
     r x r matrix is missed by more than a part :math:`\epsilon` of the spread with a probability of at most
     :math:`1.648 \sqrt r\, e^{-\sqrt\epsilon (2 k - 1)}` (Kuczyński and Woźniakowski, 1992, theorem 4.2).
     """
@@ -161,7 +161,9 @@ def smallest_singular_value(system: System, N: Preconditioner, seed: int, failur
         products = torch.cat((products, product))
         for _ in range(2):
             y = y - (y @ basis.mT) @ basis
-        exact = k == rank or bool(y.norm() <= torch.finfo(y.dtype).eps * product.norm())  # the basis spans all there is
+        exact = k == rank or bool(
+            y.norm() <= torch.finfo(y.dtype).eps * product.norm()
+        )  # the basis spans the whole space
         if exact or k in checkpoints:
             values = torch.linalg.eigvalsh(basis @ products.mT)
             low, high = float(values[0]), float(values[-1])

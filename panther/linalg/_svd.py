@@ -158,7 +158,7 @@ def _rank(operand: Operand, P: Tensor, Y: Tensor, S: Tensor, tol: float, seed: i
         size, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
     )
     omega = probes.dense().expand(*operand.shape[:-2], size, _TOL_PROBES)
-    scale = torch.where(S[..., :1] > 0, S[..., :1], 1.0).double()  # squares then do not overflow
+    scale = torch.where(S[..., :1] > 0, S[..., :1], 1.0).double()  # so that squares do not overflow
     outside = (multiply(omega) - Y @ (P.mT @ omega)).double() / scale[..., None]
     inside = (S / scale).square()
     tails = torch.cat((inside.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(inside[..., :1])), -1)

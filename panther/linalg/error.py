@@ -26,7 +26,7 @@ from panther.errors import DTypeError, ShapeError, check_size
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.sketch import GaussianSketch
 
-# No driver draws from this stream, so that its seed may serve here again.
+# No driver draws from this stream, so the same seed can be used here.
 _STREAM = 1 << 16
 # More probes hardly sharpen the bound, which is within some 3 percent with these.
 _MAX_PROBES = 10_000
@@ -61,8 +61,8 @@ def estimate_error(
 ) -> ErrorEstimate:
     r"""Estimate :math:`\|A - \hat A\|_F`, with an upper bound that holds with stated probability.
 
-    The probes are independent of whatever a driver drew, from the same seed too. Rounding is part of the error: the
-    estimate of an approximation that is exact is that of its products.
+    The probes are independent of the numbers that a driver drew, from the same seed too. Rounding is part of the error:
+    the estimate for an exact approximation is the rounding error of its products.
 
     Args:
         A: A tensor, a sparse tensor, a NumPy array, or anything with ``.shape`` and ``@``; (\*batch, m, n).

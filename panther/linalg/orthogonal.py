@@ -138,7 +138,7 @@ def near_qr(
     if bool(near.all()):
         return Q, torch.linalg.solve_triangular(R2, eye, upper=True).to(X.dtype), (R2 @ R.to(R2.dtype)).to(X.dtype)
     scale = X.abs().amax((-2, -1), keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)  # away from where squares and remainders leave the dtype's range
+    scale = torch.where(scale > 0, scale, 1.0)  # scaled, so that squares and remainders stay in the dtype's range
     # In float64, because float32 reflections lose digits in the same sums: R was wrong by 450 eps at m = 20,000.
     Q, R = torch.linalg.qr((X / scale if basis is None else torch.cat((basis, X / scale), -1)).double())
     R = (R[..., known:, known:] * scale).to(X.dtype)

@@ -99,14 +99,16 @@ class SketchedModule(nn.Module):
         return 1.0 if self.is_fitted else 1.0 / (2 * self.num_terms * math.sqrt(self.low_rank))
 
     def reset_parameters(self) -> None:
-        """Draw factors and bias anew, from torch's generator, and the sketches again, from the present seed.
+        """Draw new factors and bias from torch's generator, and the sketches again from the present seed.
 
         The weight gets the variance of torch's default, 1 / (3 fan_in). A fitted layer starts from fresh signs and
         stays fitted.
         """
         level = 1.0
         if self.is_fitted:
-            level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25  # of U and S alike: U S as if seeded
+            level = (
+                2 * self.num_terms
+            ) ** -0.5 * self.low_rank**-0.25  # of both U and S, so that U S has the scale of a seeded layer
             seed = check_seed(None)
             with torch.no_grad():
                 for stream, name in enumerate(self.sketch_names):
@@ -195,10 +197,10 @@ class SketchedModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _settle_record(self) -> None:
-        """Make ``sketch_seed`` and the layer agree again, if it is clear how.
+        """Make ``sketch_seed`` and the layer consistent again, if possible.
 
         A valid record was written by a broadcast, and is adopted. Averages of models with one seed (SWA and EMA with
-        their buffers) leave a rounded record beside sound sketches: it is written anew. Where the sketches were
+        their buffers) leave a rounded record beside valid sketches: it is rewritten. Where the sketches were
         averaged over different seeds the record stays broken, so that loading it fails.
         """
         try:
@@ -224,7 +226,7 @@ class SketchedModule(nn.Module):
         self.register_buffer("sketch_seed", mirror)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Draw the sketches when the layer leaves the meta device, as by ``to_empty``: nothing else would."""
+        """Draw the sketches when the layer leaves the meta device, as by ``to_empty``, which leaves no values."""
         was_meta = self.sketch_like().is_meta
         super()._apply(fn, recurse)
         if was_meta and not self.sketch_like().is_meta:
@@ -246,7 +248,7 @@ class SketchedModule(nn.Module):
             read_record(self.sketch_seed, self.num_terms, "sketch_seed")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load everything or nothing, in the checkpoint's mode, and draw the sketches anew."""
+        """Load everything or nothing, in the checkpoint's mode, and draw the sketches again."""
         missing_keys, unexpected_keys, error_msgs = args[-3:]
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:

@@ -300,7 +300,7 @@ class SKLinear(SketchedModule):
         return {"U1": tuple(self.S2.shape), "U2": tuple(self.S1.shape)}  # type: ignore[dict-item]
 
     def pack_(self) -> Self:
-        r"""Hold U1 and U2 as one bit for each entry, for inference; the layer computes the same function.
+        r"""Store U1 and U2 as one bit for each entry, for inference; the layer computes the same function.
 
         The ``2 R (in + out)`` numbers that a product reads become ``R (in + out)`` numbers and as many bits: 0.53 of
         the bytes in half precision, 0.52 in float32. Triton kernels expand the bits in registers (for library products,
@@ -326,7 +326,7 @@ class SKLinear(SketchedModule):
         return self._hold(packed=True)
 
     def unpack_(self) -> Self:
-        """Hold U1 and U2 as numbers again, +1 and -1 in the layer's dtype, which is faster to train with."""
+        """Store U1 and U2 as numbers again, +1 and -1 in the layer's dtype, which is faster to train with."""
         return self._hold(packed=False)
 
     def _hold(self, *, packed: bool) -> Self:

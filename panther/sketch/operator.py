@@ -47,7 +47,7 @@ class SketchingOperator(ABC):
     """
 
     _kinds: ClassVar[dict[str, type["SketchingOperator"]]] = {}
-    _options: ClassVar[tuple[str, ...]] = ()  # what a kind's constructor takes beyond the arguments above
+    _options: ClassVar[tuple[str, ...]] = ()  # arguments of a subclass's constructor in addition to those above
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -131,7 +131,7 @@ class SketchingOperator(ABC):
         return self._keep("dense", lambda: (self.dense(),))[0]
 
     def _keep(self, name: str, draw: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return what ``draw`` returned the first time; fake tensors are not kept."""
+        """Return the first result of ``draw``; fake tensors are not kept."""
         value = self._kept.get(name)
         if value is None:
             value = draw()

@@ -25,8 +25,8 @@ class SRHT(SketchingOperator):
     r"""A Walsh-Hadamard transform with random signs, that keeps d random rows.
 
     Entries are :math:`\pm 1/\sqrt d` (:math:`\pm 1` with ``scale=False``). N is the least power of two no smaller than
-    d and m; for d = N the sketch is an isometry. Some n columns, the first of the identity say, need d of the order of
-    n log n. Arguments and errors are those of :class:`~panther.sketch.SketchingOperator`.
+    d and m; for d = N the sketch is an isometry. Some sets of n columns, such as the first ones of the identity, need d
+    of the order of n log n. Arguments and errors are those of :class:`~panther.sketch.SketchingOperator`.
 
     Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; to apply to an (m, n) matrix, ``8 N log2(N) n``
     flops in products with small Hadamard matrices, or ``N log2(N) n`` by the kernel of

@@ -104,7 +104,7 @@ def _signals_blocked(loader: Any) -> Iterator[None]:
 
 
 class _BatchOrder:
-    """A DataLoader's batch sampler: the batches of this process in the present epoch."""
+    """A DataLoader's batch sampler: the batches of this process in the current epoch."""
 
     def __init__(self) -> None:
         self.batches: list[_SeededIndices] = []

@@ -1,4 +1,4 @@
-"""Checks of what a Trainer is given, before anything is done with it."""
+"""Checks of the arguments of a Trainer, before training starts."""
 
 __all__ = ["check_arguments", "check_loss"]
 

@@ -1,4 +1,4 @@
-"""What ranks tell one another in every step: the loss, whether it is finite, and signals that arrived."""
+"""The exchange of ranks in every step: the loss, whether it is finite, and signals that arrived."""
 
 __all__ = ["StepExchange", "catch_signals", "join_process_group", "sum_over_ranks"]
 
@@ -104,7 +104,7 @@ def _leave_process_group() -> None:
 
 @contextmanager
 def catch_signals() -> Iterator[StepExchange]:
-    """Yield an exchange that hears of SIGTERM and SIGINT; a second SIGINT raises KeyboardInterrupt at once."""
+    """Yield an exchange that is notified of SIGTERM and SIGINT; a second SIGINT raises KeyboardInterrupt at once."""
     exchange = StepExchange()
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers only there
         yield exchange

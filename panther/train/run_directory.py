@@ -19,7 +19,7 @@ from panther.errors import CheckpointError, TrainingError
 from panther.train.config import TrainConfig
 
 _LOCK = ".lock"
-_WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps: the first ones allocate and compile, which is not what a profile is for
+_WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps: the first ones allocate and compile, and are left out of the profile
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +84,7 @@ def _remove_empty(directory: Path, made: list[Path]) -> None:
 
 @contextmanager
 def profiled_steps(config: TrainConfig) -> Iterator[Callable[[], None]]:
-    """Profile a few steps into a Chrome trace and a table for each rank; yields what to call after every step."""
+    """Profile a few steps into a Chrome trace and a table for each rank; yields a function to call after every step."""
     if not config.profile:
         yield lambda: None
         return

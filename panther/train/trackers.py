@@ -107,7 +107,7 @@ class _JsonLines(Tracker):
 def _before(line: str, step: int) -> bool:
     try:
         return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):  # a killed process may leave half a line
+    except (ValueError, KeyError, TypeError):  # a killed process may leave an incomplete line
         return False
 
 

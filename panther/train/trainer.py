@@ -37,9 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 class Callback:
-    """Base class of what is called during a run. Every method is called on every rank; by default it does nothing.
+    """Base class of callbacks, whose methods the Trainer calls during a run.
 
-    If it has the methods ``state_dict`` and ``load_state_dict``, its state is stored in checkpoints.
+    Every method is called on every rank; by default it does nothing. If a callback has the methods ``state_dict`` and
+    ``load_state_dict``, its state is stored in checkpoints.
     """
 
     def on_start(self, trainer: "Trainer") -> None:
@@ -116,7 +117,7 @@ class Trainer:
         self.skipped = 0
         """Number of steps that were skipped because a loss or gradient was not finite."""
         self._windows_done = 0  # in the present epoch
-        self._windows_per_epoch: int | None = None  # None for streams, which do not tell
+        self._windows_per_epoch: int | None = None  # None for streams, whose length is unknown
         self._setup: TrainingSetup | None = None
         self._sums = [0.0, 0.0, 0.0]  # losses, samples and steps since the last record
         self._pending: Any = None
@@ -246,7 +247,7 @@ class Trainer:
         extra = loaded.extra
         if not isinstance(extra, Mapping) or "windows_done" not in extra:
             raise CheckpointError(
-                f"{path} was not written by a Trainer: load it by panther.distributed.checkpoint.load, and train anew"
+                f"{path} was not written by a Trainer: use panther.distributed.checkpoint.load and a new run"
             )
         self.step, self.epoch, self._windows_done = loaded.step, extra["epoch"], extra["windows_done"]
         self.skipped, self._sums, self._validated_at = extra["skipped"], extra["sums"], extra["validated_at"]

@@ -298,7 +298,7 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
             ["--nproc-per-node=many", "work.py"],
             "torchrun does not accept these options: Unsupported nproc_per_node value: many",
         ),
-        (["--nnodes=2:1", "--master-port=1", "work.py"], "do not go together: min_nodes must be > 0 and <= max_nodes"),
+        (["--nnodes=2:1", "--master-port=1", "work.py"], "does not accept these options: min_nodes must be > 0 and <= max_nodes"),
         (["--nnodes=two", "work.py"], "--nnodes and --backend are not valid: invalid literal for int"),
         (["--max-restarts=-1", "work.py"], "max_restarts must be >= 0"),
         (["--backend=smoke", "work.py"], "backend='smoke' is unknown: use one of 'gloo'"),
@@ -330,7 +330,7 @@ def test_script_is_required(capsys):
 
 def test_folders_that_cannot_be_written_to(script, capfd):
     assert main(["launch", "--log-dir", "work.py/logs", script("")]) == 1
-    assert "panther: error: the launcher could not go on: [Errno 20] Not a directory" in capfd.readouterr().err
+    assert "panther: error: the launcher failed: [Errno 20] Not a directory" in capfd.readouterr().err
 
 
 def test_a_port_in_use_is_answered_with_the_option_that_was_given(script, capfd):

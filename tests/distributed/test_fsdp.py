@@ -366,5 +366,5 @@ def test_a_mesh_of_groups_that_are_gone():
             DistributedError, match=r"there is no process group: call panther.distributed.init\(\) first"
         ):
             data_parallel(nn.Linear(2, 2), mesh)
-    start = "the mesh with the axes ('dp',) of sizes (1,) belongs to process groups that are gone"
+    start = "the mesh with the axes ('dp',) of sizes (1,) belongs to process groups that no longer exist"
     assert messages == [f"{start}: make a new mesh after init"]

@@ -100,7 +100,7 @@ def _reload(results: list[dict[str, Any]], hidden: int, sketch_size: int, device
 
 
 def _summarise(results: list[dict[str, Any]], reloaded: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """Return a column for each kind: what all runs share, and means over the runs."""
+    """Return a column for each kind: figures that all runs share, and means over the runs."""
     columns = {}
     for kind in dict.fromkeys(result["kind"] for result in results):
         mine = [result for result in results if result["kind"] == kind]

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace, trace: Path) -> int:
-    """Show and write what was recorded, however the script ended; then end as the script did."""
+    """Print and write the profile, also if the script failed, and return its exit status or raise its error."""
     from panther.cli.profile._recorder import profile_script
 
     skip = 0 if args.steps is None else 1 if args.skip is None else args.skip

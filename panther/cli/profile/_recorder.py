@@ -46,7 +46,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Run:
-    """How a recorded script ended."""
+    """The result of a recorded script."""
 
     profile: Profile | None
     """None if it ended before there was anything to record."""
@@ -59,7 +59,7 @@ class Run:
 
 
 class NoModuleError(PantherError):
-    """There is no module of this name that can be run."""
+    """The module cannot be found, or cannot be run."""
 
 
 def covered(ranges: Iterable[tuple[float, float]]) -> float:

@@ -114,7 +114,7 @@ def _kept_bytes(settings: Settings, batch: int) -> int:
 
 
 def _notes(world: int, figures: dict[str, Any]) -> list[str]:
-    """Return what is wasteful, though possible."""
+    """Return notes on settings that waste samples or memory."""
     notes = []
     per_rank, batch, repeated = figures["samples_per_rank"], figures["batch_per_rank"], figures["repeated"]
     if world > TRAIN_SAMPLES:

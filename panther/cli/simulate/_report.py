@@ -147,7 +147,7 @@ def _print_gradients(settings: Settings, ranks: list[Record], single: Record, me
     named = [(f"rank {index}, before the all-reduce", rank["local"]) for index, rank in enumerate(ranks)]
     named += [("their mean", mean), ("every rank, after the all-reduce", ranks[0]["averaged"])]
     named += [("one process, on the whole batch", single["local"])]
-    row = int(mean.norm(dim=1).argmax())  # one of a unit that is active, at least on most ranks
+    row = int(mean.norm(dim=1).argmax())  # of a unit that is active on most ranks, so that the row is not zero
     rows = [["", "norm", f"first entries of row {row}, times 1000"]]
     for name, gradient in named:
         entries = "".join(f"{1000 * value:>9.4f}" for value in gradient[row, :4].tolist())

@@ -304,7 +304,7 @@ def _can_shard(stats: ModelStats, tp: int, notes: list[str]) -> bool:
         return True
     try:
         sharded = stats.shard(tp)
-    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may use what is sharded in any way
+    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may fail on sharded layers in many ways
         notes.append(f"tp={tp} was not considered: {str(error).partition(chr(10))[0]}")
         return False
     if not any(layer.tp_calls for layer in sharded.layers):

@@ -193,7 +193,7 @@ def load(
         group: As for :func:`save`.
 
     Returns:
-        The step, and what the caller of :func:`save` added.
+        The step, and the ``extra`` values that :func:`save` stored.
 
     Raises:
         FormatError: On every rank, if a file is missing, foreign, truncated or damaged, or there is no checkpoint.

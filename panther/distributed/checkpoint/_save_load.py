@@ -195,7 +195,7 @@ def _tidy(directory: Path, final: Path, step: int, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, renaming it first, so that what is left after a kill never looks like a checkpoint."""
+    """Remove a folder, renaming it first, so that a killed process never leaves a partial checkpoint."""
     if folder.suffix != ".tmp":
         # A rename is atomic; removing file by file is not.
         aside = folder.with_name(folder.name + ".tmp")

@@ -272,7 +272,7 @@ def tensor_entries(manifest: Mapping[str, Any], prefix: str) -> dict[str, dict[s
 
 
 def _unsound(manifest: Mapping[str, Any]) -> str | None:
-    """Say what is wrong in a manifest that somebody made by hand, such as a file outside of the folder."""
+    """Describe the error in a manifest that :func:`save` did not write, such as a file outside of the folder."""
     files, tensors = manifest.get("files"), manifest.get("tensors")
     if not isinstance(files, dict) or not isinstance(tensors, dict):
         return "'files' and 'tensors' must be objects"

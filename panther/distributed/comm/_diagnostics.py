@@ -1,6 +1,6 @@
-"""Errors of ranks that cannot reach one another: which do not answer, and what the others were doing.
+"""Errors of ranks that cannot reach one another: they name the ranks that do not answer.
 
-Nothing is sent while all goes well. When an exchange fails or its time is over, every rank that hears of it leaves a
+Nothing is sent as long as communication works. When an exchange fails or times out, every rank that notices leaves a
 note in the store in which the ranks met, and those that leave none within a moment are named.
 """
 

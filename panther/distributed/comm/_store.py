@@ -3,7 +3,7 @@
 With MASTER_ADDR and MASTER_PORT in the environment that is torch's TCP store. Without them the ranks are processes of
 one machine with one parent, as under ``mp.spawn``: rank 0 listens on a free port of the loopback interface and writes
 the port to a file that is named after the parent. Rank 0 removes the file as soon as all ranks have checked in, so a
-later run never reads it; what a crashed run leaves behind names a port on which nobody listens.
+later run never reads it; the file of a crashed run names a port on which nobody listens.
 
 How a machine reaches a store's host says also on which interface it reaches the other ranks.
 """
@@ -198,7 +198,7 @@ def _publish(pointer: Path) -> Meeting:
     store, port = listening_store()
     draft = pointer.with_suffix(f".{os.getpid()}")
     draft.write_text(str(port))
-    draft.replace(pointer)  # so that nobody reads half a number
+    draft.replace(pointer)  # so that no rank reads an incomplete number
     return Meeting(store, close=lambda: pointer.unlink(missing_ok=True))
 
 

@@ -56,7 +56,7 @@ def start_group(
     timeout_s: float,
     opener: Callable[[int, int, float, float], Meeting],  # takes rank, world size, timeout and deadline
 ) -> None:
-    """Join the process group; whatever goes wrong raises an error of one sentence."""
+    """Join the process group; every failure raises an error of one sentence."""
     global _session
     _check_request(rank, world_size, backend, timeout_s)
     deadline = time.monotonic() + timeout_s
@@ -111,7 +111,7 @@ def _choose_interface(agreement: Agreement) -> bool:
     if _INTERFACE in os.environ:
         return False
     name = None
-    with suppress(OSError):  # no route: gloo may still find its way
+    with suppress(OSError):  # no route is known: gloo chooses an interface itself
         name = interface_of("127.0.0.1" if agreement.one_host else find_route(agreement.address).own_address)
     if name is not None:
         os.environ[_INTERFACE] = name

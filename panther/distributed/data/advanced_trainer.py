@@ -49,7 +49,7 @@ class AdvancedDistributedTrainer:
         if not in_process_group() or (rank, world_size) != (get_rank(), get_world_size()):
             raise DistributedError(
                 f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
-                f"{get_world_size()}: call panther.distributed.init() first, and pass what it says"
+                f"{get_world_size()}: call panther.distributed.init() first, and pass get_rank() and get_world_size()"
             )
         self.model, self.rank, self.world_size, self.gradient_clipping = model, rank, world_size, gradient_clipping
         self.ddp_model = data_parallel(model, gradient_as_bucket_view=True)

@@ -137,7 +137,7 @@ def _check(
         option = "cpu_offload" if cpu_offload else "mixed_precision"
         raise ValueError(f"{option} is for strategy='fsdp': with 'ddp' use torch.autocast, or ZeroRedundancyOptimizer")
     if cpu_offload and strategy == "replicate":
-        raise ValueError("cpu_offload is for strategy='fsdp', which shards what is moved")
+        raise ValueError("cpu_offload needs strategy='fsdp', because it moves shards to the CPU")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"
@@ -161,7 +161,7 @@ def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
             state = "sharded" if isinstance(module, FSDPModule) else "wrapped by DistributedDataParallel"
             raise DistributedError(
                 f"a model can be wrapped or sharded once, and {f'{name!r} in it' if name else 'this one'} is {state}: "
-                "train it as it is, or build it anew"
+                "train it as it is, or build a new one"
             )
     if strategy == "ddp":
         return {}

@@ -1,4 +1,4 @@
-"""The processes of ``launch``: torch's elastic agent, with what it leaves out.
+"""The processes of ``launch``: torch's elastic agent, with additions.
 
 The agent restarts a group of workers and ends it as a whole. Panther's subclass adds a worker that ends with exit code
 0 and without a result (the agent waits for it for ever), and the exit codes of all workers, where the agent reports
@@ -30,7 +30,7 @@ _SHUTDOWN_S = 10
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also notices workers that leave without a result and keeps every exit code."""
+    """torch's agent, which also detects workers that end without a result, and records every exit code."""
 
     _ended: frozenset[int] = frozenset()
 
@@ -110,7 +110,7 @@ def run_agent(
 
 @contextmanager
 def contained(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a while, and keep what torch's launcher does to this process from outlasting it.
+    """Set environment variables temporarily, and undo the changes that torch's launcher makes to this process.
 
     Its log stays off the terminal, where the errors are said in words; handlers that a user attaches to its loggers
     still get it. The signal handlers and variables that it sets are put back.
@@ -128,7 +128,7 @@ def contained(environment: Mapping[str, str]) -> Iterator[None]:
     os.environ.update(environment)
     try:
         with warnings.catch_warnings():
-            # Said of any process with a thread, such as a progress bar's; the user chose to fork.
+            # Python warns of any process with threads, such as a progress bar's; the user chose to fork.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             # torch leaves the log files of workers that have ended to the garbage collector.
             warnings.filterwarnings("ignore", message="unclosed file", category=ResourceWarning)

@@ -115,7 +115,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--backend", metavar="NAME", help="gloo or nccl, for panther.distributed.init() (default: it decides)"
     )
-    for option in ("node_rank", "rdzv_backend"):  # to tell torchrun's defaults from what was asked for
+    for option in ("node_rank", "rdzv_backend"):  # to distinguish torchrun's defaults from given options
         if f"PET_{option.upper()}" not in os.environ:  # where torchrun finds options too
             parser.set_defaults(**{option: None})
     args = parser.parse_args(list(argv))
@@ -159,7 +159,7 @@ def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:
         return None
     try:
         host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, port)
-        host.encode("idna")  # as whatever resolves it does, whose error for it is not a sentence
+        host.encode("idna")  # the resolver does the same, and its error is hard to read
     except ValueError as error:
         raise ConfigError(f"{option} must be HOST:PORT, the same on every node: {error}") from None
     return _set_addresses(args, host, port, option)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_LOST = re.compile(  # what a rank says because another one has ended
+_LOST = re.compile(  # errors of a rank that are caused by the end of another one
     "Connection (was likely )?(closed|reset)|Broken pipe|connection was closed|failed to recv|remote process exited"
     "|lost the store|see whether one of them has ended|checked in and then ended or stalled|reported no error"
 )

@@ -1,4 +1,4 @@
-"""What the ranks of a script write: a file for each rank and stream, some of it shown on the terminal."""
+"""Logs of the ranks of a script: a file for each rank and stream, some of them also shown on the terminal."""
 
 __all__ = ["RankLogs"]
 
@@ -19,7 +19,7 @@ from panther.errors import ConfigError, PantherError
 
 _POLL_S = 0.1
 _LOGGER = logging.getLogger(__name__)
-# Bad input, which another attempt cannot mend; the other errors of panther.errors are work that failed.
+# Errors of bad input, which a restart cannot fix; the other errors of panther.errors may not recur.
 _BAD_INPUT = tuple(
     name
     for name, kind in vars(errors).items()
@@ -124,7 +124,7 @@ def _tail(files: list[tuple[str, Path, TextIO]], done: threading.Event) -> None:
             text = data.decode(errors="replace")
             if prefix:
                 text = "".join(prefix + line for line in text.splitlines(keepends=True))
-            with suppress(OSError, ValueError):  # nobody reads any more; the files have it all
+            with suppress(OSError, ValueError):  # the terminal is closed; the files have the output
                 stream.write(text)
                 stream.flush()
         if last:

@@ -51,7 +51,7 @@ def launch(
         TypeError: If ``fn`` or ``args`` cannot be pickled.
         ValueError: If a number or the start method is not valid.
 
-    Cost: about two seconds to spawn two processes, which import torch anew; a tenth of that to fork them.
+    Cost: about two seconds to spawn two processes, which import torch again; a tenth of that to fork them.
 
     Example:
         >>> launch(max, 3, 5, nproc=2, start_method="fork")

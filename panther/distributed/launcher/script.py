@@ -168,9 +168,9 @@ def run_script(argv: list[str], name: str | None = None) -> tuple[signal.Signals
         except ConfigError as error:  # of the logs, which refuse a restart
             failure = error.with_traceback(None)
         except (RendezvousError, dist.DistError, OSError) as error:
-            text = f"the launcher could not go on: {str(error.__cause__ or error).splitlines()[0]}"
+            text = f"the launcher failed: {str(error.__cause__ or error).splitlines()[0]}"
             endpoint = job.config.rdzv_endpoint
-            hint = f"; see what the launchers of the other nodes say, which meet at {endpoint}" if endpoint else ""
+            hint = f"; see the output of the launchers of the other nodes, which meet at {endpoint}" if endpoint else ""
             failure = DistributedError(text + hint)
         finally:
             if job.logs is not None:

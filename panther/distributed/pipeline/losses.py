@@ -1,4 +1,4 @@
-"""Loss functions as microbatches and ranks see them: what they reduce by, and their values divided."""
+"""Loss functions of microbatches and ranks: their reduction, and the division of their values."""
 
 __all__ = ["DividedLoss", "check_reduction", "reduction_of"]
 

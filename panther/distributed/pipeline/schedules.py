@@ -144,7 +144,7 @@ def make_schedule(
         name: ``"gpipe"`` or ``"1f1b"``, with one stage a rank; ``"interleaved"``, ``"looped_bfs"`` or
             ``"zero_bubble"``, with several; ``"zbv"`` or ``"dualpipev"``, with two in the order ``"v"``.
         stages: This rank's, from :func:`~panther.distributed.split_stages`.
-        num_microbatches: Number of microbatches, of which the samples of a batch must be a multiple.
+        num_microbatches: Number of microbatches, which must divide the number of samples in a batch.
         loss_fn: ``loss_fn(output, target)``. Where its attribute ``reduction`` is ``"sum"``, microbatches' losses are
             added, else (also for a function, which has none) averaged, so that loss and gradients are those of the
             unsplit batch. Exceptions: means that are not over samples (``ignore_index``, class weights), and BatchNorm,

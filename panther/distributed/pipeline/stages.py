@@ -145,7 +145,7 @@ class StagePlan:
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, without three of its faults.
+    """Torch's stage, with three defects fixed.
 
     Before the first step with a new size, torch runs every stage once on uninitialised memory, to find the shapes of
     its outputs. That can fail (indices out of range), changes buffers, and drops gradients that an FSDP stage has from

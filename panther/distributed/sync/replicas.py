@@ -1,4 +1,4 @@
-"""Give every rank the same model: compare what the ranks built, then broadcast the first one's."""
+"""Give every rank the same model: compare the models of all ranks, then broadcast the first one's."""
 
 __all__ = ["broadcast_model", "check_same_model", "describe_library", "describe_tensors", "send_model"]
 
@@ -78,7 +78,7 @@ def broadcast_model(
 
 
 def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
-    """Broadcast a model of which :func:`check_same_model` has found that the ranks have the same."""
+    """Broadcast a model after :func:`check_same_model` has compared it between ranks."""
     ranks = dist.get_process_group_ranks(group)
     _check_replicated(model, ranks)
     src = ranks[0]
@@ -102,7 +102,7 @@ def _check_replicated(model: nn.Module, ranks: list[int]) -> None:
         more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
         raise DistributedError(
             f"parameters must be replicated, and {sharded[0]!r}{more} are sharded over {name_ranks(ranks)} already: "
-            "use the model as it is, or build it anew"
+            "use the model as it is, or build a new one"
         )
 
 

@@ -15,7 +15,7 @@ from panther.nn import RandMultiHeadAttention, sinSRPE
 from panther.nn._sketched import SketchedModule
 
 _FITTED = -1
-_ODD = 0x1E3779B97F4A7C15  # odd and irregular, below 2^63
+_ODD = 0x1E3779B97F4A7C15  # an odd number without a pattern of bits, below 2^63
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -32,7 +32,7 @@ from panther.nn._sketched import keep_own_forward
 
 
 class HeadwiseAttention(ShardedModule):
-    """Base of both: some heads on each rank."""
+    """Base of both classes: attention sharded by heads."""
 
     local_heads: range
     """The heads of this rank."""
@@ -48,7 +48,7 @@ class HeadwiseAttention(ShardedModule):
 
 
 class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
-    """Random-feature attention with some heads on each rank, which draws the random directions of its own heads."""
+    """Random-feature attention, sharded by heads. Each rank draws the random directions of its own heads."""
 
     placements: ClassVar[dict[str, Placement]] = {
         **dict.fromkeys(("Wq", "Wk", "Wv", "bq", "bk", "bv"), Shard(0)), "W0": Shard(1), "b0": Replicate(),
@@ -85,7 +85,7 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
 
 
 class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
-    """torch's attention with some heads on each rank.
+    """torch's attention, sharded by heads.
 
     Its packed projection is one parameter, in which the rows of some heads are not contiguous. It stays replicated,
     each rank uses its heads' rows, and the gradient is summed. The output projection is sharded.

@@ -150,7 +150,7 @@ def _must_stay_plain(module: nn.Module) -> str | None:
         return "other modules read them"
     held = [leaf for key, value in vars(module).items() if not key.startswith("_forward") for leaf in _leaves(value)]
     own = {id(tensor) for values in (module._parameters, module._buffers) for tensor in values.values()}
-    # nn.LSTM and its kin keep their weights in a list beside _parameters, which would go stale.
+    # nn.LSTM and similar modules keep their weights in a list beside _parameters, which would go stale.
     if any(isinstance(leaf, Tensor) and id(leaf) not in own for leaf in held) or "_flat_weights" in vars(module):
         return "it keeps tensors in other attributes too"
     return None

@@ -68,7 +68,7 @@ Plan = dict[str, ModulePlan]
 
 @dataclass(frozen=True)
 class _Survey:
-    """What every planner asks about the model."""
+    """Facts about the model that all planners use."""
 
     model: nn.Module
     ranks: int
@@ -80,7 +80,7 @@ class _Survey:
     """By module, those that have one of its parameters too, and itself."""
 
     def obstacle(self, *names: str) -> str | None:
-        """Return why layers cannot be sharded whatever they compute, or None."""
+        """Return why layers cannot be sharded, independent of what they compute, or None."""
         if any(self.model.get_submodule(name) in self.repeated for name in names):
             return "is used in several places of the model"
         return "shares a parameter with another layer" if any(name in self.shared for name in names) else None
@@ -289,7 +289,7 @@ def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan
         if len(dims) > 1 or dims == {"unknown"}:
             raise ShapeError(
                 f"{', '.join(repr(owner) for owner, _ in places)} share a parameter, and the plan does not shard it in "
-                "one way: name all of them, with styles that shard it alike, or none"
+                "one way: name all of them, with styles that shard it in the same way, or none"
             )
     return plan
 

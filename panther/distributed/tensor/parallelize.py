@@ -102,7 +102,7 @@ def tensor_parallel(
     the plain model.
 
     Args:
-        model: Built alike on every rank, on its device.
+        model: The model, built with the same sizes on every rank, on its device.
         mesh: One-dimensional, ``mesh["tp"]``.
         plan: ``"auto"``, or styles by globs of names: :class:`ColwiseSKParallel`, :class:`RowwiseSKParallel`,
             :class:`HeadwiseParallel`, or torch's.

@@ -1,4 +1,4 @@
-"""From a sharded model back to the plain one, and the record in which a module keeps what it was."""
+"""Conversion of a sharded model to the plain one, and the record of a module's state before sharding."""
 
 __all__ = ["Unsharded", "remember_", "unshard_module"]
 
