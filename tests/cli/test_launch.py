@@ -298,7 +298,10 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
             ["--nproc-per-node=many", "work.py"],
             "torchrun does not accept these options: Unsupported nproc_per_node value: many",
         ),
-        (["--nnodes=2:1", "--master-port=1", "work.py"], "does not accept these options: min_nodes must be > 0 and <= max_nodes"),
+        (
+            ["--nnodes=2:1", "--master-port=1", "work.py"],
+            "does not accept these options: min_nodes must be > 0 and <= max_nodes",
+        ),
         (["--nnodes=two", "work.py"], "--nnodes and --backend are not valid: invalid literal for int"),
         (["--max-restarts=-1", "work.py"], "max_restarts must be >= 0"),
         (["--backend=smoke", "work.py"], "backend='smoke' is unknown: use one of 'gloo'"),
@@ -440,7 +443,7 @@ def test_a_killed_first_node_ends_the_others(script, free_port):
     code, output = second.wait()
     assert first.wait()[0] == -signal.SIGKILL
     assert code == 1
-    assert f"; see what the launchers of the other nodes say, which meet at 127.0.0.1:{free_port}\n" in output
+    assert f"; see the output of the launchers of the other nodes, which meet at 127.0.0.1:{free_port}\n" in output
 
 
 # Parts

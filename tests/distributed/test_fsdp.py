@@ -258,7 +258,7 @@ def test_what_is_refused():
     assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', or None"
     assert messages[3].startswith("comm_hook='fp16' is for strategy='ddp'")
     assert messages[4].startswith("mixed_precision is for strategy='fsdp'")
-    assert messages[5].startswith("cpu_offload is for strategy='fsdp'")
+    assert messages[5].startswith("cpu_offload needs strategy='fsdp'")
 
 
 class Scaled(nn.Module):
