@@ -259,7 +259,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the folder of the latest checkpoint whose files are all there, or None.
 
-    It warns of every later one that is passed over. The contents of files are checked by :func:`load`.
+    It warns of every later one that it skips. The contents of files are checked by :func:`load`.
 
     Example:
         >>> import tempfile
