@@ -345,7 +345,7 @@ def test_config_file_and_options(capsys):
         '[launch]\nscript = "package.train"\nmodule = true\nargs = ["--lr", "1 2"]\nnodes = 3\nname = "mine"\n'
     )
     assert main(["init", "slurm", "--config=job.toml", "--nodes=4", "--out=files"]) == 0
-    assert capsys.readouterr().out == f"{Path('files/slurm.sbatch')}: Submit with: sbatch slurm.sbatch\n"
+    assert capsys.readouterr().out == f"{Path('files/slurm.sbatch')}: Submit with: sbatch slurm.sbatch (in files)\n"
     text = Path("files/slurm.sbatch").read_text()
     assert "#SBATCH --nodes=4\n" in text
     assert "    --module\n    package.train\n    --lr\n    '1 2'\n" in text

@@ -35,7 +35,7 @@ class Launcher:
                 sys.stderr.flush()
                 os._exit(code)
 
-    def wait(self, seconds=60):
+    def wait(self, seconds=180):
         """The exit code and what was written."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

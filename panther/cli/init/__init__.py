@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8")
-        print(f"{folder / name}: {text.partition('panther init. ')[2].partition(chr(10))[0]}")
+        usage = text.partition("panther init. ")[2].partition("\n")[0]
+        print(f"{folder / name}: {usage}{'' if folder == Path() else f' (in {folder})'}")
     _print_notes(args.kind, job, folder)
     return 0
 
