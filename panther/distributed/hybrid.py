@@ -96,6 +96,7 @@ class HybridParallelTrainer:
         self.report: TensorParallelReport | None = None
         stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
         plan = self._plan(model, config) if stages > 1 else None  # the trace needs layers of full size
+        # Before data parallelism: FSDP can shard a shard again, and tensor parallelism cannot.
         if config["tensor_parallel_size"] > 1:
             self.report = tensor_parallel(model, self.mesh["tp"])
         if plan is None:
@@ -171,6 +172,7 @@ class HybridParallelTrainer:
         except Exception:  # agree, below, raises it on every rank; leaving now would let the others wait
             mine = [0, 0, 0]
         dp, pp = self.mesh["dp"].size(), self.mesh["pp"].size()
+        # Three numbers a rank in every step; the descriptions themselves are exchanged only if these differ.
         sent = torch.tensor(mine, device=transport(None))
         found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
         dist.all_gather(found, sent)
@@ -180,7 +182,7 @@ class HybridParallelTrainer:
             fix = "every rank batches of one size and shape" if pp > 1 else "ranks with the same dp rank the same batch"
             agree("train_step", form, dist.group.WORLD, f"pass {fix}", "batches")
         if reduction_of(criterion) == "sum":
-            return 1 / dp
+            return 1 / dp  # undoes the mean that data parallelism takes of the gradients
         return int(samples[:, 0].sum()) / (len(data) * len(places))
 
     def _step(
@@ -210,6 +212,7 @@ class HybridParallelTrainer:
             norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
             clip_gradients(self.model.parameters(), self.gradient_clipping, norm)
         optimizer.step()
+        # Only the ranks of a last stage have a loss, and each tp rank of those has the same one.
         total = torch.zeros((), dtype=torch.float64, device=device)
         if loss is not None:
             total += loss.detach()

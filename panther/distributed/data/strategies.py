@@ -105,6 +105,7 @@ def data_parallel(
     for axis in range(mesh.ndim):  # along one axis, then the other, so that all ranks get those of the first
         send_model(model, mesh.get_group(axis), "data_parallel")
     dtype = compute_dtype(mixed_precision)
+    # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
@@ -225,7 +226,8 @@ def _placement(mesh: DeviceMesh) -> Any:
 def _ddp(
     model: nn.Module, group: dist.ProcessGroup | None, comm_hook: str | None, options: dict[str, Any]
 ) -> DistributedDataParallel:
-    send_sketches(model, group)
+    send_sketches(model, group)  # by their seeds, since DDP's own first broadcast will leave them out
+    # They never change in training: without this list DDP sends them again in every forward, evaluation included.
     fixed = [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)

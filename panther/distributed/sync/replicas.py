@@ -37,6 +37,7 @@ def describe_tensors(model: nn.Module) -> dict[str, str]:
 
 def describe_library() -> dict[str, str]:
     """Describe the settings of a whole process that change its results."""
+    # Different versions may draw, pack or split differently without any error.
     return {
         "Panther's version": __version__,
         "torch's version": torch.__version__,
@@ -108,6 +109,7 @@ def _check_replicated(model: nn.Module, ranks: list[int]) -> None:
 
 def _is_sharded_over(tensor: DTensor, ranks: list[int]) -> bool:
     mesh = tensor.device_mesh
+    # Shards along another axis of the mesh, whose ranks are not in this group, are equal on all of its ranks.
     return any(
         not placement.is_replicate() and len({*ranks}.intersection(dist.get_process_group_ranks(mesh.get_group(i)))) > 1
         for i, placement in enumerate(tensor.placements)
