@@ -71,7 +71,7 @@ def check_folder(path: str, flag: str = "--out") -> Path:
 
 
 def check_file(path: str | None, flag: str) -> None:
-    """Raise PantherError unless the file of an option can be written after the work; None is no file."""
+    """Raise PantherError unless the file of an option can be written after the work; None stands for no file."""
     if path is None:
         return
     parent = Path(path).parent
