@@ -1,9 +1,8 @@
 r"""Function forms: sketches as tensors, and a tensor sketched along one dimension.
 
-Each takes its sizes, then the device and the dtype by position, and a ``seed`` by keyword; None draws one from torch's
-default CPU generator. Except for :func:`sparse_sketch_operator`, sketches are isometries in expectation;
-``scale=False`` gives the variance that panther-ml has. To apply a sketch without forming its matrix, or to draw a block
-of it, use the operator each form names.
+Except for :func:`sparse_sketch_operator`, sketches are isometries in expectation; ``scale=False`` gives the variance
+that panther-ml has. To apply a sketch without forming its matrix, or to draw a block of it, use the operator that each
+form names; its errors are the form's errors.
 """
 
 __all__ = [
@@ -31,6 +30,8 @@ from panther.sketch.operator import SketchingOperator, TransposedSketch, as_devi
 from panther.sketch.sparse import Axis, SparseSketch
 from panther.sketch.trig import SRHT
 
+_Matrix = Tensor | SketchingOperator | TransposedSketch
+
 
 class DistributionFamily(StrEnum):
     """How the entries of a dense sketch are distributed."""
@@ -51,12 +52,7 @@ def scaled_sign_sketch(
 ) -> Tensor:  # (m, n)
     r"""Return a random sign matrix of shape (m, n), entries :math:`\pm 1/\sqrt m`: :class:`SignSketch` as a tensor.
 
-    Args:
-        m: Number of rows, the sketch size.
-        n: Number of columns.
-        device: None is torch's default.
-        dtype: Floating dtype; None is torch's default.
-        seed: None draws one from torch's default CPU generator.
+    Arguments are those of :func:`dense_sketch_operator`.
 
     Example:
         >>> scaled_sign_sketch(4, 3, seed=0).abs().unique()
@@ -77,16 +73,17 @@ def dense_sketch_operator(
 ) -> Tensor:  # (m, n)
     r"""Return a random matrix of shape (m, n) and independent entries of variance 1/m.
 
-    :class:`GaussianSketch` or :class:`UniformSketch` (entries in :math:`\pm\sqrt{3/m}`) as a tensor.
+    :class:`GaussianSketch` or :class:`UniformSketch` (entries in :math:`\pm\sqrt{3/m}`) as a tensor. Other forms take
+    ``m``, ``n``, ``device``, ``dtype`` and ``seed`` in the same sense.
 
     Args:
         m: Number of rows, the sketch size.
         n: Number of columns.
-        distribution: Of the entries; or its name in lower case.
+        distribution: The distribution of the entries, or its name in lower case.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
         scale: False gives entries of variance 1, as panther-ml has them (uniform ones in :math:`\pm\sqrt 3`).
-        seed: None draws one from torch's default CPU generator.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
 
     Raises:
         ValueError: If ``distribution`` is neither.
@@ -96,7 +93,16 @@ def dense_sketch_operator(
         >>> bool(S.abs().max() <= 0.03**0.5)
         True
     """
-    return _dense_matrix(m, n, distribution, device, dtype, scale, seed)
+    check_flag("scale", scale)
+    try:
+        family = DistributionFamily(distribution)
+    except ValueError:
+        raise ValueError(
+            f"distribution={distribution!r} must be DistributionFamily.Gaussian or DistributionFamily.Uniform"
+        ) from None
+    kind = GaussianSketch if family is DistributionFamily.Gaussian else UniformSketch
+    S = kind(m, n, seed=seed, scale=scale, device=device, dtype=dtype).dense()
+    return S.mul_(math.sqrt(3)) if kind is UniformSketch and not scale else S
 
 
 def gaussian_skop(
@@ -205,7 +211,7 @@ def srht(
         m: Sketch size.
         scale: Whether entries are :math:`\pm 1/\sqrt m`, an isometry in expectation; False gives orthonormal rows of
             entries :math:`\pm 1/\sqrt N`, as panther-ml has them, N the least power of two no smaller than both sizes.
-        seed: None draws one from torch's default CPU generator.
+        seed: As for :func:`dense_sketch_operator`.
 
     Example:
         >>> x = torch.randn(5, 300)
@@ -214,8 +220,8 @@ def srht(
     """
     m, n = check_size("m", m, least=0), _size_along(x, -1)
     S = SRHT(m, n, seed=seed, scale=scale, dtype=x.dtype, device=x.device)
-    y = sketch_tensor(x, -1, m, S)
-    return y if scale else y / math.sqrt(1 << max(0, max(m, n) - 1).bit_length())
+    y = _sketch_along(S, x, -1)
+    return y if scale else y / math.sqrt(S._padded())
 
 
 @overload
@@ -237,22 +243,11 @@ def sketch_tensor(
     input: Tensor,
     axis: int,
     new_size: int,
-    sketch_matrix: Tensor | SketchingOperator | TransposedSketch,
-    /,
+    distribution: _Matrix | None = None,  # the sketch_matrix by position
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor: ...
-
-
-@overload
-def sketch_tensor(
-    input: Tensor,
-    axis: int,
-    new_size: int,
     *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    sketch_matrix: Tensor | SketchingOperator | TransposedSketch,
+    sketch_matrix: _Matrix | None = None,
 ) -> Tensor: ...
 
 
@@ -260,11 +255,11 @@ def sketch_tensor(
     input: Tensor,
     axis: int,
     new_size: int,
-    distribution: DistributionFamily | str | Tensor | SketchingOperator | TransposedSketch | None = None,
+    distribution: DistributionFamily | str | _Matrix | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     *,
-    sketch_matrix: Tensor | SketchingOperator | TransposedSketch | None = None,
+    sketch_matrix: _Matrix | None = None,
     scale: bool = True,
     seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -274,12 +269,12 @@ def sketch_tensor(
         input: A tensor of any floating dtype.
         axis: The dimension to sketch.
         new_size: Its new size.
-        distribution: Of the entries of the matrix that is drawn; in this place a ``sketch_matrix`` may stand too.
+        distribution: The distribution of the entries of a matrix to draw; a ``sketch_matrix`` may stand here too.
         device: Where to compute; None is where ``input`` is.
         dtype: Floating dtype to compute and return; None is that of ``input``.
         sketch_matrix: The matrix to apply, (new_size, input.shape[axis]): a tensor, sparse or not, or an operator.
-        scale: Of the matrix that is drawn, as for :func:`dense_sketch_operator`: False gives entries of variance 1.
-        seed: Of the matrix that is drawn; None draws one from torch's default CPU generator.
+        scale: As for :func:`dense_sketch_operator`, which draws the matrix.
+        seed: As for :func:`dense_sketch_operator`.
 
     Returns:
         The sketched tensor and the matrix S of shape (new_size, input.shape[axis]) where a distribution is given; the
@@ -302,16 +297,16 @@ def sketch_tensor(
     input = input.to(device=None if device is None else as_device(device), dtype=dtype)
     check_floating("input.dtype", input.dtype)
     new_size = check_size("new_size", new_size, least=0)
-    if isinstance(distribution, Tensor | SketchingOperator | TransposedSketch):
+    if isinstance(distribution, _Matrix):
         if sketch_matrix is not None:
             raise TypeError("sketch_tensor takes one sketch matrix and was given two: leave out the fourth argument")
         distribution, sketch_matrix = None, distribution
     if (distribution is None) == (sketch_matrix is None):
         raise TypeError("sketch_tensor takes either distribution= or sketch_matrix=: give one of them")
-    if sketch_matrix is None:
-        S = _dense_matrix(new_size, size, distribution, input.device, input.dtype, scale, seed)
+    if distribution is not None:
+        S = dense_sketch_operator(new_size, size, distribution, input.device, input.dtype, scale=scale, seed=seed)
         return _sketch_along(S, input, axis), S
-    if not isinstance(sketch_matrix, Tensor | SketchingOperator | TransposedSketch):
+    if not isinstance(sketch_matrix, _Matrix):
         raise TypeError(f"sketch_matrix must be a tensor or a sketch, not {type(sketch_matrix).__name__}")
     check_floating("sketch_matrix.dtype", sketch_matrix.dtype)
     if seed is not None or not scale:
@@ -324,7 +319,7 @@ def sketch_tensor(
     return _sketch_along(sketch_matrix.to(device=input.device, dtype=input.dtype), input, axis)
 
 
-def _sketch_along(S: Tensor | SketchingOperator | TransposedSketch, x: Tensor, axis: int) -> Tensor:
+def _sketch_along(S: _Matrix, x: Tensor, axis: int) -> Tensor:
     columns = x.movedim(axis, 0)  # (size, the rest)
     rest = columns.shape[1:]
     return (S @ columns.reshape(columns.shape[0], rest.numel())).reshape(S.shape[0], *rest).movedim(0, axis)
@@ -340,25 +335,3 @@ def _size_along(x: Tensor, axis: int) -> int:
     if not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis={axis} must be between {-x.ndim} and {x.ndim - 1} for a tensor of {x.ndim} dimensions")
     return x.shape[axis]
-
-
-def _dense_matrix(
-    m: int,
-    n: int,
-    distribution: DistributionFamily | str | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    scale: bool,
-    seed: int | None,
-) -> Tensor:  # (m, n)
-    """Return a matrix of independent entries of variance 1/m, or 1 with ``scale=False``."""
-    check_flag("scale", scale)
-    try:
-        family = DistributionFamily(distribution)  # type: ignore[arg-type]
-    except ValueError:
-        raise ValueError(
-            f"distribution={distribution!r} must be DistributionFamily.Gaussian or DistributionFamily.Uniform"
-        ) from None
-    kind = GaussianSketch if family is DistributionFamily.Gaussian else UniformSketch
-    S = kind(m, n, seed=seed, scale=scale, device=device, dtype=dtype).dense()
-    return S.mul_(math.sqrt(3)) if kind is UniformSketch and not scale else S

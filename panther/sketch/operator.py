@@ -3,8 +3,8 @@
 __all__ = ["SketchingOperator", "TransposedSketch"]
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
 
+_Drawn = TypeVar("_Drawn", Tensor, tuple[Tensor, ...])
 _Linear = Callable[[Tensor], Tensor]
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = (1 << 31) - 1
@@ -46,13 +47,7 @@ class SketchingOperator(ABC):
         ValueError: If ``seed`` or ``stream`` is outside its range.
     """
 
-    _kinds: ClassVar[dict[str, type["SketchingOperator"]]] = {}
-    _options: ClassVar[tuple[str, ...]] = ()  # arguments of a subclass's constructor in addition to those above
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if not cls.__name__.startswith("_"):
-            SketchingOperator._kinds[cls.__name__] = cls
+    _options: ClassVar[tuple[str, ...]] = ()  # a subclass's own arguments, which its repr shows
 
     def __init__(
         self,
@@ -73,7 +68,7 @@ class SketchingOperator(ABC):
         self.version = STREAM_VERSION
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.device = torch.get_default_device() if device is None else as_device(device)
-        self._kept: dict[str, tuple[Tensor, ...]] = {}
+        self._kept: dict[str, Any] = {}
 
     def block(self, rows: slice | range, cols: slice | range) -> Tensor:
         """Return the entries at ``rows`` and ``cols``, drawn without the others.
@@ -128,15 +123,15 @@ class SketchingOperator(ABC):
     def _panel(self, cols: range) -> Tensor:
         if len(cols) < self.shape[1]:
             return self.block(slice(None), cols)
-        return self._keep("dense", lambda: (self.dense(),))[0]
+        return self._keep("dense", self.dense)
 
-    def _keep(self, name: str, draw: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _keep(self, name: str, draw: Callable[[], _Drawn]) -> _Drawn:
         """Return the first result of ``draw``; fake tensors are not kept."""
-        value = self._kept.get(name)
-        if value is None:
-            value = draw()
-            if all(type(part) is Tensor for part in value):
-                self._kept[name] = value
+        if name in self._kept:
+            return self._kept[name]
+        value = draw()
+        if all(type(part) is Tensor for part in (value if isinstance(value, tuple) else (value,))):
+            self._kept[name] = value
         return value
 
     def dense(self) -> Tensor:  # (d, m)
@@ -148,10 +143,7 @@ class SketchingOperator(ABC):
         """The transpose, as an operator."""
         return TransposedSketch(self)
 
-    @property
-    def mT(self) -> "TransposedSketch":
-        """The transpose, under the name a batch of matrices has for it."""
-        return TransposedSketch(self)
+    mT = T  # noqa: N815  the name that a batch of matrices has for it
 
     def to(
         self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
@@ -168,69 +160,14 @@ class SketchingOperator(ABC):
         twin.__dict__.update(self.__getstate__(), device=device, dtype=dtype)
         return twin
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers and strings that define the matrix, as JSON can hold them.
-
-        Example:
-            >>> from panther.sketch import SignSketch
-            >>> SignSketch(2, 5, seed=7).to_dict()  # doctest: +NORMALIZE_WHITESPACE
-            {'kind': 'SignSketch', 'd': 2, 'm': 5, 'seed': 7, 'stream': 0, 'scale': True, 'version': 1,
-             'dtype': 'float32'}
-        """
-        return {
-            "kind": type(self).__name__,
-            "d": self.shape[0],
-            "m": self.shape[1],
-            "seed": self.seed,
-            "stream": self.stream,
-            "scale": self.scale,
-            "version": self.version,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            **{name: getattr(self, name) for name in self._options},
-        }
-
-    @staticmethod
-    def from_dict(saved: Mapping[str, Any], device: torch.device | str | None = None) -> "SketchingOperator":
-        """Return the operator that :meth:`to_dict` described.
-
-        Raises:
-            FormatError: If a key is missing or unknown, or the kind or the version is one that this Panther lacks.
-
-        Example:
-            >>> from panther.sketch import SignSketch
-            >>> S = SignSketch(2, 5, seed=7)
-            >>> torch.equal(SketchingOperator.from_dict(S.to_dict()).dense(), S.dense())
-            True
-        """
-        arguments = dict(saved) if isinstance(saved, Mapping) else {}
-        kind = SketchingOperator._kinds.get(str(arguments.pop("kind", None)))
-        if kind is None:
-            known = ", ".join(SketchingOperator._kinds)
-            found = saved.get("kind") if isinstance(saved, Mapping) else saved
-            raise FormatError(f"a saved sketch must have a kind, one of {known}, and has {found!r}: use to_dict()")
-        expected = {"d", "m", "seed", "stream", "scale", "version", "dtype", *kind._options}
-        if set(arguments) != expected:
-            wrong = ", ".join(sorted(map(str, expected ^ set(arguments))))
-            raise FormatError(f"a saved {kind.__name__} must have exactly the keys of to_dict(): {wrong} differ")
-        _check_version(arguments.pop("version"))
-        if type(arguments["seed"]) is not int or type(arguments["scale"]) is not bool or None in arguments.values():
-            raise FormatError(
-                f"a saved {kind.__name__} must have an integer seed, a scale of True or False and no None, and has "
-                f"{arguments}: use to_dict()"
-            )
-        dtype = getattr(torch, str(arguments.pop("dtype")), None)
-        if not isinstance(dtype, torch.dtype):
-            raise FormatError(f"dtype={saved['dtype']!r} of a sketch must name one of torch: use 'float32'")
-        try:
-            return kind(**arguments, dtype=dtype, device=device)
-        except (TypeError, ValueError) as error:
-            raise FormatError(f"a saved {kind.__name__} must be what to_dict() gives: {error}") from error
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _check_version(state["version"])
+        if state["version"] != STREAM_VERSION:
+            raise FormatError(
+                f"the stream version of a sketch, {state['version']!r}, must be {STREAM_VERSION}: upgrade Panther"
+            )
         self.__dict__.update(state)
 
     __array_ufunc__ = None  # so that an array times a sketch comes to __rmatmul__
@@ -239,18 +176,18 @@ class SketchingOperator(ABC):
 
     def __rmatmul__(self, A: Any) -> Tensor:
         """Return ``A @ S``; Python calls this when the tensor's own product gives up."""
-        return _multiply_from_left(A, self)
+        _check_operand(self, A, -1, self.shape[0])
+        if A.layout != torch.strided:
+            return _multiply(self.T, A.t()).mT
+        return _multiply(self.T, A) if A.ndim == 1 else _multiply(self.T, A.mT).mT
 
     def __matmul__(self, A: Tensor) -> Tensor:
         """Return ``S @ A`` for A of shape (m,) or (*batch, m, n)."""
         return _multiply(self, A)
 
     def __repr__(self) -> str:
-        options = {name: str(getattr(self, name)) for name in self._options}
-        options |= {"seed": str(self.seed)}
-        options |= {"stream": str(self.stream)} if self.stream else {}
-        options |= {} if self.scale else {"scale": "False"}
-        named = ", ".join(f"{name}={value}" for name, value in options.items())
+        names = [*self._options, "seed"] + ["stream"] * bool(self.stream) + ["scale"] * (not self.scale)
+        named = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         d, m = self.shape
         return f"{type(self).__name__}({d}, {m}, {named}, dtype={self.dtype}, device='{self.device}')"
 
@@ -286,13 +223,6 @@ class TransposedSketch:
 
     def __repr__(self) -> str:
         return f"{self.T!r}.T"
-
-
-def _multiply_from_left(A: Tensor, S: SketchingOperator | TransposedSketch) -> Tensor:
-    _check_operand(S, A, -1, S.shape[0])
-    if A.layout != torch.strided:
-        return _multiply(S.T, A.t()).mT
-    return _multiply(S.T, A) if A.ndim == 1 else _multiply(S.T, A.mT).mT
 
 
 def _multiply(S: SketchingOperator | TransposedSketch, A: Tensor) -> Tensor:
@@ -388,8 +318,3 @@ def _check_length(name: str, size: int) -> int:
     if size > _LONGEST:
         raise ShapeError(f"{name}={size} must be at most {_LONGEST}, as a random word of 32 bits places an entry")
     return size
-
-
-def _check_version(version: Any) -> None:
-    if type(version) is not int or version != STREAM_VERSION:
-        raise FormatError(f"the stream version of a sketch, {version!r}, must be {STREAM_VERSION}: upgrade Panther")

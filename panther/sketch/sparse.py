@@ -60,17 +60,12 @@ class SparseSketch(SketchingOperator):
         m: Number of columns, the dimension that is sketched.
         vec_nnz: Entries a column or row, at least 1; None is 4, or their length if that is less.
         axis: ``Axis.Short`` or ``Axis.Long``, or their names in lower case.
-        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
-        stream: Independent matrices of one seed differ in their stream.
-        scale: Whether to scale to an isometry in expectation.
-        dtype: Floating dtype; None is torch's default.
-        device: Where products take place; None is torch's default.
+        seed: As all further arguments, that of :class:`~panther.sketch.SketchingOperator`, whose errors are raised too.
 
     Raises:
-        ShapeError: If ``vec_nnz`` is below 1 or exceeds the length of the vectors, or a size is out of range.
-        ValueError: If ``axis`` is neither, or ``seed`` or ``stream`` is outside its range.
-        TypeError: If a size, the seed or the stream is not an integer.
-        DTypeError: If ``dtype`` is not float64, float32, float16 or bfloat16.
+        ShapeError: If ``vec_nnz`` is below 1 or exceeds the length of the vectors.
+        ValueError: If ``axis`` is neither.
+        TypeError: If ``vec_nnz`` is not an integer.
 
     Cost: with ``nnz = vec_nnz m`` (``vec_nnz d`` along the long axis), ``(vec_nnz + 1) / 4`` Philox calls a column or
     row, rounded up, and a sort to draw, ``2 nnz n`` flops to apply to an (m, n) matrix, where a dense sketch takes
@@ -163,7 +158,7 @@ class SparseSketch(SketchingOperator):
     def _csr(self, transposed: bool = False) -> Tensor:
         """Return S or its transpose in CSR, whose products are fastest, in float32 at least."""
         name = "transposed" if transposed else "matrix"
-        return self._keep(name, lambda: (csr_tensor(*self._draw_csr(self._vectors(), transposed)),))[0]
+        return self._keep(name, lambda: csr_tensor(*self._draw_csr(self._vectors(), transposed)))
 
     def _gathered(self, transposed: bool) -> tuple[Tensor, ...]:
         """Return the CSR form with 32-bit indices, because with few columns reading them is the cost."""

@@ -46,21 +46,17 @@ class SRHT(SketchingOperator):
         return 1 << max(0, max(self.shape) - 1).bit_length()
 
     def _kept_rows(self) -> Tensor:  # (d,), ascending
-        def draw() -> tuple[Tensor, ...]:
+        def draw() -> Tensor:
             kind, N = tag(Kind.SRHT, self.version), self._padded()
             words = word_block(self.seed, self.stream, kind, range(1, 2), range(2 * N), device=self.device)[0]
             keys = (words[0::2] << 31) + (words[1::2] >> 1)
-            return (keys.argsort(stable=True)[: self.shape[0]].sort().values,)
+            return keys.argsort(stable=True)[: self.shape[0]].sort().values
 
-        return self._keep("rows", draw)[0]
+        return self._keep("rows", draw)
 
-    def _signs(self) -> Tensor:  # (m,)
-        def draw() -> tuple[Tensor, ...]:
-            kind, dtype = tag(Kind.SRHT, self.version), torch.promote_types(self.dtype, torch.float32)
-            cols = range(self.shape[1])
-            return (sign_block(self.seed, self.stream, kind, range(1), cols, dtype=dtype, device=self.device)[0],)
-
-        return self._keep("signs", draw)[0]
+    def _signs(self, cols: range, dtype: torch.dtype) -> Tensor:  # (len(cols),)
+        kind = tag(Kind.SRHT, self.version)
+        return sign_block(self.seed, self.stream, kind, range(1), cols, dtype=dtype, device=self.device)[0]
 
     def _value(self) -> float:
         return 1 / math.sqrt(self.shape[0]) if self.scale and self.shape[0] else 1.0
@@ -70,9 +66,7 @@ class SRHT(SketchingOperator):
         common = self._kept_rows()[rows.start : rows.stop, None] & column
         for shift in (32, 16, 8, 4, 2, 1):
             common = common ^ (common >> shift)
-        kind = tag(Kind.SRHT, self.version)
-        signs = sign_block(self.seed, self.stream, kind, range(1), cols, dtype=self.dtype, device=self.device)
-        return (1 - 2 * (common & 1)).to(self.dtype) * signs * self._value()
+        return (1 - 2 * (common & 1)).to(self.dtype) * self._signs(cols, self.dtype) * self._value()
 
     def _apply(self, A: Tensor) -> Tensor:
         padded = self._zeros(A)
@@ -89,4 +83,6 @@ class SRHT(SketchingOperator):
         return torch.zeros(*A.shape[:-2], self._padded(), A.shape[-1], dtype=dtype, device=A.device)
 
     def _weight(self) -> Tensor:  # (m, 1)
-        return (self._signs() * self._value())[:, None]
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        signs = self._keep("signs", lambda: self._signs(range(self.shape[1]), dtype))
+        return (signs * self._value())[:, None]
