@@ -88,44 +88,40 @@ class HybridParallelTrainer:
         self._schedule: PipelineSchedule | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
         given = {name: value for name, value in config.items() if name != "sample_input"}
+        stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
+        plans: list[StagePlan] = []
 
         def settings() -> dict[str, Any]:
-            return given | check_trainable(model, config["data_parallel"])
+            described = given | check_trainable(model, strategy)
+            if stages > 1:  # here, because the trace needs layers of full size
+                plans[:] = [self._plan(model, config)]
+                described["sample_input"] = plans[0].sample
+            return described
 
         broadcast_model(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
         self.report: TensorParallelReport | None = None
-        stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
-        plan = self._plan(model, config) if stages > 1 else None  # the trace needs layers of full size
         # Before data parallelism: FSDP can shard a shard again, and tensor parallelism cannot.
         if config["tensor_parallel_size"] > 1:
             self.report = tensor_parallel(model, self.mesh["tp"])
-        if plan is None:
+        if not plans:
             self.stages: list[Any] = []
             self.model = data_parallel(model, self.mesh["dp"], strategy)
             return
-        self.stages = plan.stages(model)
+        self.stages = plans[0].stages(model, self.mesh["pp"].get_group())
         for stage in self.stages:
             shard_as_one_block(stage.submod, self.mesh["dp"], strategy)
         self.model = StageModules(stage.submod for stage in self.stages)
 
     def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
-        layers, sample_input = config["pipeline_layers"], config["sample_input"]
+        layers = config["pipeline_layers"]
         if layers is None and not isinstance(model, nn.Sequential):
             raise ShapeError(
                 f"a pipeline splits an nn.Sequential, not a {type(model).__name__}: make the model one, or name its "
                 "ModuleList in pipeline_layers"
             )
-        kind = SCHEDULES[self.schedule_name]
-        return plan_stages(
-            model,
-            config["pipeline_parallel_size"] * kind.stages_per_rank,
-            None,
-            mesh=self.mesh["pp"],
-            order=kind.order,
-            layers=layers,
-            balance="parameters",
-            sample_input=sample_input,
-        )
+        kind, ranks = SCHEDULES[self.schedule_name], self.mesh["pp"].size()
+        n, sample_input = ranks * kind.stages_per_rank, config["sample_input"]
+        return plan_stages(model, n, ranks, order=kind.order, layers=layers, sample_input=sample_input)
 
     def train_step(
         self,

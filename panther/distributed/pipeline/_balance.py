@@ -1,12 +1,12 @@
 """Where the stages of a model begin: balanced by parameters, or by measured time."""
 
-__all__ = ["Blocks", "balance_by_time", "balance_stages", "check_shared", "sizes_in_parameters"]
+__all__ = ["Blocks", "balance_by_time", "balance_stages", "check_shared", "sizes_in_parameters", "stages_of_rank"]
 
 import copy
 import statistics
 import time
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,11 @@ def balance_stages(costs: Sequence[float], n: int) -> list[int]:
     return [0, *reversed(last)]
 
 
+def stages_of_rank(rank: int, ranks: int, n: int, order: str) -> list[int]:
+    """Return the stages of a rank, of n in the order ``"loop"`` or ``"v"`` of :func:`split_stages`."""
+    return [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))
+
+
 def _tensors(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
     """Return parameters by name, of modules or of their own names."""
     inside = tuple(f"{name}." for name in names)
@@ -76,8 +81,8 @@ def sizes_in_parameters(model: nn.Module, blocks: Blocks) -> list[int]:
 def check_shared(model: nn.Module, blocks: Blocks, begins: list[int]) -> None:
     """Raise if several stages train one parameter: each would apply only its part of the gradient."""
     seen: dict[nn.Parameter, tuple[str, int]] = {}
-    for stage in range(len(begins) - 1):
-        for name, parameter in _tensors(model, blocks.names_in(begins[stage], begins[stage + 1])).items():
+    for stage, (begin, end) in enumerate(pairwise([*begins, len(blocks)])):
+        for name, parameter in _tensors(model, blocks.names_in(begin, end)).items():
             other, first = seen.setdefault(parameter, (name, stage))
             if first != stage and parameter.requires_grad:
                 alias = "" if other == name else f", which is also {name!r},"

@@ -1,6 +1,7 @@
 """Stages of a pipeline: split a model, and keep the stages of this rank, with the names of the full model.
 
-Check and plan, agree between ranks and broadcast (one exchange), choose where stages begin, build this rank's stages.
+:func:`plan_stages` checks, traces and divides a model without any communication, so that it can be a part of another
+call's exchange; :func:`split_stages` compares and broadcasts the model too.
 """
 
 __all__ = ["split_stages"]
@@ -26,8 +27,9 @@ from panther.distributed.pipeline._balance import (
     balance_stages,
     check_shared,
     sizes_in_parameters,
+    stages_of_rank,
 )
-from panther.distributed.pipeline._export import trace_stages
+from panther.distributed.pipeline._export import StageGraph, trace_stages
 from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import ShapeError, check_size
 
@@ -98,10 +100,26 @@ def split_stages(
         ['2', '3']
         >>> pr.distributed.shutdown()
     """
-    plan = plan_stages(
-        model, n, points, mesh=mesh, order=order, layers=layers, balance=balance, sample_input=sample_input
-    )
-    return plan.stages(model)
+    group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
+    if group is None and in_process_group():
+        group = dist.group.WORLD
+    inputs = (sample_input,) if isinstance(sample_input, Tensor) else sample_input
+    plans: list[StagePlan] = []
+
+    def check() -> dict[str, Any]:
+        ranks = dist.get_world_size(group) if group else 1
+        plan = plan_stages(model, n, ranks, points, order=order, layers=layers, balance=balance, sample_input=inputs)
+        plans[:] = [plan]
+        settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
+        return settings | {"balance": balance, "sample_input": plan.sample}
+
+    broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
+    assert group is not None
+    plan = plans[0]
+    if balance == "time" and points is None:
+        plan.begins = balance_by_time(model, plan.blocks, n, inputs or (), group)
+        check_shared(model, plan.blocks, plan.begins)
+    return plan.stages(model, group)
 
 
 @dataclass
@@ -122,24 +140,24 @@ class _Children:
 
 @dataclass
 class StagePlan:
-    """Where the stages of a model begin, and which of them this rank has."""
+    """Where the stages of a model begin."""
 
     blocks: Blocks
     begins: list[int]
-    mine: list[int]
-    group: dist.ProcessGroup
-    traced_shapes: tuple[tuple[int, ...], ...] | None
-    """Of the sample that the model was traced with, and the only ones it can be run with."""
+    order: str
+    sample: list[tuple[tuple[int, ...], torch.dtype]] | None
+    """Shapes and dtypes of the sample input, which must be equal on all ranks."""
 
-    def stages(self, model: nn.Module) -> list[PipelineStage]:
+    def stages(self, model: nn.Module, group: dist.ProcessGroup) -> list[PipelineStage]:
         """Build this rank's stages of the model that was planned for; its layers may have been sharded since."""
         ends = [*self.begins[1:], len(self.blocks)]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         stages: list[PipelineStage] = []
-        for i in self.mine:
+        for i in stages_of_rank(dist.get_rank(group), dist.get_world_size(group), len(ends), self.order):
             module = self.blocks.module(model, self.begins[i], ends[i])
-            stage = _Stage(module, i, len(self.begins), device, group=self.group)
-            stage.traced_shapes = self.traced_shapes
+            stage = _Stage(module, i, len(ends), device, group=group)
+            if isinstance(self.blocks, StageGraph):  # a trace holds for one shape of each input
+                stage.traced_shapes = tuple(shape for shape, _ in self.sample or ())
             stages.append(stage)
         return stages
 
@@ -183,58 +201,54 @@ class _Stage(PipelineStage):
 def plan_stages(
     model: nn.Module,
     n: int,
-    points: Sequence[str] | None,
+    ranks: int,
+    points: Sequence[str] | None = None,
     *,
-    mesh: DeviceMesh | dist.ProcessGroup | None,
-    order: str,
-    layers: str | None,
-    balance: str,
-    sample_input: Tensor | tuple[Tensor, ...] | None,
+    order: str = "loop",
+    layers: str | None = None,
+    balance: str = "parameters",
+    sample_input: Tensor | tuple[Tensor, ...] | None = None,
 ) -> StagePlan:
-    """Do all of :func:`split_stages` except building the stages, before which the model may be sharded."""
-    group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
-    if group is None and in_process_group():
-        group = dist.group.WORLD
+    """Check the arguments of :func:`split_stages` for ``ranks`` ranks, trace the model, and choose where stages begin.
+
+    Ranks with equal models and arguments get equal plans: nothing is communicated, and times are not measured.
+    """
     inputs = (sample_input,) if isinstance(sample_input, Tensor) else sample_input
-    found: list[Blocks] = []
-
-    def check() -> dict[str, Any]:
-        _check(model, n, points, order, layers, balance, inputs, dist.get_world_size(group) if group else 1)
-        found[:] = [_blocks(model, n, points, layers, inputs)]
-        if len(found[0]) < n:
-            balance_stages([0] * len(found[0]), n)  # raises
-        shapes = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
-        settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
-        return settings | {"balance": balance, "sample_input": shapes}
-
-    broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
-    assert group is not None
-    blocks = found[0]
-    if points is not None:
-        begins = list(range(n))
-        if isinstance(blocks, _Children):
-            begins = [0, *(blocks.names.index(point) for point in points)]
-    elif balance == "parameters":
-        begins = balance_stages(sizes_in_parameters(model, blocks), n)
+    _check_arguments(n, ranks, points, order, layers, balance, inputs)
+    blocks: Blocks
+    if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
+        names = list(model._modules)
+        begins = [0, *(names.index(point) if point in names else -1 for point in points or ())]
+        if points is not None and (len(begins) != n or begins != sorted(set(begins))):
+            raise ShapeError(
+                f"points={list(points)} must be {n - 1} different names of children after the first, in order, of "
+                f"{', '.join(names)}"
+            )
+        blocks = _Children(names)
     else:
-        begins = balance_by_time(model, blocks, n, inputs or (), group)
+        starts = _starts(model, n, points, layers)
+        if inputs is None:
+            raise TypeError(
+                f"a {type(model).__name__} is split by tracing it: pass sample_input=, the inputs of one microbatch"
+            )
+        blocks, begins = trace_stages(model, starts, inputs), list(range(n))
+    if points is None:
+        begins = balance_stages(sizes_in_parameters(model, blocks), n)
     # After the balance: whether a shared parameter is in one stage depends on where stages begin.
-    check_shared(model, blocks, [*begins, len(blocks)])
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    mine = [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))
-    traced = None if isinstance(blocks, _Children) or inputs is None else tuple(tuple(x.shape) for x in inputs)
-    return StagePlan(blocks, begins, mine, group, traced)
+    if points is not None or balance == "parameters":
+        check_shared(model, blocks, begins)
+    sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
+    return StagePlan(blocks, begins, order, sample)
 
 
-def _check(
-    model: nn.Module,
+def _check_arguments(
     n: int,
+    ranks: int,
     points: Sequence[str] | None,
     order: str,
     layers: str | None,
     balance: str,
     sample_input: tuple[Tensor, ...] | None,
-    ranks: int,
 ) -> None:
     for name, value, known in (("order", order, _ORDERS), ("balance", balance, _BALANCES)):
         if value not in known:
@@ -251,52 +265,27 @@ def _check(
         raise TypeError(f"sample_input must be a tensor or a tuple of tensors, not {type(sample_input).__name__}")
     if balance == "time" and points is None and sample_input is None:
         raise TypeError("balance='time' needs sample_input=, the inputs of one microbatch, to be measured with")
-    if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
-        return
-    if points is None and layers is None:
-        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+
+
+def _starts(model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None) -> list[str]:
+    """Return the names of the modules at which the blocks of a traced model begin, except the first block."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    if layers is not None:
+        if layers not in lists:
+            raise ShapeError(
+                f"layers={layers!r} must be the name of a ModuleList or nn.Sequential of the model: it has "
+                f"{', '.join(map(repr, lists)) or 'none'}"
+            )
+        return [f"{layers}.{key}" for key in list(modules[layers]._modules)[1:]]
+    if points is None:
         hint = f" ({', '.join(map(repr, lists))} here)" if lists else ""
         raise TypeError(
             f"split_stages splits an nn.Sequential by itself, but not a {type(model).__name__}: pass layers=, "
             f"the name of its ModuleList{hint}, or points="
         )
-    if sample_input is None:
-        raise TypeError(
-            f"a {type(model).__name__} is split by tracing it: pass sample_input=, the inputs of one microbatch"
-        )
-
-
-def _blocks(
-    model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None, sample_input: tuple[Tensor, ...] | None
-) -> Blocks:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
-        names = list(model._modules)
-        if points is not None:
-            unknown = [point for point in points if point not in names]
-            places = [0, *(names.index(point) for point in points if point in names)]
-            if unknown or len(places) != n or places != sorted(set(places)):
-                raise ShapeError(
-                    f"points={list(points)} must be {n - 1} different names of children after the first, in order, of "
-                    f"{', '.join(names)}"
-                )
-        return _Children(names)
-    if layers is not None:
-        stack = modules.get(layers)
-        if not isinstance(stack, nn.ModuleList | nn.Sequential):
-            lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
-            raise ShapeError(
-                f"layers={layers!r} must be the name of a ModuleList or nn.Sequential of the model: it has "
-                f"{', '.join(map(repr, lists)) or 'none'}"
-            )
-        if len(stack) < n:
-            balance_stages([0] * len(stack), n)
-        starts = [f"{layers}.{key}" for key in list(stack._modules)[1:]]
-    else:
-        starts = list(points or ())
-        unknown = [point for point in starts if point not in modules or not point]
-        if unknown or len(set(starts)) != n - 1:
-            fault = f"the model has no {unknown[0]!r}" if unknown else f"there are {len(set(starts))}"
-            raise ShapeError(f"points={starts} must be {n - 1} different names of modules that begin stages: {fault}")
-    assert sample_input is not None
-    return trace_stages(model, starts, sample_input)
+    unknown = [point for point in points if point not in modules or not point]
+    if unknown or len(set(points)) != n - 1:
+        fault = f"the model has no {unknown[0]!r}" if unknown else f"there are {len(set(points))}"
+        raise ShapeError(f"points={list(points)} must be {n - 1} different names of modules that begin stages: {fault}")
+    return list(points)
