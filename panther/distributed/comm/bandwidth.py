@@ -11,7 +11,6 @@ all_reduce         the tensor                             2 (n - 1) / n
 all_gather         the gathered tensor                    (n - 1) / n
 reduce_scatter     the tensor before it is scattered      (n - 1) / n
 broadcast          the tensor                             1
-point_to_point     the tensor, from rank 0 to the last    1
 =================  =====================================  ==============
 
 The factors are those of NCCL's performance tests (NVIDIA, nccl-tests, doc/PERFORMANCE.md).
@@ -32,6 +31,7 @@ from panther._text import format_table
 from panther.distributed.comm._ranks import Group, require_process_group, transport
 from panther.errors import check_size
 
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 _WARM_UP = 2  # the first calls also open connections
 
@@ -72,16 +72,15 @@ class CommunicationProfile:
 def profile_communication_overhead(
     message_sizes: Sequence[int] = _SIZES,
     *,
-    operations: Sequence[str] | None = None,
+    operations: Sequence[str] = _NAMES,
     repetitions: int = 10,
     group: Group = None,
 ) -> CommunicationProfile:
-    """Time collective and point-to-point operations over sizes. Every rank of the group must call it.
+    """Time collective operations over sizes. Every rank of the group must call it.
 
     Args:
         message_sizes: Sizes in bytes, rounded up to multiples of four times the number of ranks.
-        operations: Some of ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"`` and
-            ``"point_to_point"``; None means all. The last one needs two ranks.
+        operations: Some of ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` and ``"broadcast"``.
         repetitions: Timed repetitions of each, after two that do not count.
         group: Process group; None means all ranks.
 
@@ -106,22 +105,18 @@ def profile_communication_overhead(
     require_process_group(group)
     n, backend = dist.get_world_size(group), dist.get_backend(group)
     check_size("repetitions", repetitions, least=1)
-    chosen = tuple(_OPERATIONS) if operations is None else tuple(operations)
-    for name in chosen:
-        if name not in _OPERATIONS:
-            raise ValueError(f"operation {name!r} is unknown: use some of {', '.join(map(repr, _OPERATIONS))}")
+    for name in operations:
+        if name not in _NAMES:
+            raise ValueError(f"operation {name!r} is unknown: use some of {', '.join(map(repr, _NAMES))}")
     device = transport(group)
     timings = []
-    for name in chosen:
-        prepare, factor = _OPERATIONS[name]
-        if name == "point_to_point" and n < 2:
-            continue
+    for name in operations:
         for size in message_sizes:
             size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
-            run = prepare(torch.zeros(size // 4, device=device), n, group)
+            run, bus_factor = _operations(torch.zeros(size // 4, device=device), group)[name]
             seconds = _time(run, repetitions, device, group)
             bandwidth = size / seconds / 1e9
-            timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * factor(n)))
+            timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
     return CommunicationProfile(n, backend, tuple(timings))
 
 
@@ -146,33 +141,15 @@ def _time(run: Callable[[], object], repetitions: int, device: torch.device, gro
     return max(statistics.median(slowest.tolist()), 1e-9)
 
 
-def _collective(run: Callable[..., object]) -> Callable[[Tensor, int, Group], Callable[[], object]]:
-    """Return what prepares ``run(whole, shards, own shard, group)``, so that only the operation itself is timed."""
-
-    def prepare(x: Tensor, n: int, group: Group) -> Callable[[], object]:
-        shards = list(x.chunk(n))
-        own = shards[0].clone()
-        return lambda: run(x, shards, own, group)
-
-    return prepare
-
-
-def _send_or_receive(x: Tensor, shards: list[Tensor], own: Tensor, group: Group) -> None:
-    last = dist.get_world_size(group) - 1
-    if dist.get_rank(group) == 0:
-        dist.send(x, group=group, group_dst=last)
-    elif dist.get_rank(group) == last:
-        dist.recv(x, group=group, group_src=0)
-
-
-# How to prepare each operation, and its bus factor.
-_OPERATIONS: dict[str, tuple[Callable[[Tensor, int, Group], Callable[[], object]], Callable[[int], float]]] = {
-    "all_reduce": (_collective(lambda x, shards, own, g: dist.all_reduce(x, group=g)), lambda n: 2 * (n - 1) / n),
-    "all_gather": (_collective(lambda x, shards, own, g: dist.all_gather(shards, own, group=g)), lambda n: (n - 1) / n),
-    "reduce_scatter": (
-        _collective(lambda x, shards, own, g: dist.reduce_scatter(own, shards, group=g)),
-        lambda n: (n - 1) / n,
-    ),
-    "broadcast": (_collective(lambda x, shards, own, g: dist.broadcast(x, group=g, group_src=0)), lambda n: 1.0),
-    "point_to_point": (_collective(_send_or_receive), lambda n: 1.0),
-}
+def _operations(x: Tensor, group: Group) -> dict[str, tuple[Callable[[], object], float]]:
+    """Return each operation on a message, and its bus factor; buffers are made before the clock starts."""
+    n = dist.get_world_size(group)
+    shards = list(x.chunk(n))
+    own = shards[0].clone()
+    share = (n - 1) / n
+    return {
+        "all_reduce": (lambda: dist.all_reduce(x, group=group), 2 * share),
+        "all_gather": (lambda: dist.all_gather(shards, own, group=group), share),
+        "reduce_scatter": (lambda: dist.reduce_scatter(own, shards, group=group), share),
+        "broadcast": (lambda: dist.broadcast(x, group=group, group_src=0), 1.0),
+    }

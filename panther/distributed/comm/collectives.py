@@ -9,6 +9,8 @@ wrong by a factor of the number of ranks, and nothing else shows it.
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,14 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import is_fake, ranks_of
+from panther.distributed.comm._ranks import Group, is_fake, ranks_of
 from panther.distributed.comm.mesh import chunk_sizes, get_world_size
 from panther.errors import DistributedError, DTypeError, ShapeError
 
 _OPERATIONS = ("sum", "mean")
 _GRADS = ("replicate", "partial")
 
-Group = dist.ProcessGroup | None
+_Map = Callable[[Tensor], Tensor]
 
 _agreed: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
 """Calls on which the ranks of a group were found to agree: names, shapes, dtypes and settings."""
@@ -59,9 +61,11 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "
     if op not in _OPERATIONS:
         raise ValueError(f"op={op!r} is unknown: use one of {', '.join(map(repr, _OPERATIONS))}")
     n = _check("all_reduce", x, group, grad, op=op)
+    total = partial(_sum, group=group)
     with watched("all_reduce", group):
-        total = _AllReduce.apply(x, group, grad)
-    return total / n if op == "mean" else total
+        # The sum over ranks is its own adjoint. If the ranks share the result, each has the whole gradient already.
+        result = _Collective.apply(x, total, _view if grad == "replicate" else total)
+    return result / n if op == "mean" else result
 
 
 def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
@@ -85,10 +89,11 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
     _check("all_gather", x, group, grad, dim=dim)
     with watched("all_gather", group):
         shapes = _shapes(x, group)
-    if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
-        raise ShapeError(f"all_gather along dim={dim} takes shapes that differ only there, not {shapes}")
-    with watched("all_gather", group):
-        return _AllGather.apply(x, dim, [shape[dim] for shape in shapes], group, grad)
+        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+            raise ShapeError(f"all_gather along dim={dim} takes shapes that differ only there, not {shapes}")
+        place: dict[str, Any] = {"dim": dim, "sizes": [shape[dim] for shape in shapes], "group": group}
+        adjoint = _own_chunk if grad == "replicate" else _sum_own_chunk
+        return _Collective.apply(x, partial(_gather, **place), partial(adjoint, **place))
 
 
 def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
@@ -108,9 +113,9 @@ def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
     """
     dim = _dimension("reduce_scatter", x, dim)
     n = _check("reduce_scatter", x, group, "replicate", dim=dim)
-    sizes = chunk_sizes(x.shape[dim], n)
+    place: dict[str, Any] = {"dim": dim, "sizes": chunk_sizes(x.shape[dim], n), "group": group}
     with watched("reduce_scatter", group):
-        return _ReduceScatter.apply(x, dim, sizes, group)
+        return _Collective.apply(x, partial(_sum_own_chunk, **place), partial(_gather, **place))
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
@@ -130,126 +135,75 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
     if src not in (ranks := ranks_of(group)):
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
     _check("broadcast", x, group, grad, src=src)
+
+    def adjoint(gradient: Tensor) -> Tensor:
+        return _keep_at(gradient if grad == "replicate" else _sum(gradient, group), src)
+
     with watched("broadcast", group):
-        return _Broadcast.apply(x, src, group, grad)
+        return _Collective.apply(x, partial(_send, src=src, group=group), adjoint)
 
 
 def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
     """Return the tensor itself; its gradients, a term on each rank, are summed over the ranks in backward."""
-    return _SumInBackward.apply(x, group)
+    return _Collective.apply(x, _view, partial(_sum, group=group))
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, grad: str) -> Tensor:
-        ctx.group, ctx.grad = group, grad
-        total = x.contiguous().clone()  # collectives write in place, and autograd needs x as it was
-        dist.all_reduce(total, group=group)
-        return total
+class _Collective(torch.autograd.Function):
+    """Applies a linear map, and its adjoint to gradients; the adjoint of that is the map again, at every order."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Each rank passes the whole shared gradient to its own graph: where that is differentiated again, the
-        # gradients that come back from all ranks have to be summed.
-        if ctx.grad == "replicate":
-            return _SumInBackward.apply(gradient, ctx.group), None, None
-        return _AllReduce.apply(gradient, ctx.group, "partial"), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group, grad: str) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.group, ctx.grad = dim, sizes, group, grad
-        # Padded to one size, the only form that gloo's all_gather of tensors knows.
-        largest = max(sizes)
-        padded = x.movedim(dim, 0)
-        if len(padded) < largest:
-            padded = torch.cat((padded, padded.new_zeros(largest - len(padded), *padded.shape[1:])))
-        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
-        dist.all_gather(parts, padded.contiguous(), group=group)
-        return torch.cat([part[:size].movedim(0, dim) for part, size in zip(parts, sizes, strict=True)], dim)
+    def forward(ctx: Any, x: Tensor, run: _Map, adjoint: _Map) -> Tensor:
+        ctx.run, ctx.adjoint = run, adjoint
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grad == "partial":
-            mine = _ReduceScatter.apply(gradient, ctx.dim, ctx.sizes, ctx.group)
-        else:
-            mine = _Chunk.apply(gradient, ctx.dim, ctx.sizes, ctx.group)
-        return mine, None, None, None, None
+        return _Collective.apply(gradient, ctx.adjoint, ctx.run), None, None
 
 
-class _Chunk(torch.autograd.Function):
-    """Takes this rank's chunk of a replicated tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
-        return x.split(sizes, dim)[dist.get_rank(group)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllGather.apply(gradient, ctx.dim, ctx.sizes, ctx.group, "replicate"), None, None, None
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x)  # autograd takes no input for an output
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
-        rank = dist.get_rank(group)
-        if len(set(sizes)) == 1:
-            whole = x.movedim(dim, 0).contiguous()  # the shards of dimension 0 are contiguous
-            mine = torch.empty_like(whole[: sizes[rank]])
-            dist.reduce_scatter(mine, list(whole.split(sizes)), group=group)
-            return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else mine
-        total = x.contiguous().clone()  # gloo has no reduce_scatter of uneven shards
-        dist.all_reduce(total, group=group)
-        return total.split(sizes, dim)[rank].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllGather.apply(gradient, ctx.dim, ctx.sizes, ctx.group, "partial"), None, None, None
+def _sum(x: Tensor, group: Group) -> Tensor:
+    total = x.contiguous().clone()  # collectives write in place, and autograd needs x as it was
+    dist.all_reduce(total, group=group)
+    return total
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int, group: Group, grad: str) -> Tensor:
-        ctx.src, ctx.group, ctx.grad = src, group, grad
-        sent = x.contiguous().clone()
-        dist.broadcast(sent, src, group=group)
-        return sent
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grad == "replicate":
-            return _OnlyAt.apply(gradient, ctx.src, ctx.group), None, None, None
-        gradient = _AllReduce.apply(gradient, ctx.group, "partial")
-        # A product with 0 would keep NaN and infinity of ranks whose gradient does not count.
-        here = torch.tensor(dist.get_rank() == ctx.src, device=gradient.device)
-        return torch.where(here, gradient, torch.zeros_like(gradient)), None, None, None
+def _gather(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
+    # Padded to one size, the only form that gloo's all_gather of tensors knows.
+    largest = max(sizes)
+    padded = x.movedim(dim, 0)
+    if len(padded) < largest:
+        padded = torch.cat((padded, padded.new_zeros(largest - len(padded), *padded.shape[1:])))
+    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
+    dist.all_gather(parts, padded.contiguous(), group=group)
+    return torch.cat([part[:size].movedim(0, dim) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
-class _OnlyAt(torch.autograd.Function):
-    """Keeps a replicated tensor at rank ``src``; zeros on the others."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int, group: Group) -> Tensor:
-        ctx.src, ctx.group = src, group
-        return x.clone() if dist.get_rank() == src else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _Broadcast.apply(gradient, ctx.src, ctx.group, "replicate"), None, None
+def _own_chunk(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
+    return x.split(sizes, dim)[dist.get_rank(group)].clone()
 
 
-class _SumInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def _sum_own_chunk(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
+    if len(set(sizes)) > 1:  # gloo has no reduce_scatter of uneven shards
+        return _own_chunk(_sum(x, group), dim, sizes, group)
+    whole = x.movedim(dim, 0).contiguous()  # the shards of dimension 0 are contiguous
+    mine = torch.empty_like(whole[: sizes[0]])
+    dist.reduce_scatter(mine, list(whole.split(sizes)), group=group)
+    return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else mine
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllReduce.apply(gradient, ctx.group, "replicate"), None
+
+def _send(x: Tensor, src: int, group: Group) -> Tensor:
+    sent = x.contiguous().clone()
+    dist.broadcast(sent, src, group=group)
+    return sent
+
+
+def _keep_at(x: Tensor, src: int) -> Tensor:
+    # A product with 0 would keep NaN and infinity of ranks whose values do not count.
+    return x.clone() if dist.get_rank() == src else torch.zeros_like(x)
 
 
 def _dimension(name: str, x: Tensor, dim: int) -> int:
