@@ -107,7 +107,7 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for key in settings:
         if near := difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7):
             raise ConfigError(f"{key!r} is not a setting: did you mean {near[0]!r}?")
-    TrainConfig.from_dict(settings)
+    TrainConfig(**settings)
     for name, function in functions.items():
         if name in ("loss_fn", "optimizer"):
             _find_in_torch(name, function)
@@ -147,7 +147,7 @@ def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: st
     from panther.train import TrainConfig, Trainer
     from panther.train.coordination import join_process_group
 
-    config = TrainConfig.from_dict(settings)
+    config = TrainConfig(**settings)
     torch.manual_seed(config.seed)
     model, data = call(functions["model"]), call(functions["data"])
     if not isinstance(model, nn.Module):

@@ -30,7 +30,9 @@ def check_arguments(
             f"{_kind(optimizer)}"
         )
     if config is not None and not isinstance(config, TrainConfig):
-        raise ConfigError(f"config must be a TrainConfig, not a {_kind(config)}: use TrainConfig.from_dict for a dict")
+        raise ConfigError(
+            f"config must be a TrainConfig, not a {_kind(config)}: use TrainConfig(**settings) for a dict"
+        )
     if not isinstance(callbacks, list | tuple) or not all(isinstance(one, callback_class) for one in callbacks):
         raise ConfigError("callbacks must be a list of objects whose classes derive from panther.train.Callback")
     if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):

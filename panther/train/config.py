@@ -9,10 +9,9 @@ import json
 import math
 import os
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -167,9 +166,6 @@ class TrainConfig:
     timeout_s: float = 300.0
     """Seconds to wait for other ranks."""
 
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Anything else to keep with the run, of types that JSON has. It is stored in checkpoints and trackers."""
-
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Refuse unknown names before ``__init__`` does, which could not suggest the right one."""
         known = [entry.name for entry in dataclasses.fields(cls)]
@@ -183,18 +179,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Convert and check every value, and refuse settings that contradict each other."""
-        for name, kind in _types().items():
+        for name, (kind, optional) in _kinds().items():
             value = getattr(self, name)
-            if isinstance(value, list):  # JSON and TOML have no tuples
-                object.__setattr__(self, name, tuple(value))
-            elif isinstance(value, str) and typing.get_origin(kind) is tuple:  # "a,b", from the command line
-                object.__setattr__(self, name, tuple(value.split(",")))
-            elif isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
-            elif isinstance(value, int) and not isinstance(value, bool) and float in (*typing.get_args(kind), kind):
-                object.__setattr__(self, name, float(value))
-            # After the conversions, which the frozen dataclass allows only by object.__setattr__.
-            _check(name, getattr(self, name), kind)
+            if not (optional and value is None):
+                # The only way to set a value of a frozen dataclass.
+                object.__setattr__(self, name, _checked(name, value, kind))
         for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
             if value is not None and not value >= minimum:
@@ -216,36 +205,11 @@ class TrainConfig:
                 raise ConfigError(f"{name} must not be empty")
         if self.resume not in ("auto", "never") and self.resume.lower() in ("auto", "never", "none", "true", "false"):
             raise ConfigError(f"resume={self.resume!r} must be 'auto', 'never' or the path of a checkpoint")
-        try:
-            json.dumps(dict(self.extra))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"extra={self.extra!r} must hold only values that JSON can represent ({error})") from None
-        saving = self.checkpoint_every_n_steps or self.checkpoint_every_n_epochs
-        if saving and self.checkpoint_dir is None:
-            raise ConfigError(
-                "checkpoint_every_n_steps and checkpoint_every_n_epochs need checkpoint_dir, which is None: set it"
-            )
-        if self.profile and self.checkpoint_dir is None:
-            raise ConfigError("profile=True needs checkpoint_dir, which is None: set it")
-        beside = set(self.trackers) & {"tensorboard", "mlflow"}
-        if beside and self.checkpoint_dir is None:
-            raise ConfigError(f"trackers={sorted(beside)} need checkpoint_dir, which is None: set it")
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the configuration with these settings.
-
-        Raises:
-            ConfigError: If a key is unknown or a value is invalid.
-        """
-        return cls(**settings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all settings in types that JSON has."""
-        return {
-            entry.name: list(value) if isinstance(value := getattr(self, entry.name), tuple) else _plain(value)
-            for entry in dataclasses.fields(self)
-        }
+        for name in ("checkpoint_every_n_steps", "checkpoint_every_n_epochs", "profile", "trackers"):
+            value = getattr(self, name)
+            # Without a directory the log is not written, which is no reason to refuse the default.
+            if self.checkpoint_dir is None and value and value != ("jsonl",):
+                raise ConfigError(f"{name}={value!r} needs checkpoint_dir, which is None: set it")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -256,22 +220,17 @@ class TrainConfig:
         """
         settings = read_settings(path)
         inner = settings.get("train")
-        return cls.from_dict(inner if isinstance(inner, Mapping) else settings)
+        return cls(**inner if isinstance(inner, Mapping) else settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a TOML or JSON file, depending on the suffix. TOML omits settings that are None.
+        """Write a JSON file with all settings.
 
         Raises:
-            ConfigError: If the suffix is neither .toml nor .json.
+            ConfigError: If the suffix is not .json.
         """
-        path, settings = Path(path), self.to_dict()
-        if path.suffix == ".json":
-            text = json.dumps(settings, indent=2) + "\n"
-        elif path.suffix == ".toml":
-            text = _to_toml({key: value for key, value in settings.items() if value is not None})
-        else:
-            raise ConfigError(f"{path} must end in .toml or .json")
-        path.write_text(text, encoding="utf-8")
+        if Path(path).suffix != ".json":
+            raise ConfigError(f"{path} must end in .json")
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -295,81 +254,49 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     return settings
 
 
+def asks_for_text(name: str) -> bool:
+    """Return whether a setting is, or may be, a string; the command line then does not parse it."""
+    return name in _kinds() and _kinds()[name][0] is str
+
+
 _COUNTS = (
     "epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "data_parallel_size", "tensor_parallel_size",
     "pipeline_parallel_size", "num_microbatches", "checkpoint_every_n_steps", "checkpoint_every_n_epochs",
     "keep_checkpoints", "log_every_n_steps", "validate_every_n_steps",
 )  # fmt: skip
 _MINIMUM = {"warmup_steps": 0, "seed": 0} | dict.fromkeys(_COUNTS, 1)
-
-
-def asks_for_text(name: str) -> bool:
-    """Return whether a setting is, or may be, a string; the command line then does not parse it."""
-    kind = _types().get(name)
-    return kind is str or (typing.get_origin(kind) is types.UnionType and str in typing.get_args(kind))
-
-
-@functools.cache
-def _types() -> dict[str, Any]:
-    return typing.get_type_hints(TrainConfig)
-
-
-def _check(name: str, value: Any, kind: Any) -> None:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return
-        kind = next(arg for arg in args if arg is not type(None))
-        origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        if value not in args:
-            raise ConfigError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, args))}")
-    elif origin is tuple:
-        if not isinstance(value, tuple):
-            raise ConfigError(f"{name}={value!r} must be a list")
-        for item in value:
-            _check(name, item, args[0])
-    else:
-        wanted = Mapping if origin is not None else kind
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise ConfigError(f"{name}={value!r} must be {_WORDS.get(wanted, 'a table')}, not {type(value).__name__}")
-
-
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
+@functools.cache
+def _kinds() -> dict[str, tuple[Any, bool]]:
+    """Return the type of each setting, and whether it may be None."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(TrainConfig).items():
+        options = typing.get_args(hint)
+        optional = type(None) in options
+        kinds[name] = (options[0] if optional else hint, optional)
+    return kinds
 
 
-def _to_toml(settings: Mapping[str, Any]) -> str:
-    """Return settings as TOML.
-
-    The standard library only reads TOML. Strings, numbers, booleans and arrays are written as in JSON.
-    """
-    tables = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
-    lines = [f"{_key(key)} = {_value(key, value)}" for key, value in settings.items() if key not in tables]
-    for name, table in tables.items():
-        if table:
-            lines += ["", f"[{_key(name)}]", *(f"{_key(key)} = {_value(key, value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _text(key)
-
-
-def _value(key: str, value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(inner)} = {_value(inner, item)}" for inner, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(key, item) for item in value) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, bool | int | float | str):
-        return _text(value)
-    raise ConfigError(f"{key}={value!r} cannot be written as TOML: use JSON")
-
-
-def _text(value: bool | int | float | str) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """Return a value as the type of its setting, or raise ConfigError."""
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        # The command line gives "a,b"; JSON and TOML have lists and no tuples.
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{name}={value!r} must be a list")
+        return tuple(_checked(name, item, options[0]) for item in items)
+    if options:  # of a Literal
+        if value not in options:
+            raise ConfigError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, options))}")
+        return value
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    # A bool is an int to Python.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name}={value!r} must be {_WORDS[kind]}, not {type(value).__name__}")
+    return value

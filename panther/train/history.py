@@ -7,14 +7,11 @@ import math
 import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from panther.errors import require_extra
-
-_ABSENT = object()
-_KINDS: dict[Any, int] = {_ABSENT: 0, None: 2}  # kinds of table cells; 1 is a number
 
 
 class History:
@@ -80,42 +77,6 @@ class History:
             if rows:
                 return min(rows, key=lambda row: row[name])
         raise ValueError("the history has no records: train first")
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        """Return the records, from which :class:`History` can be made again."""
-        return [dict(record) for record in self._records]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the records as tensors by column, which a checkpoint stores faster than one entry per value."""
-        names = self.names
-        cells = [[row.get(name, _ABSENT) for name in names] for row in self._records]
-        whole = [all(isinstance(row.get(name, 0), int) for row in self._records) for name in names]
-        kinds = [[_KINDS[cell] if cell is None or cell is _ABSENT else 1 for cell in row] for row in cells]
-        values = [[0.0 if cell is None or cell is _ABSENT else float(cell) for cell in row] for row in cells]
-        # torch.tensor of an empty list has no second dimension.
-        shape = (len(cells), len(names))
-        return {
-            "names": names,
-            "whole": whole,
-            "kinds": torch.tensor(kinds, dtype=torch.uint8).view(shape),
-            "values": torch.tensor(values, dtype=torch.float64).view(shape),
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """Return the history whose :meth:`state_dict` this is."""
-        casts = [int if whole else float for whole in state["whole"]]
-        columns = list(zip(state["names"], casts, strict=True))
-        return cls(
-            [
-                {
-                    name: None if kind == _KINDS[None] else cast(value)
-                    for (name, cast), kind, value in zip(columns, kinds, values, strict=True)
-                    if kind != _KINDS[_ABSENT]
-                }
-                for kinds, values in zip(state["kinds"].tolist(), state["values"].tolist(), strict=True)
-            ]
-        )
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row per record and one column per quantity; missing values are empty."""

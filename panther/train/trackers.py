@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ class _MLflow(Tracker):
         place = (self._folder / "mlflow-artifacts").resolve().as_uri()
         experiment = found.experiment_id if found else self._client.create_experiment(config.run_name, place)
         run = self._client.create_run(experiment, run_name=config.run_name).info.run_id
-        for name, value in config.to_dict().items():
+        for name, value in asdict(config).items():
             self._client.log_param(run, name, str(value)[:500])
         return run
 

