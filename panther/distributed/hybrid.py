@@ -19,13 +19,19 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import require_process_group, transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_world_size, make_mesh
-from panther.distributed.data.strategies import check_trainable, data_parallel, shard_as_one_block
+from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
 from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model
-from panther.distributed.tensor.parallelize import TensorParallelReport, tensor_parallel
+from panther.distributed.tensor._plan import Plan, plan_automatically
+from panther.distributed.tensor.parallelize import (
+    TensorParallelReport,
+    check_plain,
+    plan_in_words,
+    shard_model_,
+)
 from panther.errors import DistributedError, ShapeError, check_size
 from panther.nn import SKLinear
 
@@ -87,30 +93,38 @@ class HybridParallelTrainer:
         self._loss_fn: DividedLoss | None = None
         self._schedule: PipelineSchedule | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
+        strategy = config["data_parallel"]
         given = {name: value for name, value in config.items() if name != "sample_input"}
-        stages, strategy = config["pipeline_parallel_size"], config["data_parallel"]
-        plans: list[StagePlan] = []
+        layer_plan: Plan = {}
+        stage_plans: list[StagePlan] = []
 
         def settings() -> dict[str, Any]:
-            described = given | check_trainable(model, strategy)
-            if stages > 1:  # here, because the trace needs layers of full size
-                plans[:] = [self._plan(model, config)]
-                described["sample_input"] = plans[0].sample
-            return described
+            check_model(model, strategy)
+            described = dict(given)
+            if config["tensor_parallel_size"] > 1:
+                check_plain(model)
+                layer_plan.update(plan_automatically(model, config["tensor_parallel_size"]))
+            if config["pipeline_parallel_size"] > 1:  # here, because the trace needs layers of full size
+                stage_plans[:] = [self._plan(model, config)]
+                described["sample_input"] = stage_plans[0].sample
+            return described | plan_in_words(layer_plan)
 
+        # The only exchange and the only broadcast of the model: what follows sends nothing of it.
         broadcast_model(model, dist.group.WORLD, "HybridParallelTrainer", settings)  # type: ignore[arg-type]
         self.report: TensorParallelReport | None = None
         # Before data parallelism: FSDP can shard a shard again, and tensor parallelism cannot.
         if config["tensor_parallel_size"] > 1:
-            self.report = tensor_parallel(model, self.mesh["tp"])
-        if not plans:
-            self.stages: list[Any] = []
-            self.model = data_parallel(model, self.mesh["dp"], strategy)
-            return
-        self.stages = plans[0].stages(model, self.mesh["pp"].get_group())
-        for stage in self.stages:
-            shard_as_one_block(stage.submod, self.mesh["dp"], strategy)
-        self.model = StageModules(stage.submod for stage in self.stages)
+            self.report = shard_model_(model, self.mesh["tp"], layer_plan)
+        self.stages: list[Any] = []
+        if stage_plans:
+            self.stages = stage_plans[0].stages(model, self.mesh["pp"].get_group())
+            for stage in self.stages:
+                fully_shard_(stage.submod, self.mesh["dp"], strategy, one_block=True)
+            self.model: nn.Module = StageModules(stage.submod for stage in self.stages)
+        elif strategy == "ddp":
+            self.model = wrap_in_ddp(model, self.dp_group, init_sync=False)
+        else:
+            self.model = fully_shard_(model, self.mesh["dp"], strategy)
 
     def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
         layers = config["pipeline_layers"]
@@ -262,16 +276,15 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"data_parallel={config['data_parallel']!r} is unknown: use one of {', '.join(map(repr, _DATA_PARALLEL))}"
         )
-    if config["data_parallel"] == "ddp" and tp > 1:
-        raise DistributedError(
-            "data_parallel='ddp' and tensor_parallel_size > 1 do not go together: DistributedDataParallel loses the "
-            "parameters of sharded layers: use 'fsdp' or 'replicate'"
-        )
-    if config["data_parallel"] == "ddp" and pp > 1:
-        raise DistributedError(
-            "data_parallel='ddp' and pipeline_parallel_size > 1 do not go together: DistributedDataParallel fails in "
-            "the second step, because it takes microbatches for steps: use 'fsdp' or 'replicate'"
-        )
+    for axis, size, why in (
+        ("tensor_parallel_size", tp, "loses the parameters of sharded layers"),
+        ("pipeline_parallel_size", pp, "fails in the second step, because it takes microbatches for steps"),
+    ):
+        if config["data_parallel"] == "ddp" and size > 1:
+            raise DistributedError(
+                f"data_parallel='ddp' and {axis} > 1 do not go together: DistributedDataParallel {why}: use 'fsdp' or "
+                "'replicate'"
+            )
     return config
 
 

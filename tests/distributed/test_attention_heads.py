@@ -331,7 +331,7 @@ def test_what_cannot_be_sharded_by_heads():
             messages.append(str(caught.value))
     assert report["0"].reason == "has relative positions of all heads"
     assert report["1"].reason == "has add_bias_kv or add_zero_attn"
-    assert report["1.out_proj"][2:] == ("replicated", "with the module that it belongs to")
+    assert report["1.out_proj"][2:] == ("replicated", "with '1'")
     assert messages[0] == "Linear is not an attention whose heads can be sharded: name its projections"
     assert messages[1] == "RandMultiHeadAttention has 3 heads, which are not a multiple of the 2 ranks"
 

@@ -112,7 +112,9 @@ def test_a_mesh_or_a_group_says_who_takes_part():
     seeds = [network(rank)[0].seed for rank in range(4)]
     assert [mesh for mesh, _, _ in results] == [seeds[0], seeds[1], seeds[0], seeds[1]]
     assert [group for _, group, _ in results] == [seeds[0], seeds[0], seeds[2], seeds[2]]
-    assert results[0][2] == ["mesh must have one axis and has ('dp', 'tp') of sizes (2, 2): pass mesh['dp']"]
+    assert results[0][2] == [
+        "strategy='ddp' takes a mesh of one axis, and the mesh has ('dp', 'tp') of sizes (2, 2): pass mesh['dp']"
+    ]
 
 
 @pytest.mark.distributed

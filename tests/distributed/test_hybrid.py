@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import on_ranks, take_steps, weights_of
 from torch import nn
 
-from panther.distributed import HybridParallelTrainer
+from panther.distributed import CommunicationCounter, HybridParallelTrainer
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
@@ -99,6 +99,35 @@ def test_the_guide_s_configuration():
     for losses, actions in on_ranks(rank):
         assert losses[-1] < 0.8 * losses[0]
         assert actions == ["outputs sharded", "inputs sharded", "outputs sharded", "inputs sharded", "replicated"]
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [
+        (2, {"data_parallel": "ddp"}),
+        (4, {"tensor_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_a_model_is_compared_and_broadcast_once(world, config):
+    """Whatever strategies it is made for: one exchange of digests, one seed a layer, each other tensor once."""
+
+    def rank():
+        model = build(100 + dist.get_rank())
+        before = sum(p.nbytes for p in model.parameters())
+        with CommunicationCounter() as traffic:
+            HybridParallelTrainer(model, config)
+        return (
+            traffic.calls_by_operation,
+            traffic.bytes_by_operation["broadcast_"] - before,
+            len(list(model.parameters())),
+        )
+
+    for calls, rest, parameters in on_ranks(rank, world):
+        assert rest == 8 * (len(WIDTHS) - 1)
+        assert calls["broadcast_"] == 1 + parameters
+        assert calls.total() == parameters + 2, calls
 
 
 def test_what_is_refused():

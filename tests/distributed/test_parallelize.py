@@ -84,7 +84,10 @@ def test_ten_steps_are_those_of_one_process(n, sketched):
         assert {name for name, action in actions.items() if action == "inputs sharded"} == rows
         assert report["gated.down_proj"].reason == "the model's plan"
         assert report["head"].action == "replicated"
-        assert report["stack.4"].reason == "has no partner: no linear layer with only elementwise functions between"
+        assert (
+            report["stack.4"].reason
+            == "no linear layer follows or precedes it with only elementwise functions between the two"
+        )
         owners = {name.rpartition(".")[0] for name in weights}
         assert set(report) == owners  # every module that has parameters
 
@@ -159,11 +162,18 @@ def test_what_is_replicated_and_what_is_refused():
                 (mesh["tp"], {"mlp": ColwiseParallel()}),
                 "plan names 'mlp', and no module matches it: the modules are embed, encoder",
             ),
-            ((None,), "tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not None"),
         ):
             with pytest.raises((ValueError, ShapeError), match=re.escape(message)):
                 tensor_parallel(build(0), *arguments)
-    no_partner = "has no partner: no linear layer with only elementwise functions between"
+        for arguments, message in (
+            ((model, None), "tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not None"),
+            ((model, 2), "tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not 2"),
+            (("model", mesh["tp"]), "tensor_parallel takes an nn.Module, not 'model'"),
+            ((model, mesh["tp"], {"narrow": "colwise"}), "style of 'narrow' must be a ParallelStyle, such as"),
+        ):
+            with pytest.raises(TypeError, match=re.escape(message)):
+                tensor_parallel(*arguments)
+    no_partner = "no linear layer follows or precedes it with only elementwise functions between the two"
     assert reasons["narrow.0"] == "has only 1 features, too few for 2 ranks"
     assert reasons["twice.0"] == reasons["twice.2"] == reasons["again.2"] == "is used in several places of the model"
     assert reasons["softmax.0"] == reasons["softmax.2"] == no_partner
@@ -180,7 +190,10 @@ def test_models_that_are_sharded_or_wrapped_are_refused_and_not_changed():
                 lambda model: tensor_parallel(model, mesh["tp"]) and model,
                 "6 of the model's tensors are on a mesh already",
             ),
-            (lambda model: data_parallel(model, mesh["dp"], "fsdp"), "the model is sharded for data parallelism"),
+            (
+                lambda model: data_parallel(model, mesh["dp"], "fsdp"),
+                "on a mesh already, .* once and before data_parallel",
+            ),
             (lambda model: data_parallel(model, mesh["dp"]), "the model is in DistributedDataParallel"),
             (
                 lambda model: nn.ModuleDict({"inner": data_parallel(model, mesh["dp"])}),

@@ -7,7 +7,7 @@ from ranks import on_ranks, take_pipeline_steps, weights_of
 from torch import nn
 
 from panther.distributed import make_mesh, make_schedule, split_stages
-from panther.distributed.data.strategies import shard_as_one_block
+from panther.distributed.data.strategies import fully_shard_
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
@@ -204,7 +204,7 @@ def test_a_batch_of_another_size_keeps_the_gradients_of_sharded_stages():
     def rank():
         mesh = make_mesh(dp=2, pp=1)
         (stage,) = split_stages(network(100), 1, mesh=mesh["pp"])
-        shard_as_one_block(stage.submod, mesh["dp"], "fsdp")
+        fully_shard_(stage.submod, mesh["dp"], "fsdp", one_block=True)
         schedule = make_schedule("gpipe", [stage], 2, nn.MSELoss())
         for n in (8, 4):
             schedule.step(x[:n], y[:n])

@@ -7,6 +7,7 @@ FSDP2 with shards of size one: it replicates the model, and goes together with t
 
 __all__ = ["data_parallel"]
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import require_process_group
+from panther.distributed.comm._ranks import ranks_of
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
 from panther.distributed.data.precision import compute_dtype
@@ -29,7 +30,6 @@ from panther.errors import DistributedError, ShapeError
 from panther.nn._sketched import SketchedModule
 
 _STRATEGIES = ("ddp", "fsdp", "replicate")
-_HOOKS = ("fp16", "bf16", "powersgd")
 _POWERSGD_RANK, _POWERSGD_START = 4, 10
 
 
@@ -90,8 +90,9 @@ def data_parallel(
     """
 
     def settings() -> dict[str, Any]:
-        _check(model, strategy, comm_hook, mixed_precision, cpu_offload)
+        _check_options(strategy, comm_hook, mixed_precision, cpu_offload)
         axes = _check_axes(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
+        check_model(model, strategy)
         given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
         return {**given, "cpu_offload": cpu_offload, **options}
 
@@ -100,33 +101,46 @@ def data_parallel(
     for group in groups:
         check_same_model(model, group, "data_parallel", settings)
     if strategy == "ddp":
-        return _ddp(model, groups[0], comm_hook, options)
-    mesh = _mesh_of(mesh, strategy)
+        send_sketches(model, ranks_of(groups[0])[0], groups[0])  # by their seeds; DDP itself broadcasts the rest
+        return wrap_in_ddp(model, groups[0], comm_hook, **options)
+    if not isinstance(mesh, DeviceMesh):
+        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
+        mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
     for axis in range(mesh.ndim):  # along one axis, then the other, so that all ranks get those of the first
         send_model(model, mesh.get_group(axis), "data_parallel")
+    return fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
+
+
+def fully_shard_(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    strategy: str,
+    mixed_precision: str | None = None,
+    cpu_offload: bool = False,
+    *,
+    one_block: bool = False,
+    **options: Any,
+) -> Any:
+    """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on all ranks already; nothing is sent.
+
+    With ``one_block``, its blocks are not sharded one by one. Stages of a pipeline need that: sharded block by block,
+    zero-bubble schedules compute wrong gradients.
+    """
+    if strategy == "replicate":
+        # Private: torch has no public way from a mesh to one with an axis of size one.
+        mesh = mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
     dtype = compute_dtype(mixed_precision)
     # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
-    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
+    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    common = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
-    for block in fsdp_blocks(model):
-        fully_shard(block, mp_policy=half or MixedPrecisionPolicy(), **common)
-    root = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    return fully_shard(model, mp_policy=root if dtype else MixedPrecisionPolicy(), **common)
+    options = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
+    for block in () if one_block else fsdp_blocks(model):
+        fully_shard(block, mp_policy=half, **options)
+    # Only the model's own output is float32: between blocks, activations stay in the dtype that they compute in.
+    return fully_shard(model, mp_policy=replace(half, output_dtype=torch.float32 if dtype else None), **options)
 
 
-def shard_as_one_block(model: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
-    """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on every rank, as one block, in place.
-
-    Pipelines need one block: sharded block by block, zero-bubble schedules make wrong gradients.
-    """
-    mesh = _mesh_of(mesh, strategy)
-    fully_shard(model, mesh=mesh, shard_placement_fn=_placement(mesh))
-
-
-def _check(
-    model: nn.Module, strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool
-) -> None:
+def _check_options(strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool) -> None:
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, _STRATEGIES))}")
     if comm_hook is not None and comm_hook not in _HOOKS:
@@ -139,6 +153,10 @@ def _check(
         raise ValueError(f"{option} is for strategy='fsdp': with 'ddp' use torch.autocast, or ZeroRedundancyOptimizer")
     if cpu_offload and strategy == "replicate":
         raise ValueError("cpu_offload needs strategy='fsdp', because it moves shards to the CPU")
+
+
+def check_model(model: nn.Module, strategy: str) -> None:
+    """Raise if a strategy cannot take the model, before torch says so with half of it sharded."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"
@@ -147,16 +165,6 @@ def _check(
         raise ValueError(
             "the model has tensors on the meta device, without values: call to_empty and initialise it first"
         )
-    check_trainable(model, strategy)
-    if strategy == "ddp" and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise DistributedError(
-            "layers of the model are sharded by tensor parallelism, and DistributedDataParallel loses their "
-            "parameters after the first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
-        )
-
-
-def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
-    """Raise if a strategy cannot take the model, before torch says so with half of it sharded; return no settings."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             state = "sharded" if isinstance(module, FSDPModule) else "wrapped by DistributedDataParallel"
@@ -165,7 +173,12 @@ def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
                 "train it as it is, or build a new one"
             )
     if strategy == "ddp":
-        return {}
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise DistributedError(
+                "layers of the model are sharded by tensor parallelism, and DistributedDataParallel loses their "
+                "parameters after the first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
+            )
+        return
     if _has_no_forward(model):
         raise ValueError(
             f"a model that is sharded must have a forward, in which its parameters are gathered, and a "
@@ -177,34 +190,18 @@ def check_trainable(model: nn.Module, strategy: str) -> dict[str, Any]:
                 f"parameters that are sharded must have a dimension, and {name!r} has the shape (): give it the shape "
                 "(1,), or use strategy='ddp'"
             )
-    return {}
 
 
 def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
     """Return the names and sizes of the mesh's axes, if they fit the strategy."""
-    if strategy == "ddp" and mesh.ndim != 1:
+    most = 2 if strategy == "fsdp" else 1
+    if mesh.ndim > most:
         raise ShapeError(
-            f"mesh must have one axis and has {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
-        )
-    if mesh.ndim > (2 if strategy == "fsdp" else 1):
-        raise ShapeError(
-            f"mesh has the axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}, which are too many for "
-            f"strategy={strategy!r}: pass mesh['dp']" + (", or mesh['replicate', 'dp']" if strategy == "fsdp" else "")
+            f"strategy={strategy!r} takes a mesh of {'one axis' if most == 1 else 'one or two axes'}, and the mesh has "
+            f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
+            + (", or mesh['replicate', 'dp']" if most == 2 else "")
         )
     return mesh.mesh_dim_names, tuple(mesh.shape)
-
-
-def _mesh_of(mesh: DeviceMesh | dist.ProcessGroup | None, strategy: str) -> DeviceMesh:
-    """Return the mesh for fully_shard, whose last axis shards, and whose first of two replicates."""
-    if not isinstance(mesh, DeviceMesh):
-        require_process_group()
-        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
-        mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
-    _check_axes(mesh, strategy)
-    if strategy == "replicate":
-        # Private: torch has no public way from a mesh to one with an axis of size one.
-        return mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
-    return mesh
 
 
 def _placement(mesh: DeviceMesh) -> Any:
@@ -223,10 +220,10 @@ def _placement(mesh: DeviceMesh) -> Any:
     return place
 
 
-def _ddp(
-    model: nn.Module, group: dist.ProcessGroup | None, comm_hook: str | None, options: dict[str, Any]
+def wrap_in_ddp(
+    model: nn.Module, group: dist.ProcessGroup | None, comm_hook: str | None = None, **options: Any
 ) -> DistributedDataParallel:
-    send_sketches(model, group)  # by their seeds, since DDP's own first broadcast will leave them out
+    """Wrap a model whose sketches are equal on all ranks already; with ``init_sync=False``, all of it."""
     # They never change in training: without this list DDP sends them again in every forward, evaluation included.
     fixed = [
         f"{prefix}.{name}" if prefix else name
@@ -247,29 +244,26 @@ def _ddp(
     finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
     if comm_hook is not None:
-        _register(parallel, comm_hook)
+        _groups_with_hooks.add(parallel.process_group)
+        state: Any = parallel.process_group
+        if comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                state, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START
+            )
+        parallel.register_comm_hook(state, _HOOKS[comm_hook])
     return parallel
-
-
-# A hook's last futures hold its group, and are freed on gloo's own thread. If theirs were the last reference, that
-# thread would destroy the group, wait for itself, and abort the process. So the groups are kept here.
-_groups_with_hooks: set[dist.ProcessGroup] = set()
-
-
-def _register(parallel: DistributedDataParallel, comm_hook: str) -> None:
-    group = parallel.process_group
-    _groups_with_hooks.add(group)
-    if comm_hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            group, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START
-        )
-        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif comm_hook == "fp16":
-        parallel.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    else:
-        parallel.register_comm_hook(group, _bf16_hook)
 
 
 def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Call torch's hook under another name: DDP refuses the original by its name on gloo, which does sum bfloat16."""
     return default_hooks._compress_hook(torch.bfloat16, group, bucket)
+
+
+_HOOKS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": _bf16_hook,
+    "powersgd": powerSGD_hook.powerSGD_hook,
+}
+# A hook's last futures hold its group, and are freed on gloo's own thread. If theirs were the last reference, that
+# thread would destroy the group, wait for itself, and abort the process. So the groups are kept here.
+_groups_with_hooks: set[dist.ProcessGroup] = set()

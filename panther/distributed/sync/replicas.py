@@ -80,11 +80,9 @@ def broadcast_model(
 
 def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
     """Broadcast a model after :func:`check_same_model` has compared it between ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    _check_replicated(model, ranks)
-    src = ranks[0]
+    src = dist.get_process_group_ranks(group)[0]
     with watched(what, group):
-        send_sketches(model, group)
+        send_sketches(model, src, group)
         # Sketches are buffers or parameters too, but equal now: seeded ones were drawn from one seed, others sent.
         layers = [module for module in model.modules() if isinstance(module, SketchedModule)]
         sent = {id(getattr(layer, name)) for layer in layers for name in (*layer.sketch_names, "sketch_seed")}

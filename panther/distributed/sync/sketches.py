@@ -47,7 +47,7 @@ def sync_sketches(model: nn.Module, src: int = 0, group: dist.ProcessGroup | Non
     """
     fix = "build the same model on every rank, and pass the same src"
     agree("sync_sketches", lambda: describe_source(model, src, group), group, fix)
-    _send(model, src, group)
+    send_sketches(model, src, group)
 
 
 def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -83,11 +83,6 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     agree("verify_sketches", describe, group, "call sync_sketches(model) on every rank before training")
 
 
-def send_sketches(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Broadcast the sketches of the group's first rank."""
-    _send(model, ranks_of(group)[0], group)
-
-
 def describe_source(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return a description of the sketched layers, which must be equal on all ranks before sketches are sent."""
     ranks, layers = ranks_of(group), sketched_layers(model)
@@ -108,7 +103,7 @@ def _drawing(model: nn.Module) -> dict[str, RandMultiHeadAttention | sinSRPE]:
     return {name: m for name, m in model.named_modules() if isinstance(m, RandMultiHeadAttention | sinSRPE)}
 
 
-def _send(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> None:
+def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> None:
     """Broadcast seeds, counts of draws and fitted sketches of ``src``; ranks have compared their models."""
     if is_fake(group):
         return

@@ -34,6 +34,7 @@ from panther.nn._sketched import keep_own_forward
 class HeadwiseAttention(ShardedModule):
     """Base of both classes: attention sharded by heads."""
 
+    action = "heads sharded"
     local_heads: range
     """The heads of this rank."""
 

@@ -62,6 +62,7 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
     """A dense layer whose outputs are sharded."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
+    action = "outputs sharded"
     size_name = "out_features"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -75,6 +76,7 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
     """A dense layer whose inputs are sharded."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1), "bias": _REPLICATE}
+    action = "inputs sharded"
     size_name = "in_features"
 
     def parameters_to_sum(self) -> tuple[str, ...]:
@@ -92,6 +94,7 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
     """An embedding whose rows are sharded: a rank's output is zero for the indices of others, before the sum."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0)}
+    action = "rows sharded"
     size_name = "num_embeddings"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -167,6 +170,7 @@ class ColwiseSKLinear(ShardedSKLinear):
     placements: ClassVar[Mapping[str, Placement]] = {
         "S1": _REPLICATE, "U2": _REPLICATE, "S2": Shard(1), "U1": Shard(1), "bias": Shard(0),
     }  # fmt: skip
+    action = "outputs sharded"
     size_name = "out_features"
 
     def parameters_to_sum(self) -> tuple[str, ...]:
@@ -187,6 +191,7 @@ class RowwiseSKLinear(ShardedSKLinear):
     placements: ClassVar[Mapping[str, Placement]] = {
         "S1": Shard(0), "U2": Shard(0), "S2": _REPLICATE, "U1": _REPLICATE, "bias": _REPLICATE,
     }  # fmt: skip
+    action = "inputs sharded"
     size_name = "in_features"
 
     def parameters_to_sum(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import copyreg
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ _READS_CHILDREN = (nn.MultiheadAttention,)
 class ShardedModule(nn.Module):
     """A module whose parameters are DTensors on ``tp_mesh``."""
 
+    action: ClassVar[str] = "replicated"
+    """What was done to the module, for the report."""
     tp_mesh: DeviceMesh
     summed: tuple[str, ...] = ()
     """Replicated parameters whose gradient has to be summed over the ranks, because each computes a part of it."""

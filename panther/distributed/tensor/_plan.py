@@ -4,7 +4,7 @@ In this order, and the first to decide about a layer wins: attention modules, th
 classes, pairs of linear layers, embeddings and output layers with many rows. What none of them decides is replicated.
 """
 
-__all__ = ["ModulePlan", "plan_automatically", "plan_by_names", "shared_parameters"]
+__all__ = ["ModulePlan", "Plan", "plan_automatically", "plan_by_names", "shared_parameters"]
 
 import fnmatch
 from collections import Counter
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.modules.conv import _ConvNd
 
@@ -41,10 +41,9 @@ _FEED_FORWARD = (
     (("wi",), "wo"),
     (("c_fc",), "c_proj"),
 )
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _CONVOLUTIONS = (_ConvNd, SKConv1d, SKConv2d, SKConv3d)
 _LINEAR = (nn.Linear, SKLinear)
-_NO_PARTNER = "has no partner: no linear layer with only elementwise functions between"
+_NO_PARTNER = "no linear layer follows or precedes it with only elementwise functions between the two"
 
 _LARGE = 4096
 """Rows of an embedding, or outputs of a layer without a partner, from which sharding saves more than it costs."""
@@ -96,7 +95,7 @@ def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     return [places for places in owners.values() if len(places) > 1]
 
 
-def plan_automatically(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> Plan:
+def plan_automatically(model: nn.Module, ranks: int) -> Plan:
     """Decide about every module that can be sharded over so many ranks, with the reason."""
     modules = dict(model.named_modules())
     uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
@@ -107,8 +106,6 @@ def plan_automatically(model: nn.Module, ranks: int, *, sequence_parallel: bool)
     plan: Plan = {}
     for planner in (_plan_attention, _plan_known_blocks, _plan_pairs, _plan_many_rows):
         plan |= planner(survey, plan)
-    if sequence_parallel:
-        plan |= _plan_sequences(survey, plan)
     for name, module in modules.items():
         # Exact types: a subclass may have a forward that the sharded layer would replace.
         if type(module) in _LINEAR:
@@ -233,34 +230,6 @@ def _plan_many_rows(survey: _Survey, plan: Plan) -> Plan:
         else:
             style = ColwiseSKParallel(output_layouts=Replicate())
             found[name] = ModulePlan(f"{_LARGE} outputs or more, which are gathered{with_}", style)
-    return found
-
-
-def _plan_sequences(survey: _Survey, plan: Plan) -> Plan:
-    """Shard the sequence between the pairs of an nn.Sequential that have only norms and elementwise modules between."""
-    found: Plan = {}
-    for prefix, module in survey.modules.items():
-        if not isinstance(module, nn.Sequential):
-            continue
-        dot = f"{prefix}." if prefix else ""
-        before: str | None = None
-        norms: list[str] = []
-        for key, child in module.named_children():
-            name = dot + key
-            style = (found.get(name) or plan.get(name) or ModulePlan("")).style
-            if isinstance(style, RowwiseSKParallel) and type(child) in _LINEAR:
-                before, norms = name, []
-            elif isinstance(style, ColwiseSKParallel) and before is not None:
-                found[before] = replace(plan[before], style=RowwiseSKParallel(output_layouts=Shard(1)))
-                scattered = ColwiseSKParallel(input_layouts=Shard(1), output_layouts=style.output_layouts)
-                found[name] = replace(plan[name], style=scattered)
-                reason = "acts on a part of the sequence; its gradients are summed"
-                found |= dict.fromkeys(norms, ModulePlan(reason, summed=True))
-                before = None
-            elif isinstance(child, _NORMS) and survey.obstacle(name) is None:
-                norms.append(name)
-            elif not is_elementwise(child):
-                before = None
     return found
 
 

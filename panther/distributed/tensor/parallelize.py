@@ -16,39 +16,22 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
 from panther.distributed.sync.replicas import broadcast_model
-from panther.distributed.tensor._attention import HeadwiseAttention
-from panther.distributed.tensor._linear import (
-    ColwiseLinear,
-    ColwiseSKLinear,
-    ReplicatedSKLinear,
-    RowwiseLinear,
-    RowwiseSKLinear,
-    VocabularyEmbedding,
-    shard_layer_,
-)
-from panther.distributed.tensor._module import replicate_
-from panther.distributed.tensor._plan import ModulePlan, plan_automatically, plan_by_names, shared_parameters
+from panther.distributed.tensor._linear import ReplicatedSKLinear, shard_layer_
+from panther.distributed.tensor._module import ShardedModule, replicate_
+from panther.distributed.tensor._plan import ModulePlan, Plan, plan_automatically, plan_by_names, shared_parameters
 from panther.distributed.tensor.styles import PantherStyle
 from panther.distributed.tensor.unshard import remember_
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
 
-_ACTIONS: dict[type, str] = {
-    ColwiseSKLinear: "outputs sharded",
-    ColwiseLinear: "outputs sharded",
-    RowwiseSKLinear: "inputs sharded",
-    RowwiseLinear: "inputs sharded",
-    VocabularyEmbedding: "rows sharded",
-    HeadwiseAttention: "heads sharded",
-}
-_ACTIONS_OF_STYLES: dict[type, str] = {ColwiseParallel: "outputs sharded", RowwiseParallel: "inputs sharded"}
+# The layers that Panther shards know their own; of torch's styles only these two change a layer.
+_ACTIONS: dict[type, str] = {ColwiseParallel: "outputs sharded", RowwiseParallel: "inputs sharded"}
 
 
 class ModulePlacement(NamedTuple):
@@ -77,8 +60,6 @@ def tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: str | Mapping[str, ParallelStyle] = "auto",
-    *,
-    sequence_parallel: bool = False,
 ) -> TensorParallelReport:
     """Shard a model's layers over the ranks of a mesh axis, in place. Every rank must call it.
 
@@ -106,16 +87,15 @@ def tensor_parallel(
         mesh: One-dimensional, ``mesh["tp"]``.
         plan: ``"auto"``, or styles by globs of names: :class:`ColwiseSKParallel`, :class:`RowwiseSKParallel`,
             :class:`HeadwiseParallel`, or torch's.
-        sequence_parallel: Whether to shard the sequence, the second dimension, between two pairs of an nn.Sequential
-            that have only norms and elementwise functions between them; for inputs (batch, sequence, features).
 
     Returns:
         What was done to every module that has parameters of its own, and why.
 
     Raises:
-        ShapeError: If ``mesh`` is not a mesh or has several dimensions, a name of the plan matches nothing, a layer
-            that it names has fewer outputs or inputs than ranks, or it shards a shared parameter in different ways.
-        ValueError: If ``plan`` is another string, or ``sequence_parallel`` is asked for beside a plan of styles.
+        TypeError: If ``model``, ``mesh`` or a style is of another type.
+        ShapeError: If ``mesh`` has several dimensions, a name of the plan matches nothing, a layer that it names has
+            fewer outputs or inputs than ranks, or it shards a shared parameter in different ways.
+        ValueError: If ``plan`` is another string.
         DistributedError: If there is no process group, or the model is sharded already or was given to data_parallel
             before: tensor parallelism comes first.
 
@@ -131,12 +111,14 @@ def tensor_parallel(
         [('0', 'outputs sharded'), ('2', 'inputs sharded'), ('3', 'replicated')]
         >>> pr.distributed.shutdown()
     """
-    _check(model, mesh, plan, sequence_parallel)
-    if isinstance(plan, str):
-        decisions = plan_automatically(model, mesh.size(), sequence_parallel=sequence_parallel)
-    else:
-        decisions = plan_by_names(model, plan)
-    broadcast_model(model, mesh.get_group(), "tensor_parallel", lambda: _in_words(decisions))
+    _check(model, mesh, plan)
+    decisions = plan_automatically(model, mesh.size()) if isinstance(plan, str) else plan_by_names(model, plan)
+    broadcast_model(model, mesh.get_group(), "tensor_parallel", lambda: plan_in_words(decisions))
+    return shard_model_(model, mesh, decisions)
+
+
+def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorParallelReport:
+    """Do steps 4 to 6 of :func:`tensor_parallel`, on a model that is equal on all ranks already; nothing is sent."""
     # Before anything is sharded, which changes classes and gives every layer parameters of its own.
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     tied = shared_parameters(model)
@@ -146,28 +128,12 @@ def tensor_parallel(
     return _report(model, kinds, decisions, replicated)
 
 
-def _check(model: nn.Module, mesh: Any, plan: Any, sequence_parallel: bool) -> None:
+def _check(model: nn.Module, mesh: Any, plan: Any) -> None:
     """Step 1: raise unless the arguments fit together, and the model is plain."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"tensor_parallel takes an nn.Module, not {model!r}")
     if not isinstance(mesh, DeviceMesh):
-        raise ShapeError(f"tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not {mesh!r}")
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise DistributedError(
-            "the model is in DistributedDataParallel, which would not see that its layers are sharded: call "
-            "tensor_parallel first, on the plain model, then data_parallel with strategy='fsdp' or 'replicate'"
-        )
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise DistributedError(
-            "the model is sharded for data parallelism, and its shards cannot be sharded again: call tensor_parallel "
-            "first, then data_parallel"
-        )
-    named = (*model.named_parameters(), *model.named_buffers())
-    if sharded := [name for name, tensor in named if isinstance(tensor, DTensor)]:
-        raise DistributedError(
-            f"{len(sharded)} of the model's tensors are on a mesh already, such as {sharded[0]!r}: call "
-            "tensor_parallel once, with a plan for all layers, or on unshard_module(model)"
-        )
+        raise TypeError(f"tensor_parallel takes a DeviceMesh, such as make_mesh(tp=2)['tp'], not {mesh!r}")
     if mesh.ndim != 1:
         raise ShapeError(f"tensor_parallel takes one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']")
     if not isinstance(plan, Mapping) and plan != "auto":
@@ -175,16 +141,30 @@ def _check(model: nn.Module, mesh: Any, plan: Any, sequence_parallel: bool) -> N
     for name, style in () if isinstance(plan, str) else plan.items():
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"style of {name!r} must be a ParallelStyle, such as ColwiseSKParallel(), not {style!r}")
-    if sequence_parallel and not isinstance(plan, str):
-        raise ValueError("sequence_parallel=True goes with plan='auto': give the styles of a plan Shard(1) as a layout")
+    check_plain(model)
 
 
-def _in_words(decisions: Mapping[str, ModulePlan]) -> dict[str, str]:
-    """Describe the plan, so that ranks can compare theirs."""
+def check_plain(model: nn.Module) -> None:
+    """Raise if the model is wrapped, or any of its tensors is sharded already, for tensor or data parallelism."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise DistributedError(
+            "the model is in DistributedDataParallel, which would not see that its layers are sharded: call "
+            "tensor_parallel first, on the plain model, then data_parallel with strategy='fsdp' or 'replicate'"
+        )
+    named = (*model.named_parameters(), *model.named_buffers())
+    if sharded := [name for name, tensor in named if isinstance(tensor, DTensor)]:
+        raise DistributedError(
+            f"{len(sharded)} of the model's tensors are on a mesh already, such as {sharded[0]!r}: call "
+            "tensor_parallel once and before data_parallel, with a plan for all layers, or on unshard_module(model)"
+        )
+
+
+def plan_in_words(decisions: Plan) -> dict[str, str]:
+    """Describe a plan, so that ranks can compare theirs."""
     return {f"style of {name!r} ": type(made.style).__name__ for name, made in decisions.items() if made.style}
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Mapping[str, ModulePlan]) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> None:
     """Step 4: shard the modules that have a style, and set what they and others need for it."""
     for name, made in decisions.items():
         module = model.get_submodule(name)
@@ -201,14 +181,13 @@ def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Mapping[str, ModulePla
             module.use_nested_tensor = False
 
 
-def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Mapping[str, ModulePlan]) -> dict[str, str]:
+def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> dict[str, str]:
     """Step 5: put all remaining parameters on the mesh, and return what was done, by module."""
     done = {}
     # A list: replicating a module changes its class while the modules are gone through.
     for name, module in list(model.named_modules()):
         made = decisions.get(name, ModulePlan(""))
-        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if made.style is not None or all(isinstance(parameter, DTensor) for parameter in parameters):
+        if made.style is not None or all(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             continue  # sharded, by itself or with the module that it belongs to; or without parameters
         if type(module) is SKLinear:
             shard_layer_(module, mesh, ReplicatedSKLinear)
@@ -227,27 +206,23 @@ def _tie(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
 
 
 def _report(
-    model: nn.Module, kinds: Mapping[str, str], decisions: Mapping[str, ModulePlan], replicated: Mapping[str, str]
+    model: nn.Module, kinds: Mapping[str, str], decisions: Plan, replicated: Mapping[str, str]
 ) -> TensorParallelReport:
     """Step 6: tell what was done to every module that has parameters or a style."""
     placements = []
     for name, module in model.named_modules():
         made = decisions.get(name, ModulePlan(""))
-        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        parameters = list(module.parameters(recurse=False))
         if made.style is not None:
-            action = next((action for kind, action in _ACTIONS.items() if isinstance(module, kind)), None)
-            action = action or _ACTIONS_OF_STYLES.get(type(made.style), type(made.style).__name__)
-            placements.append(ModulePlacement(name, kinds[name], action, made.reason))
+            action = module.action if isinstance(module, ShardedModule) else _ACTIONS.get(type(made.style))
+            placements.append(ModulePlacement(name, kinds[name], action or type(made.style).__name__, made.reason))
         elif name in replicated:
             how = replicated[name]
             reason = f"{made.reason}; {how}" if made.reason and "plain" in how else made.reason or how
             placements.append(ModulePlacement(name, kinds[name], "replicated", reason))
-        elif parameters:
+        elif parameters:  # placed together with the module that contains it, which reads them
             sharded = any(not p.is_replicate() for tensor in parameters for p in tensor.placements)
             owner = name.rpartition(".")[0]
-            while owner and (owner not in decisions or decisions[owner].style is None):
-                owner = owner.rpartition(".")[0]
-            reason = f"with {owner!r}" if owner in decisions else "with the module that it belongs to"
             action = "sharded" if sharded else "replicated"
-            placements.append(ModulePlacement(name, kinds[name], action, reason))
+            placements.append(ModulePlacement(name, kinds[name], action, f"with {owner!r}"))
     return TensorParallelReport(tuple(placements))
