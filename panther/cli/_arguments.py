@@ -1,6 +1,7 @@
 """Types of arguments that subcommands share, which argparse reports with exit status 2, and checks before the work."""
 
 __all__ = [
+    "add_option",
     "check_file",
     "check_folder",
     "non_negative",
@@ -16,9 +17,19 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from panther.errors import PantherError
+
+
+def add_option(
+    parser: Any, flag: str, kind: Callable[[str], Any], text: str, default: Any = None, metavar: str = "N"
+) -> None:
+    """Add an option to a parser or group; its help ends in the default, if there is one."""
+    shown = "" if default is None else " (default: %(default)s)"
+    parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
 
 
 def positive(text: str) -> int:

@@ -1,18 +1,16 @@
-"""``panther simulate``: data parallelism, shown and checked on processes of this machine."""
+"""``panther simulate``: data parallelism, counted for any number of ranks, and run and checked on up to eight."""
 
 __all__ = ["add_parser", "run"]
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from panther.cli._arguments import check_file, note_if_wide, positive, seed
+from panther.cli._arguments import add_option, note_if_wide, positive, seed
 from panther.errors import DistributedError, PantherError, require_extra
 
-_RANKS = (2, 8)  # that are started
-_MOST_RANKS = 1 << 20  # that are counted
-_BATCH, _EPOCHS = 64, 10
+_MOST_RANKS = 8  # that are started
+_MOST_COUNTED = 1 << 20
+_BATCH = 64
 
 
 def add_parser(commands: Any) -> None:
@@ -22,52 +20,43 @@ def add_parser(commands: Any) -> None:
         description="Train handwritten digits on several processes of this machine; show each rank's samples, the "
         "gradients before and after the all-reduce and the bytes sent, and check the result against one process.",
     )
-    default = "(default: %(default)s)"
-    parser.add_argument("--world", type=positive, default=2, metavar="N", help=f"ranks, 2 to 8 {default}")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--sketched", dest="kind", action="store_const", const="sketched", help="sketched layers (default)"
-    )
-    kind.add_argument("--dense", dest="kind", action="store_const", const="dense", help="dense layers")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=positive, metavar="N", help=f"epochs to train (default: {_EPOCHS})")
-    length.add_argument("--steps", type=positive, metavar="N", help="steps to train, in place of whole epochs")
+    add_option(parser, "--world", positive, f"ranks, 2 to {_MOST_RANKS}, or any number with --dry-run", 2)
+    parser.add_argument("--dense", action="store_true", help="train dense layers in place of sketched ones")
+    add_option(parser, "--epochs", positive, "epochs to train", 10)
+    add_option(parser, "--batch", positive, f"samples per step, of all ranks together (default: about {_BATCH})")
+    add_option(parser, "--hidden", positive, "width of hidden layers", 512)
+    add_option(parser, "--sketch-size", positive, "rank of sketched layers", 8)
+    add_option(parser, "--seed", seed, "seed of weights and shuffling", 0)
     parser.add_argument(
-        "--batch", type=positive, metavar="N", help=f"samples per step, of all ranks together (default: about {_BATCH})"
+        "--dry-run", action="store_true", help="only count samples, bytes and memory, and start nothing"
     )
-    parser.add_argument("--hidden", type=positive, default=512, metavar="N", help=f"width of hidden layers {default}")
-    parser.add_argument(
-        "--sketch-size", type=positive, default=8, metavar="R", help=f"rank of sketched layers {default}"
-    )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help=f"seed of weights and shuffling {default}")
-    parser.add_argument("--dry-run", action="store_true", help="only count, for any number of ranks")
-    parser.add_argument("--report", metavar="FILE", help="also write the figures as JSON")
-    parser.set_defaults(run=run, kind="sketched")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, print, and return 0 if all checks pass and everything fits."""
-    check_file(args.report, "--report")
-    least, most = (1, _MOST_RANKS) if args.dry_run else _RANKS
-    if not least <= args.world <= most:
-        fix = "" if args.dry_run else f", or add --dry-run, which counts for up to {_MOST_RANKS:,}"
-        raise PantherError(f"--world {args.world} must be from {least} to {most}: use --world {_RANKS[1]}{fix}")
+    """Count, and unless it is a dry run train, show what happens and check it."""
+    most = _MOST_COUNTED if args.dry_run else _MOST_RANKS
+    if not 2 <= args.world <= most:
+        fix = "" if args.dry_run else f", or add --dry-run, which counts for up to {_MOST_COUNTED:,}"
+        raise PantherError(f"--world {args.world} must be from 2 to {most}: use --world {_MOST_RANKS}{fix}")
+    batch = args.batch or max(1, _BATCH // args.world) * args.world
+    if rest := batch % args.world:
+        fix = f"{batch - rest} or {batch - rest + args.world}" if batch > args.world else f"{args.world}"
+        raise PantherError(f"--batch {batch} cannot be divided evenly by --world {args.world}: use --batch {fix}")
     if not args.dry_run:
         require_extra("sklearn.datasets", "demo")
-    if args.kind == "sketched":
+    if not args.dense:
         note_if_wide(args.sketch_size, args.hidden)
-    from panther.cli.simulate._report import report_estimate, report_training
+    from panther.cli.simulate import _report
     from panther.cli.simulate._training import Settings
 
-    options = {
-        **{name: getattr(args, name) for name in ("kind", "world", "steps", "hidden", "sketch_size", "seed")},
-        "batch": args.batch or max(1, _BATCH // args.world) * args.world,
-        "epochs": args.epochs or _EPOCHS,
-    }
-    figures = (report_estimate if args.dry_run else report_training)(Settings(**options))
-    if args.report:
-        Path(args.report).write_text(json.dumps({"settings": options, **figures}, indent=1) + "\n")
-    failed = [check["name"] for check in figures.get("checks", ()) if not check["passed"]]
-    if failed:
+    settings = Settings(
+        kind="dense" if args.dense else "sketched",
+        batch=batch,
+        **{name: getattr(args, name) for name in ("world", "epochs", "hidden", "sketch_size", "seed")},
+    )
+    _report.print_samples(settings)
+    sent_bytes = _report.print_counts(settings, processes=1 if args.dry_run else args.world)
+    if not args.dry_run and (failed := _report.print_training(settings, sent_bytes)):
         raise DistributedError(f"checks failed: {'; '.join(failed)}. This is a bug: please report it")
-    return 1 if figures.get("obstacles") else 0
+    return 0
