@@ -22,7 +22,7 @@ from launchers import Launcher, until
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from panther.distributed._error_file import record_uncaught_exceptions
-from panther.distributed.comm._handshake import RankInfo, decide
+from panther.distributed.comm._handshake import RankInfo, decide, own_gpu
 from panther.distributed.comm._store import find_route, interface_of
 from panther.distributed.comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
 from panther.distributed.launcher.function import launch
@@ -182,24 +182,42 @@ def test_bad_environment(environment, error, message, monkeypatch):
 
 
 def test_backend_is_decided_for_all():
-    cpu, gpus = RankInfo("a", 2, None, (), None), RankInfo("a", 2, None, ("0", "1"), None)
-    assert decide("t", [gpus, gpus]).gpus == (0, 1)
-    assert decide("t", [gpus, gpus]).backend == "nccl"
-    assert decide("t", [gpus, cpu]).backend == "gloo"
-    assert decide("t", [gpus, replace(gpus, backend="gloo")]).backend == "gloo"
-    one = replace(gpus, gpus=("0",))
-    assert decide("t", [one, one]).backend == "gloo"  # they would share it
-    assert decide("t", [one, replace(one, host="b")]).gpus == (0, 0)
-    own = [replace(gpus, gpus=(name,)) for name in ("4", "5")]  # each is shown its own
-    assert decide("t", own).gpus == (0, 0)
-    assert decide("t", own).backend == "nccl"
-    swapped = [replace(gpus, local_rank=rank) for rank in (1, 0)]
-    assert decide("t", swapped).gpus == (1, 0)
+    cpu, first, second = (RankInfo("a", 2, None, gpu) for gpu in (None, "0", "1"))
+    assert decide("t", [first, second]).backend == "nccl"
+    assert decide("t", [first, cpu]).backend == "gloo"
+    assert decide("t", [first, replace(second, backend="gloo")]).backend == "gloo"
+    assert decide("t", [first, first]).backend == "gloo"  # they would share it
+    assert decide("t", [first, replace(first, host="b")]).backend == "nccl"
+    assert decide("t", [first, second]).one_host
     assert not decide("t", [cpu, replace(cpu, host="b")]).one_host
 
 
+@pytest.mark.parametrize(
+    ("visible", "count", "local_rank", "gpus"),
+    [
+        (None, 2, None, [(0, "0"), (1, "1"), (0, "0")]),  # the third would share one
+        (None, 4, "3", [(3, "3")] * 3),
+        ("6,7", 2, "1", [(1, "7")] * 3),
+        ("GPU-a1", 1, "5", [(0, "GPU-a1")] * 3),  # shown its own
+    ],
+)
+def test_the_gpu_of_a_rank(visible, count, local_rank, gpus, monkeypatch):
+    assert own_gpu(0) is None or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with monkeypatch.context() as patch:
+        for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("LOCAL_RANK", local_rank)):
+            if value is None:
+                patch.delenv(name, raising=False)
+            else:
+                patch.setenv(name, value)
+        assert [own_gpu(rank) for rank in range(3)] == gpus
+
+
 def test_backend_disagreements():
-    cpu, gpu = RankInfo("a", 2, None, (), None), RankInfo("a", 2, "nccl", ("0",), None)
+    cpu, gpu = RankInfo("a", 2, None, None), RankInfo("a", 2, "nccl", "0")
     with pytest.raises(DistributedError, match="needs a GPU of its own for every rank, and rank 1 of 2 lacks one"):
         decide("t", [gpu, cpu])
     with pytest.raises(DistributedError, match="rank 1 asks for 'gloo', rank 0 asks for 'nccl'"):
@@ -273,9 +291,11 @@ def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
 
     answers = started(member(0), member(1), member(3))
     assert answers == [answers[0]] * 3
-    assert "rank 2 of 4 did not check in within 1 s on this machine; ranks 0, 1, 3 did" in answers[0]
-    (answer,) = started(member(1))
-    assert "rank 0 of 4 did not come within 1 s, for rank 1" in answer
+    where = "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set"
+    assert f"rank 2 of 4 did not check in within 1 s {where}; ranks 0, 1, 3 did" in answers[0]
+    answers = started(member(1), member(3))
+    assert answers == [answers[0]] * 2
+    assert "ranks 0, 2 of 4 did not check in within 1 s" in answers[0]
     first, second = started(member(0, 2), member(1, 3))
     assert first == second
     assert "every rank must be given the same world size: rank 0 has 2 and rank 1 has 3" in first

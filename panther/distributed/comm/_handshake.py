@@ -6,14 +6,13 @@ with a *nonce* of its own; rank 0's decision, under the token too, counts for ra
 The process group then uses keys with that token only.
 """
 
-__all__ = ["Agreement", "RankInfo", "check_in", "decide"]
+__all__ = ["Agreement", "RankInfo", "check_in", "decide", "own_gpu"]
 
 import json
 import os
 import socket
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,10 +38,8 @@ class RankInfo:
     world_size: int
     backend: str | None
     """As asked for by the user."""
-    gpus: tuple[str, ...]
-    """Names of the GPUs this process sees, in its order."""
-    local_rank: int | None
-    """As set by a launcher."""
+    gpu: str | None
+    """Name of the GPU that this rank would use."""
     address: str = ""
     """By which this machine reaches the store; "" if only this machine is known to take part, or it is loopback."""
 
@@ -54,8 +51,6 @@ class Agreement:
     token: str
     backend: str
     one_host: bool
-    gpus: tuple[int | None, ...]
-    """Index of the GPU of each rank, None without one of its own."""
     address: str = ""
     """Address of one machine that all others reach. Ranks communicate on the interface of the route to it."""
 
@@ -74,7 +69,9 @@ def check_in(
         DistributedError: If ranks are missing at the deadline, which are named, or ask for different things; the same
             on every rank that is there.
     """
-    info = _describe(world_size, backend, meeting)
+    name = f"{socket.gethostname()} {_machine()}"
+    gpu = own_gpu(rank)
+    info = RankInfo(name, world_size, backend, None if gpu is None else gpu[1], meeting.own_address)
     answer = _lead if rank == 0 else _follow
     try:
         return answer(meeting, rank, info, timeout_s, deadline)
@@ -85,6 +82,17 @@ def check_in(
         ) from error
 
 
+def own_gpu(rank: int) -> tuple[int, str] | None:
+    """Return index and name of the GPU for this rank, by its number on this machine; None if it sees none."""
+    # A forked process whose parent has used the GPU cannot use it; torch has no public way to ask.
+    if not torch.cuda.is_available() or not dist.is_nccl_available() or torch.cuda._is_in_bad_fork():
+        return None
+    count = torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", rank)) % count  # 0 if the launcher shows each rank just its own
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return index, visible.split(",")[index] if visible else str(index)
+
+
 def decide(token: str, infos: list[RankInfo]) -> Agreement:
     """Choose the backend: the one that was asked for, else nccl if every rank has a GPU of its own, else gloo.
 
@@ -92,19 +100,21 @@ def decide(token: str, infos: list[RankInfo]) -> Agreement:
         DistributedError: If ranks ask for different backends or world sizes, or for nccl without the GPUs.
 
     Example:
-        >>> info = RankInfo("here", 2, None, ("0", "1"), None)
-        >>> decide("token", [info, info]).backend
+        >>> decide("token", [RankInfo("here", 2, None, gpu) for gpu in ("0", "1")]).backend
         'nccl'
     """
     world_size = infos[0].world_size
+    taken: set[tuple[str, str | None]] = set()
+    poor = []
     for rank, info in enumerate(infos):
         if info.world_size != world_size:
             raise DistributedError(
                 f"every rank must be given the same world size: rank 0 has {world_size} and rank {rank} has "
                 f"{info.world_size}"
             )
-    gpus = _own_gpus(infos)
-    poor = [rank for rank, gpu in enumerate(gpus) if gpu is None]
+        if info.gpu is None or (info.host, info.gpu) in taken:  # NCCL refuses two ranks on one GPU
+            poor.append(rank)
+        taken.add((info.host, info.gpu))
     asked = {info.backend: rank for rank, info in reversed(list(enumerate(infos))) if info.backend is not None}
     if len(asked) > 1:
         found = ", ".join(f"rank {rank} asks for {name!r}" for name, rank in asked.items())
@@ -116,44 +126,15 @@ def decide(token: str, infos: list[RankInfo]) -> Agreement:
             "lacks one: start fewer processes, or use backend=None or 'gloo'"
         )
     address = next((info.address for info in infos if info.address), "")
-    return Agreement(token, backend, len({info.host for info in infos}) == 1, tuple(gpus), address)
+    return Agreement(token, backend, len({info.host for info in infos}) == 1, address)
 
 
-def _own_gpus(infos: list[RankInfo]) -> list[int | None]:
-    """Return the index of each rank's GPU, None for those that would share or have none."""
-    seats: dict[str, int] = defaultdict(int)
-    indices: list[int | None] = []
-    owners: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, info in enumerate(infos):
-        seat = seats[info.host] if info.local_rank is None else info.local_rank
-        seats[info.host] += 1
-        index = 0 if len(info.gpus) == 1 else seat  # a launcher may show each rank just its own
-        indices.append(index if index < len(info.gpus) else None)
-        if index < len(info.gpus):
-            owners[info.host, info.gpus[index]].append(rank)
-    # NCCL refuses two ranks on one GPU.
-    for sharers in owners.values():
-        for rank in sharers[1:]:
-            indices[rank] = None
-    return indices
-
-
-def _describe(world_size: int, backend: str | None, meeting: Meeting) -> RankInfo:
+def _machine() -> str:
     # A container has its machine's boot id and often its host name; its network namespace tells it apart.
     try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
     except OSError:
-        host = f"{uuid.getnode():x}"
-    gpus: tuple[str, ...] = ()
-    # A forked process whose parent has used the GPU cannot use it; torch has no public way to ask.
-    if torch.cuda.is_available() and dist.is_nccl_available() and not torch.cuda._is_in_bad_fork():
-        count = torch.cuda.device_count()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = tuple(visible.split(",")[:count]) if visible else tuple(map(str, range(count)))
-    seat = os.environ.get("LOCAL_RANK", "")
-    address = "" if meeting.route is None or meeting.route.is_loopback else meeting.route.own_address
-    name = f"{socket.gethostname()} {host}"
-    return RankInfo(name, world_size, backend, gpus, int(seat) if seat.isdecimal() else None, address)
+        return f"{uuid.getnode():x}"
 
 
 def _lead(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadline: float) -> Agreement:
@@ -167,10 +148,7 @@ def _lead(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadlin
     try:
         if len(hellos) < len(others):
             _raise_missing([0, *hellos], info.world_size, timeout_s, meeting)
-        infos = [info] + [
-            RankInfo(**hello["info"] | {"gpus": tuple(hello["info"]["gpus"])}) for hello in hellos.values()
-        ]
-        agreement = decide(token, infos)
+        agreement = decide(token, [info, *(RankInfo(**hello["info"]) for hello in hellos.values())])
         store.set(f"go/{token}", json.dumps({"nonces": nonces, "agreement": asdict(agreement)}))
         return agreement
     except DistributedError as error:
@@ -184,6 +162,7 @@ def _lead(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadlin
 def _follow(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadline: float) -> Agreement:
     store, nonce, token, answer = meeting.store, uuid.uuid4().hex, "", {}
     hello = json.dumps({"nonce": nonce, "info": asdict(info)})
+    store.set(f"hello/{token}/{rank}", hello)  # for the errors of the others if rank 0 never comes
     for _ in _pauses():
         if store.check(["token"]):
             found = store.get("token").decode()
@@ -195,12 +174,12 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadl
                 if answer["nonces"].get(str(rank)) == nonce:
                     break
         if time.monotonic() > deadline + _GRACE_S:  # rank 0 answers at the deadline, if it is there
-            present = list(_read(store, f"hello/{token}", range(1, info.world_size)))
-            _raise_missing(present, info.world_size, timeout_s, meeting)
+            present = _read(store, f"hello/{token}", range(1, info.world_size))
+            _raise_missing(list(present), info.world_size, timeout_s, meeting)
     store.set(f"read/{token}/{rank}", "true")
     if "error" in answer:
         raise DistributedError(answer["error"])
-    return Agreement(**answer["agreement"] | {"gpus": tuple(answer["agreement"]["gpus"])})
+    return Agreement(**answer["agreement"])
 
 
 def _read(store: dist.Store, name: str, ranks: range | list[int]) -> dict[int, Any]:

@@ -1,25 +1,22 @@
 """The store in which the ranks of one run meet before they have a process group.
 
 With MASTER_ADDR and MASTER_PORT in the environment that is torch's TCP store. Without them the ranks are processes of
-one machine with one parent, as under ``mp.spawn``: rank 0 listens on a free port of the loopback interface and writes
-the port to a file that is named after the parent. Rank 0 removes the file as soon as all ranks have checked in, so a
-later run never reads it; the file of a crashed run names a port on which nobody listens.
+one machine with one parent, as under ``mp.spawn``, and the store is a file that is named after the parent.
 
 How a machine reaches a store's host says also on which interface it reaches the other ranks.
 """
 
-__all__ = ["Meeting", "Route", "find_route", "interface_of", "listening_store", "listens", "open_store"]
+__all__ = ["Meeting", "Route", "find_route", "interface_of", "listens", "open_store"]
 
 import getpass
 import ipaddress
+import itertools
 import os
 import socket
 import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,8 +27,9 @@ from torch.distributed.rendezvous import rendezvous
 from panther.errors import DistributedError
 
 _POLL_S = 0.02
-_LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+_meetings = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -108,21 +106,15 @@ def listens(host: str, port: int) -> bool:
         return False
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Meeting:
     """The store in which ranks meet."""
 
     store: dist.Store
-    close: Callable[[], None] = _nothing
-    """Called once all ranks have checked in, or have failed to."""
     where: str = "on this machine"
     """For errors: the address of the store, and the address and interface from which it is reached."""
-    route: Route | None = None
-    """To the store's host, if that may be another machine."""
+    own_address: str = ""
+    """By which this machine reaches the store's host, if that may be another machine."""
 
 
 def open_store(
@@ -134,25 +126,16 @@ def open_store(
     """Open the store of this run.
 
     Raises:
-        DistributedError: If rank 0, which makes the store, does not come before the deadline.
+        DistributedError: If the store cannot be made, or reached before the deadline.
     """
     if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
         return _tcp_store(rank, world_size, timeout_s, deadline)
     if world_size == 1:
         return Meeting(dist.HashStore())
-    pointer = _private_folder() / f"{os.getppid()}.port"
-    if rank == 0:
-        return _publish(pointer)
-    return _find(pointer, rank, world_size, timeout_s, deadline)
-
-
-def listening_store() -> tuple[dist.TCPStore, int]:
-    """Open a store on a free port of the loopback interface; it and the port."""
-    listener = socket.create_server((_LOOPBACK, 0), backlog=socket.SOMAXCONN)
-    port = listener.getsockname()[1]
-    # Without a socket of ours torch's server would listen on every interface, and the port could be taken meanwhile.
-    store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
+    # Every meeting has a file of its own: the last rank to leave removes it, perhaps while the first one comes back.
+    file = _private_folder() / f"{os.getppid()}-{next(_meetings)}"
+    store = dist.FileStore(str(file), world_size)
+    return Meeting(store, "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set")
 
 
 def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
@@ -191,35 +174,13 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
             "MASTER_PORT to a free port"
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))  # the rest of the deadline was for connecting only
-    return Meeting(store, where=where, route=route)
-
-
-def _publish(pointer: Path) -> Meeting:
-    store, port = listening_store()
-    draft = pointer.with_suffix(f".{os.getpid()}")
-    draft.write_text(str(port))
-    draft.replace(pointer)  # so that no rank reads an incomplete number
-    return Meeting(store, close=lambda: pointer.unlink(missing_ok=True))
-
-
-def _find(pointer: Path, rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
-    while time.monotonic() < deadline:
-        with suppress(OSError):  # rank 0 has not written it yet
-            port = int(pointer.read_text())
-            if listens(_LOOPBACK, port):
-                timeout = timedelta(seconds=timeout_s)
-                return Meeting(dist.TCPStore(_LOOPBACK, port, wait_for_workers=False, timeout=timeout))
-        time.sleep(_POLL_S)
-    raise DistributedError(
-        f"rank 0 of {world_size} did not come within {timeout_s:g} s, for rank {rank}: start every rank from one "
-        "parent process, or set MASTER_ADDR and MASTER_PORT"
-    )
+    return Meeting(store, where, "" if route.is_loopback else route.own_address)
 
 
 def _private_folder() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
     folder = Path(tempfile.gettempdir()) / f"panther-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)  # /tmp is everybody's, and a port file of somebody else must not count
+    folder.mkdir(mode=0o700, exist_ok=True)  # /tmp is everybody's, and a file of somebody else must not count
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != user):
         raise DistributedError(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from panther.distributed._error_file import record_uncaught_exceptions
-from panther.distributed.comm._handshake import Agreement, check_in
+from panther.distributed.comm._handshake import Agreement, check_in, own_gpu
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting, find_route, interface_of, open_store
 from panther.errors import DistributedError, ShapeError, check_size
@@ -36,14 +36,14 @@ _FAREWELL_S = 5.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Session:
     """What shutdown undoes, apart from the process group."""
 
     store: dist.Store
-    token: str = ""
-    world_size: int = 1
-    set_interface: bool = False
+    token: str
+    world_size: int
+    set_interface: bool
 
 
 _session: _Session | None = None
@@ -61,30 +61,11 @@ def start_group(
     _check_request(rank, world_size, backend, timeout_s)
     deadline = time.monotonic() + timeout_s
     meeting = opener(rank, world_size, timeout_s, deadline)
-    _session = _Session(meeting.store)
-    try:
-        try:
-            agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
-        finally:
-            meeting.close()
-        _session.set_interface = _choose_interface(agreement)
-        _session.token, _session.world_size = agreement.token, world_size
-        _make_group(meeting, rank, world_size, agreement, timeout_s)
-        # A rank that is connected and fails at once would close the connection on one that still connects.
-        if not _meet(_session, "connected", deadline):
-            raise DistributedError(
-                f"some of {world_size} ranks checked in and then ended or stalled, and rank {rank} waited for them to "
-                "connect: see their errors"
-            )
-    except BaseException:
-        leave_group()
-        raise
-
-
-def _make_group(meeting: Meeting, rank: int, world_size: int, agreement: Agreement, timeout_s: float) -> None:
+    agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
+    _session = _Session(meeting.store, agreement.token, world_size, _choose_interface(agreement))
     device = None
-    if "nccl" in agreement.backend:
-        device = torch.device(f"cuda:{agreement.gpus[rank]}")
+    if "nccl" in agreement.backend and (gpu := own_gpu(rank)) is not None:
+        device = torch.device("cuda", gpu[0])
         torch.cuda.set_device(device)  # before NCCL starts, which would take memory on GPU 0 for every rank
     try:
         dist.init_process_group(
@@ -95,11 +76,21 @@ def _make_group(meeting: Meeting, rank: int, world_size: int, agreement: Agreeme
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-    except RuntimeError as error:
+        # A rank that is connected and fails at once would close the connection on one that still connects.
+        if not _meet(_session, "connected", deadline):
+            raise DistributedError(
+                f"some of {world_size} ranks checked in and then ended or stalled, and rank {rank} waited for them to "
+                "connect: see their errors"
+            )
+    except BaseException as error:
+        interface = os.environ.get(_INTERFACE, "of its host name")
+        leave_group()
+        if isinstance(error, DistributedError) or not isinstance(error, RuntimeError):
+            raise
         raise DistributedError(
             f"rank {rank} of {world_size} could not connect to the others over {agreement.backend}, on interface "
-            f"{os.environ.get(_INTERFACE, 'of its host name')} ({str(error).splitlines()[0]}): see whether one of them "
-            f"has ended, or set {_INTERFACE} to the interface that reaches them"
+            f"{interface} ({str(error).splitlines()[0]}): see whether one of them has ended, or set {_INTERFACE} to "
+            "the interface that reaches them"
         ) from error
 
 

@@ -2,9 +2,10 @@
 
 __all__ = ["BACKEND", "LoopbackRendezvous"]
 
+import socket
 import uuid
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -14,8 +15,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from panther.distributed.comm._store import listening_store
-
+_LOOPBACK = "127.0.0.1"
 BACKEND = "panther-loopback"
 """The name for ``--rdzv-backend``."""
 
@@ -32,7 +32,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(self, listen: bool) -> None:
-        super().__init__("127.0.0.1", 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
+        super().__init__(_LOOPBACK, 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=0)
         self._listen = listen
 
     @property
@@ -47,10 +47,16 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Open a store for the next attempt."""
         if self._listen:
-            store, port = listening_store()
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+            listener = socket.create_server((_LOOPBACK, 0), backlog=socket.SOMAXCONN)
+            port = listener.getsockname()[1]
+            # Without a socket of ours torch's server would listen on every interface, and the port could be taken
+            # meanwhile.
+            store = TCPStore(
+                _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
         alone = HashStore()
-        return RendezvousInfo(alone, 0, 1, RendezvousStoreInfo.build(0, alone, "127.0.0.1"))
+        return RendezvousInfo(alone, 0, 1, RendezvousStoreInfo.build(0, alone, _LOOPBACK))
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
