@@ -5,6 +5,7 @@ from pathlib import Path
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
 from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.pycode.parser import VariableCommentPicker
 from sphinx.util import logging
 
 import panther
@@ -54,6 +55,8 @@ html_sidebars = {"index": [], "installation": []}
 
 # Napoleon takes what stands before a colon in a property's first line for its type; types are in the annotations here.
 GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end
+# Pages show the signature that is implemented, with its defaults, in place of its overloads.
+VariableCommentPicker.add_overload_entry = lambda self, function: None
 
 
 def _visit_math(self, node):

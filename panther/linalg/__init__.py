@@ -1,4 +1,17 @@
-"""Randomized linear algebra: building blocks, drivers on top of them, and the error they made."""
+r"""Randomized linear algebra: building blocks, drivers on top of them, and the error they made.
+
+Common to :func:`randomized_svd`, :func:`randomized_eigh`, :func:`nystrom`, :func:`qb` and :func:`rangefinder`:
+
+- A is a real matrix or a batch of them, ``(*batch, m, n)``: a tensor, a NumPy array, or one matrix that is a sparse
+  tensor or anything with ``.shape``, ``@`` and ``.T`` (which symmetric matrices need not have).
+- Results are in float32 or float64 (half precision is computed in float32), without gradients.
+- ``seed`` is the seed of the random signs; None draws one from torch's default CPU generator.
+- With ``return_error=True`` they return the tuple of the results and an :class:`ErrorEstimate` of the Frobenius norm of
+  A minus its approximation, from probes that are independent of the signs.
+- They raise :class:`~panther.errors.ShapeError` where ``k``, ``oversample``, ``n_iter`` or ``block_size`` is out of
+  range, or A has fewer than two dimensions; :class:`~panther.errors.DTypeError` where A is not real and floating; and
+  ValueError where A, or a product with it, has NaN or infinity.
+"""
 
 from ._cqrrpt import CQRRPTResult, cqrrpt
 from ._eigh import EighResult, NystromResult, nystrom, randomized_eigh

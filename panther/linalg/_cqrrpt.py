@@ -12,13 +12,20 @@ __all__ = ["CQRRPTResult", "cqrrpt"]
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from panther.errors import DTypeError, ShapeError
-from panther.linalg._operand import driver, from_array, summed_product
+from panther.linalg._operand import (
+    as_dense,
+    as_operand,
+    check_finite,
+    check_number,
+    driver,
+    summed_product,
+    times_two_to,
+)
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.sketch import GaussianSketch, SparseSketch, check_seed
 
@@ -102,7 +109,7 @@ def cqrrpt(
         ``CQRRPTResult(Q, R, P)``, of shapes (m, r), (r, n) and (n,); or a tuple of these and the error.
 
     Raises:
-        TypeError: If M is not a dense tensor or array, or ``gamma`` or ``rtol`` not a number.
+        TypeError: If M is not a dense tensor or array, or ``gamma`` or ``rtol`` is not a number.
         ShapeError: If M does not have two dimensions.
         DTypeError: If M is not real and floating.
         ValueError: If M has NaN or infinity, ``gamma`` or ``rtol`` is outside its range, or R is beyond the range of
@@ -112,10 +119,6 @@ def cqrrpt(
     ``4 m n^2``, a quarter of it column by column); ``8 m n`` for the sketch and :math:`O(\gamma n^3)` for its QR; a
     second pass of CholeskyQR, ``2 m n^2``, where the first is not accurate enough, as in float32.
 
-    References:
-        M. Melnichenko, O. Balabanov, R. Murray, J. Demmel, M. W. Mahoney and P. Luszczek, "CholeskyQR with
-        randomization and pivoting for tall matrices (CQRRPT)", 2023, arXiv:2311.08316.
-
     Example:
         >>> M = torch.ones(1000, 1) @ torch.tensor([[1.0, 3.0, 2.0]])
         >>> Q, R, P = cqrrpt(M, seed=0)
@@ -123,43 +126,20 @@ def cqrrpt(
         (torch.Size([1000, 1]), torch.Size([1, 3]), tensor(1))
         >>> torch.allclose(M[:, P], Q @ R)
         True
+
+    Reference: Melnichenko, Balabanov, Murray, Demmel, Mahoney and Luszczek (2023), arXiv:2311.08316.
     """
-    M = _check_matrix(M)
+    M = as_operand(as_dense("M", M), "M", batched=False).A
     m, n = M.shape
-    gamma = _check_number("gamma", gamma, 1, _MOST_GAMMA, "use 1.25, the default, or 2")
+    rule = f"between 1 and {_MOST_GAMMA:g}"
+    gamma = check_number("gamma", gamma, rule, lambda number: 1 <= number <= _MOST_GAMMA, "1.25, the default, or 2")
     if rtol is None:
         rtol = torch.finfo(M.dtype).eps * min(max(m, n), 10 * n)
-    rtol = _check_number("rtol", rtol, 0, math.nextafter(1, 0), "leave it to None for the numerical rank")
+    rtol = check_number("rtol", rtol, "in [0, 1)", lambda number: 0 <= number < 1, "None for the numerical rank")
     seed = check_seed(seed)
     result = _factor(M, max(math.ceil(gamma * n), n + _MORE_ROWS), rtol, seed)
-    if not return_error:
-        return result
     # A stream of another kind than the sketch's, so the two are independent.
-    return *result, estimate_error(M, result, seed=seed ^ 1)
-
-
-def _check_matrix(M: Any) -> Tensor:
-    M = from_array("M", M)
-    if not isinstance(M, Tensor):
-        raise TypeError(f"M must be a dense tensor or a NumPy array, not {type(M).__name__}: pass its dense form")
-    if M.ndim != 2:
-        raise ShapeError(f"M, of shape {tuple(M.shape)}, must have two dimensions: pass one matrix at a time")
-    if M.layout != torch.strided:
-        raise TypeError(f"M, of layout {M.layout}, must be dense, as Q is: use M.to_dense()")
-    if not M.dtype.is_floating_point:
-        fix = "pass torch.cat((M.real, M.imag))" if M.dtype.is_complex else "use M.double()"
-        raise DTypeError(f"M is {M.dtype} and must be real and floating: {fix}")
-    return M if M.dtype == torch.float64 else M.float()
-
-
-def _check_number(name: str, value: Any, least: float, most: float, fix: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{name} must be a number, not {value!r:.50}: {fix}") from None
-    if not least <= number <= most:
-        raise ValueError(f"{name}={value!r:.50} must be between {least} and {most:g}: {fix}")
-    return number
+    return (*result, estimate_error(M, result, seed=seed ^ 1)) if return_error else result
 
 
 def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
@@ -178,7 +158,7 @@ def _factor(M: Tensor, d: int, rtol: float, seed: int) -> CQRRPTResult:
         M, exponent = _scaled(M)
         Q, R, P = _pivoted_qr(M)
     r = _count_leading(R.diagonal() > rtol * R[:1, :1].sum())
-    R = _times_power(R[:r], exponent)
+    R = times_two_to(R[:r], [exponent])
     largest = R.abs().max().item() if r else 1.0
     if not torch.finfo(M.dtype).tiny <= largest < math.inf:
         raise ValueError(f"R has entries of {largest}, beyond the range of {M.dtype}: multiply M by 2.0**{-exponent}")
@@ -314,18 +294,9 @@ def _scaled(M: Tensor) -> tuple[Tensor, int]:
     """Return M and 0; if squares of its entries are out of range, ``2^-e M`` with largest entry near 1, and e."""
     low, high = M.aminmax()
     largest = max(-low.item(), high.item())
-    if not math.isfinite(low.item() + high.item()) and not bool(M.isfinite().all()):
-        kind = "NaN" if bool(M.isnan().any()) else "infinity"
-        raise ValueError(f"M must be finite and has {kind}: use torch.nan_to_num(M)")
+    if not math.isfinite(low.item() + high.item()):
+        check_finite("M", M)
     if largest == 0 or _is_safe(largest, M.dtype):
         return M, 0
     exponent = math.frexp(largest)[1]
-    return _times_power(M, -exponent), exponent
-
-
-def _times_power(A: Tensor, exponent: int) -> Tensor:
-    """Return ``2^exponent A``, in two steps, because the power alone may be beyond the range of the dtype."""
-    if exponent == 0:
-        return A
-    half = exponent // 2
-    return A * 2.0**half * 2.0 ** (exponent - half)
+    return times_two_to(M, [-exponent]), exponent

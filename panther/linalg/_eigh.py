@@ -10,14 +10,21 @@ arXiv:1706.05736; P.-G. Martinsson and J. A. Tropp, Acta Numer. 29 (2020), doi:1
 __all__ = ["EighResult", "NystromResult", "nystrom", "randomized_eigh"]
 
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from panther.errors import ShapeError, check_size
 from panther.linalg._operand import Operand, as_operand, driver
-from panther.linalg._rangefinder import check_n_iter, check_rank, krylov_basis, krylov_blocks, sign_matrix
+from panther.linalg._rangefinder import (
+    SearchOptions,
+    check_n_iter,
+    check_rank,
+    krylov_basis,
+    krylov_blocks,
+    sign_matrix,
+)
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
 from panther.sketch import check_seed
@@ -57,23 +64,11 @@ class NystromResult(NamedTuple):
 
 @overload
 def randomized_eigh(
-    A: Any,
-    k: int,
-    *,
-    oversample: int = ...,
-    n_iter: int | Literal["auto"] = ...,
-    seed: int | None = ...,
-    return_error: Literal[False] = ...,
+    A: Any, k: int, *, return_error: Literal[False] = ..., **options: Unpack[SearchOptions]
 ) -> EighResult: ...
 @overload
 def randomized_eigh(
-    A: Any,
-    k: int,
-    *,
-    oversample: int = ...,
-    n_iter: int | Literal["auto"] = ...,
-    seed: int | None = ...,
-    return_error: Literal[True],
+    A: Any, k: int, *, return_error: Literal[True], **options: Unpack[SearchOptions]
 ) -> tuple[Tensor, Tensor, ErrorEstimate]: ...
 @driver
 def randomized_eigh(
@@ -90,25 +85,21 @@ def randomized_eigh(
     The sign convention: in each column of V the entry of largest magnitude is positive (of equal ones the first).
 
     Args:
-        A: A real symmetric tensor (\*batch, n, n), a sparse tensor, a NumPy array, or anything with ``.shape`` and
-            ``@``.
+        A: Symmetric matrix or batch, (\*batch, n, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
         k: Number of eigenpairs, from 0 to n.
         oversample: Dimensions of the search space beyond k, 0 or more.
         n_iter: Number of further blocks of the search space, from 0 to 100; the space is as wide as that of
             :func:`~panther.linalg.randomized_svd`. "auto" is 4.
-        seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
-        return_error: Whether to return an estimate of :math:`\|A - V L V^T\|_F` as well, from probes that are
-            independent of the search.
+        seed: The seed of the random signs from which the search starts.
+        return_error: Whether to return an estimate of :math:`\|A - V L V^T\|_F` as well.
 
     Returns:
-        L (\*batch, k), in descending order of magnitude, and V (\*batch, n, k), in float32 or float64 (half precision
-        is computed in float32), without gradients. With ``return_error`` the tuple of both and an
-        :class:`~panther.linalg.ErrorEstimate`.
+        L (\*batch, k), in descending order of magnitude, and V (\*batch, n, k). With ``return_error`` the tuple of both
+        and the estimate.
 
     Raises:
-        ShapeError: If A is not square, or k, oversample or n_iter is outside its range.
-        DTypeError: If A is not real and floating.
-        ValueError: If A is not symmetric, or A, or a product with it, has NaN or infinity.
+        ShapeError: If A is not square.
+        ValueError: If A is not symmetric.
 
     Cost: products of A with d columns and one block more, d the dimension of the search space: ``2.4 (k + oversample)``
     columns by default.
@@ -126,30 +117,16 @@ def randomized_eigh(
     order = values.abs().argsort(dim=-1, descending=True, stable=True)[..., :k]
     V = rotate(P, W.gather(-1, order[..., None, :].expand(*W.shape[:-1], k)))
     result = EighResult(values.gather(-1, order), V * fix_signs(V))
-    if not return_error:
-        return result
-    return *result, estimate_error(A, result, seed=seed)
+    return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
 @overload
 def nystrom(
-    A: Any,
-    k: int,
-    *,
-    oversample: int = ...,
-    n_iter: int | Literal["auto"] = ...,
-    seed: int | None = ...,
-    return_error: Literal[False] = ...,
+    A: Any, k: int, *, return_error: Literal[False] = ..., **options: Unpack[SearchOptions]
 ) -> NystromResult: ...
 @overload
 def nystrom(
-    A: Any,
-    k: int,
-    *,
-    oversample: int = ...,
-    n_iter: int | Literal["auto"] = ...,
-    seed: int | None = ...,
-    return_error: Literal[True],
+    A: Any, k: int, *, return_error: Literal[True], **options: Unpack[SearchOptions]
 ) -> tuple[Tensor, Tensor, ErrorEstimate]: ...
 @driver
 def nystrom(
@@ -167,24 +144,21 @@ def nystrom(
     more, where A is semidefinite only to rounding) that is taken off again, so that the inverse exists.
 
     Args:
-        A: A real positive semidefinite tensor (\*batch, n, n), a sparse tensor, a NumPy array, or anything with
-            ``.shape`` and ``@``.
+        A: Positive semidefinite matrix or batch, (\*batch, n, n); kinds, dtypes and errors as for
+            :mod:`panther.linalg`.
         k: Number of eigenpairs, from 0 to n.
-        oversample: As for :func:`~panther.linalg.randomized_eigh`, and so for the rest.
-        n_iter: Number of further blocks of the search space, from 0 to 100. "auto" is 4.
-        seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
+        oversample: As for :func:`~panther.linalg.randomized_eigh`.
+        n_iter: As there.
+        seed: As there.
         return_error: Whether to return an estimate of :math:`\|A - U L U^T\|_F` as well.
 
     Returns:
-        U (\*batch, n, k) and L (\*batch, k), descending and none negative, in float32 or float64 (half precision is
-        computed in float32), without gradients. With ``return_error`` the tuple of both and an
-        :class:`~panther.linalg.ErrorEstimate`.
+        U (\*batch, n, k) and L (\*batch, k), descending and none negative. With ``return_error`` the tuple of both and
+        the estimate.
 
     Raises:
-        ShapeError: If A is not square, or k, oversample or n_iter is outside its range.
-        DTypeError: If A is not real and floating.
-        ValueError: If A is not symmetric or not semidefinite on the search space, or A, or a product with it, has NaN
-            or infinity.
+        ShapeError: If A is not square.
+        ValueError: If A is not symmetric, or not semidefinite on the search space.
 
     Cost: that of :func:`~panther.linalg.randomized_eigh`, and a QR factorisation of an (n, d) matrix.
 
@@ -214,9 +188,7 @@ def nystrom(
     left, S, _ = core_svd(R)
     U = rotate(Q, T @ left[..., :k])
     result = NystromResult(U * fix_signs(U), (S.square() - shift).clamp_min(0)[..., :k])
-    if not return_error:
-        return result
-    return *result, estimate_error(A, result, seed=seed)
+    return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
 def _project(

@@ -12,15 +12,23 @@ __all__ = ["LstsqResult", "sketch_lstsq"]
 
 import math
 import warnings
-from numbers import Real
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, NumericalWarning, ShapeError
-from panther.linalg._operand import Operand, as_operand, driver, from_array
+from panther.linalg._operand import (
+    SAFE_POWER,
+    Operand,
+    as_dense,
+    as_operand,
+    check_finite,
+    check_number,
+    driver,
+    times_two_to,
+)
 from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
 from panther.linalg._refinement import Solution, System, refine, smallest_singular_value
 from panther.linalg.error import ErrorEstimate
@@ -30,8 +38,6 @@ from panther.sketch import SignSketch, SparseSketch, check_seed
 _PASS = 9
 # Entries of the largest dense matrix that a sparse or matrix-free A may be turned into.
 _DENSE_LIMIT = 1 << 29
-# A with entries beyond two to this, or its inverse, is scaled first: squares times the condition must not overflow.
-_SAFE_POWER = {torch.float32: 20, torch.float64: 200}
 # Entries of a block of the sketch of a matrix-free A.
 _BLOCK = 1 << 24
 _CONFIDENCE = 0.999
@@ -53,30 +59,18 @@ class LstsqResult(NamedTuple):
     iterations: int
 
 
-@overload
-def sketch_lstsq(
-    A: Any,
-    b: Any,
-    *,
-    ridge: float = 0.0,
-    tol: float | None = None,
-    seed: int | None = None,
-    return_error: Literal[False] = False,
-) -> LstsqResult: ...
+class _Options(TypedDict, total=False):
+    ridge: float
+    tol: float | None
+    seed: int | None
 
 
 @overload
+def sketch_lstsq(A: Any, b: Any, *, return_error: Literal[False] = ..., **options: Unpack[_Options]) -> LstsqResult: ...
+@overload
 def sketch_lstsq(
-    A: Any,
-    b: Any,
-    *,
-    ridge: float = 0.0,
-    tol: float | None = None,
-    seed: int | None = None,
-    return_error: Literal[True],
+    A: Any, b: Any, *, return_error: Literal[True], **options: Unpack[_Options]
 ) -> tuple[LstsqResult, ErrorEstimate]: ...
-
-
 @driver
 def sketch_lstsq(
     A: Any,  # (m, n)
@@ -102,7 +96,7 @@ def sketch_lstsq(
             :math:`\|A (x - x^*)\| \le \text{tol}\,\|A x - b\|` as estimated. The residual norm then exceeds the least
             one by a relative ``tol**2 / 2``. None goes on to the accuracy of a direct solver, and so does a tolerance
             that is below it.
-        seed: Of the sketch; None draws one from torch's default CPU generator.
+        seed: The seed of the sketch; None draws one from torch's default CPU generator.
         return_error: Whether to return, as well, how far the fitted values are from their optimum.
 
     Returns:
@@ -145,10 +139,14 @@ def sketch_lstsq(
     """
     operand = as_operand(A, batched=False)
     b = _right_hand_side(b, operand)
-    ridge = _number("ridge", ridge, "0 or more", "0 for plain least squares")
-    tol = 0.0 if tol is None else _number("tol", tol, "positive", "None for the accuracy of a direct solver")
+    ridge = check_number(
+        "ridge", ridge, "0 or more and finite", lambda number: 0 <= number < math.inf, "0 for plain least squares"
+    )
+    if tol is not None:
+        fix = "None for the accuracy of a direct solver"
+        tol = check_number("tol", tol, "positive and finite", lambda number: 0 < number < math.inf, fix)
     columns = b[:, None] if b.ndim == 1 else b
-    result, error = _solve(_explicit(operand), columns, ridge, tol, check_seed(seed), return_error)
+    result, error = _solve(_explicit(operand), columns, ridge, tol or 0.0, check_seed(seed), return_error)
     if b.ndim == 1:
         result = LstsqResult(result.x[:, 0], result.residual_norm[0], result.iterations)
         if error:
@@ -157,10 +155,7 @@ def sketch_lstsq(
 
 
 def _right_hand_side(b: Any, operand: Operand) -> Tensor:
-    b = from_array("b", b)
-    if not isinstance(b, Tensor) or b.layout != torch.strided:
-        kind = f"a tensor of layout {b.layout}" if isinstance(b, Tensor) else type(b).__name__
-        raise TypeError(f"b must be a dense tensor or a NumPy array, not {kind}: pass its dense form")
+    b = as_dense("b", b)
     m = operand.shape[0]
     if b.ndim not in (1, 2) or b.shape[0] != m:
         raise ShapeError(
@@ -171,19 +166,8 @@ def _right_hand_side(b: Any, operand: Operand) -> Tensor:
         raise DTypeError(f"b is {b.dtype} and A is computed in {operand.dtype}: use b.to({operand.dtype})")
     if b.device != operand.device:
         raise DTypeError(f"b is on {b.device} and A on {operand.device}: use b.to({str(operand.device)!r})")
-    if not bool(b.isfinite().all()):
-        kind = "NaN" if bool(b.isnan().any()) else "infinity"
-        raise ValueError(f"b must be finite and has {kind}: use torch.nan_to_num(b)")
+    check_finite("b", b)
     return b.to(operand.dtype)
-
-
-def _number(name: str, value: Any, rule: str, fix: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, not {type(value).__name__}: use {fix}")
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (number == 0 and rule == "positive"):
-        raise ValueError(f"{name}={value} must be {rule} and finite: use {fix}")
-    return number
 
 
 def _explicit(operand: Operand) -> Operand:
@@ -207,9 +191,9 @@ def _solve(
 ) -> tuple[LstsqResult, ErrorEstimate | None]:
     (m, n), p = operand.shape, b.shape[1]
     powers = [math.frexp(value)[1] for value in b.abs().amax(dim=0).tolist()] if m else [0] * p
-    b = _times_two_to(b, [-power for power in powers])
+    b = times_two_to(b, [-power for power in powers])
     if 0 in (m, n, p):
-        norms = _times_two_to(b.norm(dim=0), powers)
+        norms = times_two_to(b.norm(dim=0), powers)
         nothing = torch.zeros_like(norms)
         error = ErrorEstimate(nothing, nothing, nothing, 1.0, 0) if return_error else None
         return LstsqResult(b.new_zeros(n, p), norms, 0), error
@@ -219,7 +203,7 @@ def _solve(
     SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     operand.check_finite(SA)
     power = math.frexp(max(float(SA.abs().max()), root))[1]
-    if abs(power) > _SAFE_POWER[b.dtype]:
+    if abs(power) > SAFE_POWER[b.dtype]:  # squares times the condition must not overflow
         operand, root = _scaled(operand, -power), math.ldexp(root, -power)
         SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     else:
@@ -230,7 +214,7 @@ def _solve(
     if sketched:
         _warn(found, N)
     back = [power_b - power for power_b in powers]
-    x, residual_norm = _times_two_to(found.x.mT, back).contiguous(), _times_two_to(found.residual_norm, powers)
+    x, residual_norm = times_two_to(found.x.mT, back).contiguous(), times_two_to(found.residual_norm, powers)
     if not bool(x.isfinite().all()):
         raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
     error = _error(system, N, found, seed, sketched, powers) if return_error else None
@@ -292,7 +276,6 @@ def _for_products(operand: Operand) -> Operand:
         return operand
     from scipy.sparse import coo_array
 
-    A = A.coalesce()
     return _like(operand, coo_array((A.values().numpy(), A.indices().numpy()), shape=tuple(A.shape)).tocsr())
 
 
@@ -300,20 +283,10 @@ def _scaled(operand: Operand, power: int) -> Operand:
     if not isinstance(operand.A, Tensor):
         raise ValueError(f"A has entries of about 2^{-power}, and must have some nearer to 1: scale it, and x with it")
     if operand.dense is not None:
-        return _like(operand, _times_two_to(operand.dense, [power]))
-    A = operand.A.coalesce()
-    values = _times_two_to(A.values(), [power])
+        return _like(operand, times_two_to(operand.dense, [power]))
+    A = operand.A
+    values = times_two_to(A.values(), [power])
     return _like(operand, torch.sparse_coo_tensor(A.indices(), values, A.shape, check_invariants=False))
-
-
-def _times_two_to(x: Tensor, powers: list[int]) -> Tensor:
-    """Multiply the last dimension by powers of two, in steps: a power may overflow where the product does not."""
-    step = 120 if x.dtype == torch.float32 else 1000
-    while any(powers):
-        now = [max(-step, min(power, step)) for power in powers]
-        x = x * torch.tensor([math.ldexp(1.0, power) for power in now], dtype=x.dtype, device=x.device)
-        powers = [power - part for power, part in zip(powers, now, strict=True)]
-    return x
 
 
 def _warn(found: Solution, N: Preconditioner) -> None:
@@ -341,5 +314,5 @@ def _error(
     rounding *= 4 * torch.finfo(found.x.dtype).eps
     upper = found.distance / smallest + rounding if smallest else torch.full_like(rounding, math.inf)
     relative = torch.where(found.distance > 0, found.distance / found.objective, 0.0)
-    frobenius, upper = (_times_two_to(part, powers) for part in (found.distance, upper))
+    frobenius, upper = (times_two_to(part, powers) for part in (found.distance, upper))
     return ErrorEstimate(frobenius, upper, relative, _CONFIDENCE if sketched else 1.0, int(sketched))

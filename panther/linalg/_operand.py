@@ -1,7 +1,18 @@
 """The matrices that drivers accept: tensors, sparse tensors, arrays, and objects with ``@`` and ``.T``."""
 
-__all__ = ["Operand", "as_operand", "driver", "from_array", "summed_product"]
+__all__ = [
+    "SAFE_POWER",
+    "Operand",
+    "as_dense",
+    "as_operand",
+    "check_finite",
+    "check_number",
+    "driver",
+    "summed_product",
+    "times_two_to",
+]
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,6 +27,8 @@ from panther.errors import DTypeError, ShapeError
 # Rows whose products are summed in float32, and entries of such sums that are held at once.
 _GROUP = 64
 _SLAB, _CUDA_SLAB = 1 << 20, 1 << 26
+# Entries up to two to this, and down to its inverse, have sums of squares that neither overflow nor vanish.
+SAFE_POWER = {torch.float32: 20, torch.float64: 200}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,10 +138,7 @@ class Operand:
         """
         if bool(product.isfinite().all()):
             return
-        values = self.values
-        if values is None or not bool(values.isfinite().all()):
-            kind = "infinity" if values is not None and not bool(values.isnan().any()) else "NaN or infinity"
-            raise ValueError(f"A must be finite and has {kind}: use torch.nan_to_num(A)")
+        check_finite("A", product if self.values is None else self.values)
         raise ValueError(f"products of A overflow {self.dtype}: divide A by its largest entry, or use float64")
 
 
@@ -153,41 +163,73 @@ def summed_product(X: Tensor, Y: Tensor) -> Tensor:  # (*batch, m, k), (*batch, 
     return out
 
 
-def as_operand(A: Any, batched: bool = True) -> Operand:
-    """See A as an operand.
+def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
+    """See A as an operand, or raise if it is not a real matrix or, where ``batched``, a batch of them.
 
-    Args:
-        A: A tensor, sparse or not, a NumPy array, or anything with ``.shape``, ``@`` and ``.mT`` or ``.T``; the ``@``
-            gets tensors of A's dtype (of torch's default if it has none).
-        batched: Whether leading dimensions are allowed.
-
-    Raises:
-        TypeError: If A is none of these.
-        DTypeError: If it is not real and floating.
-        ShapeError: If it has fewer than two dimensions, or more where they are not allowed.
+    An A that is neither a tensor nor an array multiplies tensors of its dtype, of torch's default if it has none.
     """
-    A = from_array("A", A)
+    A = _from_array(name, A)
     if not isinstance(A, Tensor) and not (hasattr(A, "shape") and hasattr(A, "__matmul__")):
-        raise TypeError(f"A must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor(A)")
+        raise TypeError(
+            f"{name} must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor({name})"
+        )
     if len(A.shape) < 2:
-        raise ShapeError(f"A, of shape {tuple(A.shape)}, must have two dimensions or more: use A[:, None]")
+        raise ShapeError(f"{name}, of shape {tuple(A.shape)}, must have two dimensions or more: use {name}[:, None]")
     if len(A.shape) > 2 and (not batched or not isinstance(A, Tensor) or A.layout != torch.strided):
-        what = "A" if not batched else "an A that is not a dense tensor"
+        what = name if not batched else f"an {name} that is not a dense tensor"
         raise ShapeError(f"{what}, of shape {tuple(A.shape)}, must have two dimensions: pass one matrix at a time")
     dtype = _dtype_of(A)
     if not dtype.is_floating_point:
-        fix = "pass its real and imaginary parts" if dtype.is_complex else "use A.double()"
-        raise DTypeError(f"A is {dtype} and must be real and floating: {fix}")
+        fix = "pass its real and imaginary parts" if dtype.is_complex else f"use {name}.double()"
+        raise DTypeError(f"{name} is {dtype} and must be real and floating: {fix}")
     return Operand(A, dtype, torch.device(getattr(A, "device", None) or torch.get_default_device()))
 
 
-def from_array(name: str, A: Any) -> Any:
-    """Return a NumPy array as a tensor, copied where torch cannot share its memory, and anything else unchanged.
+def as_dense(name: str, A: Any) -> Tensor:
+    """Return a dense tensor or NumPy array as a tensor, or raise TypeError."""
+    A = _from_array(name, A)
+    if not isinstance(A, Tensor) or A.layout != torch.strided:
+        kind, how = type(A).__name__, ""
+        if isinstance(A, Tensor):
+            kind, how = f"a tensor of layout {A.layout}", f", {name}.to_dense()"
+        raise TypeError(f"{name} must be a dense tensor or a NumPy array, not {kind}: pass its dense form{how}")
+    return A
 
-    Raises:
-        TypeError: If the array is masked.
-        DTypeError: If it is not of real numbers in float64, float32 or float16.
-    """
+
+def check_finite(name: str, A: Tensor) -> None:
+    """Raise ValueError if a tensor has NaN or infinity."""
+    if not bool(A.isfinite().all()):
+        kind = "NaN" if bool(A.isnan().any()) else "infinity"
+        raise ValueError(f"{name} must be finite and has {kind}: use torch.nan_to_num({name})")
+
+
+def check_number(name: str, value: Any, rule: str, holds: Callable[[float], bool], fix: str) -> float:
+    """Return a number given by a user as a float; raise TypeError if it is not one, ValueError unless it ``holds``."""
+    try:
+        number = None if isinstance(value, bool | str) else float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}: use {fix}")
+    if not holds(number):
+        raise ValueError(f"{name}={value!s:.50} must be {rule}: use {fix}")
+    return number
+
+
+def times_two_to(A: Tensor, powers: list[int]) -> Tensor:
+    """Multiply the last dimension by powers of two, in steps: a power may overflow where the product does not."""
+    step = 120 if A.dtype == torch.float32 else 1000
+    while any(powers):
+        now = [max(-step, min(power, step)) for power in powers]
+        A = A * torch.tensor([math.ldexp(1.0, power) for power in now], dtype=A.dtype, device=A.device)
+        powers = [power - part for power, part in zip(powers, now, strict=True)]
+    return A
+
+
+def _from_array(name: str, A: Any) -> Any:
+    """Return a NumPy array as a tensor, copied where torch cannot share its memory, and anything else unchanged."""
     if not isinstance(A, np.ndarray):
         return A
     if isinstance(A, np.ma.MaskedArray):

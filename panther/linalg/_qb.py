@@ -11,13 +11,13 @@ __all__ = ["QBResult", "qb"]
 
 import math
 import warnings
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from panther.errors import NumericalWarning, check_size
-from panther.linalg._operand import Operand, as_operand, driver
+from panther.linalg._operand import SAFE_POWER, Operand, as_operand, driver
 from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.orthogonal import add_to_basis, rotate
@@ -26,8 +26,6 @@ from panther.sketch import GaussianSketch, SignSketch, check_seed
 _PROBES = 32
 # The difference of norms tells the squared residual to a few eps |A|^2: to a percent, that is, above this many.
 _RESOLVED = 1000
-# Entries up to two to this, and down to its inverse, have sums of squares that neither overflow nor vanish.
-_SAFE_POWER = {torch.float32: 20, torch.float64: 200}
 
 
 class QBResult(NamedTuple):
@@ -46,27 +44,24 @@ class QBResult(NamedTuple):
         return self.Q @ (self.B @ X)
 
 
+class _Options(TypedDict, total=False):
+    block_size: int
+    n_iter: int
+    seed: int | None
+
+
 @overload
 def qb(
     A: Any,
     k: int | None = ...,
     tol: float | None = ...,
     *,
-    block_size: int = ...,
-    n_iter: int = ...,
-    seed: int | None = ...,
     return_error: Literal[False] = ...,
+    **options: Unpack[_Options],
 ) -> QBResult: ...
 @overload
 def qb(
-    A: Any,
-    k: int | None = ...,
-    tol: float | None = ...,
-    *,
-    block_size: int = ...,
-    n_iter: int = ...,
-    seed: int | None = ...,
-    return_error: Literal[True],
+    A: Any, k: int | None = ..., tol: float | None = ..., *, return_error: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor, ErrorEstimate]: ...
 @driver
 def qb(
@@ -82,7 +77,7 @@ def qb(
     r"""Factor :math:`A \approx Q B`, Q orthonormal and :math:`B = Q^T A`, to a rank or to a tolerance.
 
     Args:
-        A: A real tensor (\*batch, m, n), a sparse tensor, a NumPy array, or anything with ``.shape``, ``@`` and ``.T``.
+        A: Matrix or batch, (\*batch, m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
         k: Largest rank, from 0 to min(m, n); None is min(m, n).
         tol: Stop as soon as :math:`\|A - Q B\|_F \le \mathrm{tol}\, \|A\|_F`, for every entry of a batch. Down to
             :math:`\sqrt{1000 \epsilon}` (0.011 in float32, 5e-7 in float64) the residual is exact; below, and for an A
@@ -90,19 +85,14 @@ def qb(
             remain and within a factor of 1.6 (99.9 %) where one does. None goes on to rank k.
         block_size: Columns of Q a step adds; the last step drops those that the tolerance does not need.
         n_iter: Number of iterations with A A^T on each block, from 0 to 100.
-        seed: Of the random signs; None draws one from torch's default CPU generator.
-        return_error: Whether to return an estimate of :math:`\|A - Q B\|_F` as well, from probes that are independent
-            of the factorisation.
+        seed: The seed of the random signs.
+        return_error: Whether to return an estimate of :math:`\|A - Q B\|_F` as well.
 
     Returns:
-        Q (\*batch, m, r) and B (\*batch, r, n), in float32 or float64 (half precision is computed in float32), without
-        gradients. With ``return_error`` the tuple of both and an :class:`~panther.linalg.ErrorEstimate`.
+        Q (\*batch, m, r) and B (\*batch, r, n). With ``return_error`` the tuple of both and the estimate.
 
     Raises:
-        ShapeError: If k, block_size or n_iter is outside its range, or A has fewer than two dimensions.
-        DTypeError: If A is not real and floating.
-        ValueError: If neither k nor tol is given, tol is outside [0, 1), or A, or a product with it, has NaN or
-            infinity.
+        ValueError: If neither k nor tol is given, or tol is outside [0, 1).
 
     Warns:
         NumericalWarning: If k is None and rounding keeps even full rank from the tolerance.
@@ -128,9 +118,7 @@ def qb(
     seed = check_seed(seed)
     scale = 1.0 if tol is None else _power_of_two(operand)
     if scale != 1.0:  # squares of its entries would overflow, or vanish
-        Q, B = qb(operand.dense * scale, k, tol, block_size=block_size, n_iter=n_iter, seed=seed)  # type: ignore[operator]
-        result = QBResult(Q, B / scale)
-        return (*result, estimate_error(A, result, seed=seed)) if return_error else result
+        operand = as_operand(operand.A * scale)
     m, n = operand.shape[-2:]
     S = SignSketch(most, n, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
     residual = None if tol is None else _Residual(operand, tol, seed)
@@ -156,10 +144,8 @@ def qb(
             NumericalWarning,
             stacklevel=3,
         )
-    result = QBResult(Q, Bt.mT)
-    if not return_error:
-        return result
-    return *result, estimate_error(A, result, seed=seed)
+    result = QBResult(Q, Bt.mT / scale)
+    return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
 class _Residual:
@@ -212,4 +198,4 @@ def _power_of_two(operand: Operand) -> float:
         return 1.0
     largest = float(operand.dense.abs().max())
     power = math.frexp(largest)[1] if 0 < largest < math.inf else 0
-    return 2.0**-power if abs(power) > _SAFE_POWER[operand.dtype] else 1.0
+    return 2.0**-power if abs(power) > SAFE_POWER[operand.dtype] else 1.0

@@ -5,17 +5,24 @@ doi:10.1137/090771806; C. Musco and C. Musco, "Randomized block Krylov methods f
 singular value decomposition", NeurIPS 2015, arXiv:1504.05477.
 """
 
-__all__ = ["check_n_iter", "check_rank", "check_tol", "krylov_basis", "krylov_blocks", "rangefinder", "sign_matrix"]
+__all__ = [
+    "SearchOptions",
+    "check_n_iter",
+    "check_rank",
+    "check_tol",
+    "krylov_basis",
+    "krylov_blocks",
+    "rangefinder",
+    "sign_matrix",
+]
 
-import math
 from collections.abc import Callable
-from numbers import Real
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from panther.errors import ShapeError, check_size
-from panther.linalg._operand import Operand, as_operand, driver
+from panther.linalg._operand import Operand, as_operand, check_number, driver
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.orthogonal import add_to_basis
 from panther.sketch import SignSketch, check_seed
@@ -26,6 +33,14 @@ _AUTO = 4
 _NARROWING = 2, 5
 # Products of widths that are not a multiple of 16 take up to 1.4 times as long a column (MKL, 1 thread).
 _GRANULE = 16
+
+
+class SearchOptions(TypedDict, total=False):
+    """Options of the drivers that search a block Krylov space."""
+
+    oversample: int
+    n_iter: int | Literal["auto"]
+    seed: int | None
 
 
 @overload
@@ -53,21 +68,14 @@ def rangefinder(
     better: ask for 10 columns more than the rank you are after.
 
     Args:
-        A: A real tensor (\*batch, m, n), a sparse tensor, a NumPy array, or anything with ``.shape``, ``@`` and ``.T``.
+        A: Matrix or batch, (\*batch, m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
         k: Number of columns, from 0 to min(m, n).
         n_iter: The number q of iterations, from 0 to 100.
-        seed: Of :math:`\Omega`; None draws one from torch's default CPU generator.
-        return_error: Whether to return an estimate of :math:`\|A - Q Q^T A\|_F` as well, from probes that are
-            independent of :math:`\Omega`.
+        seed: The seed of :math:`\Omega`.
+        return_error: Whether to return an estimate of :math:`\|A - Q Q^T A\|_F` as well.
 
     Returns:
-        Q, (\*batch, m, k), in float32 or float64 (half precision is computed in float32), without gradients. With
-        ``return_error`` the pair of Q and an :class:`~panther.linalg.ErrorEstimate`.
-
-    Raises:
-        ShapeError: If k or n_iter is outside its range, or A has fewer than two dimensions.
-        DTypeError: If A is not real and floating.
-        ValueError: If A, or a product with it, has NaN or infinity.
+        Q, (\*batch, m, k); with ``return_error`` the pair of Q and the estimate.
 
     Cost: ``2 n_iter + 1`` products of A with k columns.
 
@@ -89,9 +97,7 @@ def rangefinder(
     Q = add_to_basis(Y)
     for _ in range(n_iter):
         Q = add_to_basis(operand.matmul(add_to_basis(operand.rmatmul(Q))))
-    if not return_error:
-        return Q
-    return Q, estimate_error(A, _Projected(Q, operand), seed=seed)
+    return (Q, estimate_error(A, _Projected(Q, operand), seed=seed)) if return_error else Q
 
 
 class _Projected:
@@ -106,27 +112,14 @@ class _Projected:
 
 def krylov_basis(
     X: Tensor,  # (*batch, n, b)
-    multiply: Callable[[Tensor], Tensor],
-    advance: Callable[[Tensor], Tensor],
+    multiply: Callable[[Tensor], Tensor],  # (*batch, n, b) -> (*batch, m, b)
+    advance: Callable[[Tensor], Tensor],  # (*batch, m, b) -> (*batch, n, b)
     blocks: int,
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, blocks b), (*batch, m, blocks b)
     r"""Return an orthonormal basis P of a block Krylov space, and its image ``multiply(P)``.
 
     The first block is the range of X; each next one is that of ``advance(multiply(block))``, made orthogonal
     to all before it. Rounding in ``advance`` changes the basis slightly, but the image is that of the changed basis.
-
-    Args:
-        X: First block.
-        multiply: (n, b) -> (m, b), the product whose image is kept.
-        advance: (m, b) -> (n, b).
-        blocks: Number of blocks, 1 or more, with ``blocks b <= n``.
-
-    Example:
-        >>> import torch
-        >>> A = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]))
-        >>> P, Y = krylov_basis(torch.ones(4, 1), A.matmul, lambda Z: Z, 3)
-        >>> torch.allclose(P.T @ P, torch.eye(3), atol=1e-5), torch.allclose(A @ P, Y)
-        (True, True)
     """
     *batch, n, b = X.shape
     Z = multiply(Q := add_to_basis(X))
@@ -188,8 +181,4 @@ def check_tol(tol: float | None) -> float | None:
     """Return tol as a float, or raise ValueError unless ``0 <= tol < 1``; None stays."""
     if tol is None:
         return None
-    if isinstance(tol, bool) or not isinstance(tol, Real):
-        raise TypeError(f"tol must be a number, not {type(tol).__name__}")
-    if not (math.isfinite(tol) and 0 <= tol < 1):
-        raise ValueError(f"tol={tol} must be in [0, 1), relative to the norm of A: use 1e-3")
-    return float(tol)
+    return check_number("tol", tol, "in [0, 1), relative to the norm of A", lambda number: 0 <= number < 1, "1e-3")

@@ -9,14 +9,22 @@ singular vectors better than the one wide block of subspace iteration, for fewer
 
 __all__ = ["SVDResult", "randomized_svd"]
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from panther.errors import check_size
 from panther.linalg._operand import Operand, as_operand, driver
-from panther.linalg._rangefinder import check_n_iter, check_rank, check_tol, krylov_basis, krylov_blocks, sign_matrix
+from panther.linalg._rangefinder import (
+    SearchOptions,
+    check_n_iter,
+    check_rank,
+    check_tol,
+    krylov_basis,
+    krylov_blocks,
+    sign_matrix,
+)
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
 from panther.sketch import GaussianSketch, check_seed
@@ -44,25 +52,11 @@ class SVDResult(NamedTuple):
 
 @overload
 def randomized_svd(
-    A: Any,
-    k: int,
-    tol: float | None = ...,
-    *,
-    oversample: int = ...,
-    n_iter: int | Literal["auto"] = ...,
-    seed: int | None = ...,
-    return_error: Literal[False] = ...,
+    A: Any, k: int, tol: float | None = ..., *, return_error: Literal[False] = ..., **options: Unpack[SearchOptions]
 ) -> SVDResult: ...
 @overload
 def randomized_svd(
-    A: Any,
-    k: int,
-    tol: float | None = ...,
-    *,
-    oversample: int = ...,
-    n_iter: int | Literal["auto"] = ...,
-    seed: int | None = ...,
-    return_error: Literal[True],
+    A: Any, k: int, tol: float | None = ..., *, return_error: Literal[True], **options: Unpack[SearchOptions]
 ) -> tuple[Tensor, Tensor, Tensor, ErrorEstimate]: ...
 @driver
 def randomized_svd(
@@ -80,7 +74,7 @@ def randomized_svd(
     The sign convention: in each column of U the entry of largest magnitude is positive (of equal ones the first).
 
     Args:
-        A: A real tensor (\*batch, m, n), a sparse tensor, a NumPy array, or anything with ``.shape``, ``@`` and ``.T``.
+        A: Matrix or batch, (\*batch, m, n); kinds, dtypes and errors as for :mod:`panther.linalg`.
         k: Number of triplets, from 0 to min(m, n).
         tol: Keep only as many triplets, at most k, as bring :math:`\|A - U S V^T\|_F` to ``tol`` times
             :math:`\|A\|_F`, as far as 16 random probes can tell; for a batch, as many as its most demanding entry
@@ -90,19 +84,15 @@ def randomized_svd(
             ``n_iter + 1`` blocks of 2/5 of k + oversample columns (more if they would not add up to k + oversample),
             rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" is 4, a space
             of twice k + oversample dimensions.
-        seed: Of the random signs the search starts from; None draws one from torch's default CPU generator.
-        return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well, from probes that are
-            independent of the search.
+        seed: The seed of the random signs from which the search starts.
+        return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well.
 
     Returns:
-        U (\*batch, m, k), S (\*batch, k), V (\*batch, n, k), in float32 or float64 (half precision is computed in
-        float32), without gradients; U and V have orthonormal columns even where S is zero. With ``return_error`` the
-        tuple of the three and an :class:`~panther.linalg.ErrorEstimate`.
+        U (\*batch, m, k), S (\*batch, k), V (\*batch, n, k); U and V have orthonormal columns even where S is zero.
+        With ``return_error`` the tuple of the three and the estimate.
 
     Raises:
-        ShapeError: If k, oversample or n_iter is outside its range, or A has fewer than two dimensions.
-        DTypeError: If A is not real and floating.
-        ValueError: If tol is outside [0, 1), or A, or a product with it, has NaN or infinity.
+        ValueError: If tol is outside [0, 1).
 
     Cost: products of A with 2 d columns and about ``10 (m + n) d^2`` flops more, d the dimension of the search space:
     ``2 (k + oversample)`` by default.
@@ -132,9 +122,8 @@ def randomized_svd(
         U, V = V, U
     signs = fix_signs(U)
     result = SVDResult(U * signs, S[..., :k].clone(), V * signs)
-    if not return_error:
-        return result
-    return *result, estimate_error(A, result, seed=seed)  # its probes are Gaussian: another stream than the signs'
+    # The probes of the estimate are Gaussian, which is a different stream than that of the signs.
+    return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
 def _search(operand: Operand, width: int, n_iter: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ __all__ = ["ErrorEstimate", "estimate_error"]
 
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.linalg._operand import Operand, as_operand, driver
+from panther.linalg._operand import Operand, as_operand, check_number, driver
 from panther.sketch import GaussianSketch
 
 # No driver draws from this stream, so the same seed can be used here.
@@ -65,14 +64,14 @@ def estimate_error(
     the estimate for an exact approximation is the rounding error of its products.
 
     Args:
-        A: A tensor, a sparse tensor, a NumPy array, or anything with ``.shape`` and ``@``; (\*batch, m, n).
+        A: Matrix or batch, (\*batch, m, n), of any kind that :mod:`panther.linalg` takes; ``.T`` is not needed.
         approximation: What a driver of this package returned; or the same kinds as A; or a tuple of two factors,
-            ``(Q, B)`` for Q B, or of three, ``(U, S, V)`` for U diag(S) V^T; a
-            result of ``torch.linalg.svd``, which has V^T, is known by its field ``Vh``. Factors are cast to A's dtype.
+            ``(Q, B)`` for Q B, or of three, ``(U, S, V)`` for U diag(S) V^T; a result of ``torch.linalg.svd``, which
+            has V^T, is known by its field ``Vh``. Factors are cast to A's dtype.
         probes: Number of Gaussian probes, 1 to 10,000. With 10, ``upper`` is about 3 times the error at a confidence of
             0.999; with 100, 1.3 times.
         confidence: Probability in (0, 1) with which ``upper`` must hold.
-        seed: Of the probes; None draws one from torch's default CPU generator.
+        seed: The seed of the probes; None draws one from torch's default CPU generator.
 
     Raises:
         ShapeError: If the shapes differ, or ``probes`` is outside its range.
@@ -96,10 +95,7 @@ def estimate_error(
         raise ShapeError(
             f"probes={probes} must be at most {_MAX_PROBES}, with which upper is within some 3 percent: use fewer"
         )
-    if isinstance(confidence, bool) or not isinstance(confidence, Real):
-        raise TypeError(f"confidence must be a number, not {type(confidence).__name__}: use 0.999")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence} must be between 0 and 1: use 0.999")
+    confidence = check_number("confidence", confidence, "between 0 and 1", lambda number: 0 < number < 1, "0.999")
     *batch, _, n = operand.shape
     S = GaussianSketch(n, probes, seed=seed, stream=_STREAM, scale=False, dtype=operand.dtype, device=operand.device)
     omega = S.dense().expand(*batch, n, probes)
@@ -115,8 +111,8 @@ def estimate_error(
     error, norm = (_frobenius(x) / math.sqrt(probes) for x in (exact - approximated, exact))
     relative = torch.where(error > 0, error / norm, 0.0)
     frobenius = error * unit[..., 0, 0]
-    upper = frobenius / math.sqrt(_quantile(1 - float(confidence), probes))
-    return ErrorEstimate(frobenius, upper, relative, float(confidence), probes)
+    upper = frobenius / math.sqrt(_quantile(1 - confidence, probes))
+    return ErrorEstimate(frobenius, upper, relative, confidence, probes)
 
 
 def _frobenius(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch,)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.linalg._operand import driver
+from panther.linalg._operand import check_finite, driver
 
 # |G - I| <= 1/2 in the Frobenius norm bounds the first Q's condition by sqrt(3): one more round gives I to rounding.
 _NEAR_IDENTITY = 0.5
@@ -102,23 +102,8 @@ def near_qr(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (*batch, m, n), (*batch, n, n), (*batch, n, n)
     r"""Return a QR factorisation without its last product: :math:`Q T` is orthonormal, and T is near I.
 
-    Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or less; to form :math:`Q T W`,
-    multiply T and W first.
-
-    Args:
-        X: Real, float32 or float64, of any rank.
-        basis: Orthonormal columns that Q must be orthogonal to; None for none.
-
-    Returns:
-        Q (\*batch, m, n), T (\*batch, n, n) and R (\*batch, n, n), with X = Q T R if there is no basis.
-
-    Raises:
-        ShapeError: If n + d > m.
-
-    Example:
-        >>> Q, T, R = near_qr(torch.eye(3, 2))
-        >>> torch.equal(Q @ T @ R, torch.eye(3, 2))
-        True
+    Without a basis, X = Q T R. Where a well-conditioned basis of X suffices, use Q, of condition :math:`\sqrt 3` or
+    less; to form :math:`Q T W`, multiply T and W first.
     """
     (m, n), known = X.shape[-2:], 0 if basis is None else basis.shape[-1]
     if n + known > m:
@@ -149,12 +134,7 @@ def rotate(
     Q: Tensor,  # (*batch, m, n)
     W: Tensor,  # (*batch, n, k)
 ) -> Tensor:  # (*batch, m, k)
-    """Return ``Q W``, summed in float64, so that orthonormal Q and W give orthonormal columns to rounding.
-
-    Example:
-        >>> rotate(torch.eye(3), torch.ones(3, 1)).T
-        tensor([[1., 1., 1.]])
-    """
+    """Return ``Q W``, summed in float64, so that orthonormal Q and W give orthonormal columns to rounding."""
     return (Q.double() @ W.double()).to(Q.dtype)
 
 
@@ -166,12 +146,7 @@ def _gram(X: Tensor, Y: Tensor) -> Tensor:
 def core_svd(
     R: Tensor,  # (*batch, n, n)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the SVD of a small matrix, computed in float64: in float32, LAPACK's vectors lose up to two digits.
-
-    Example:
-        >>> [part.shape for part in core_svd(torch.ones(3, 3))]
-        [torch.Size([3, 3]), torch.Size([3]), torch.Size([3, 3])]
-    """
+    """Return the SVD of a small matrix, computed in float64: in float32, LAPACK's vectors lose up to two digits."""
     W, S, Xh = torch.linalg.svd(R.double())
     return W.to(R.dtype), S.to(R.dtype), Xh.to(R.dtype)
 
@@ -179,12 +154,7 @@ def core_svd(
 def fix_signs(
     Q: Tensor,  # (*batch, m, n)
 ) -> Tensor:  # (*batch, 1, n)
-    """Return the signs, +-1, that make the largest entry of each column positive; of equal ones the first.
-
-    Example:
-        >>> fix_signs(torch.tensor([[1.0, 3.0], [-2.0, 3.0]]))
-        tensor([[-1.,  1.]])
-    """
+    """Return the signs, +-1, that make the largest entry of each column positive; of equal ones the first."""
     if Q.shape[-2] == 0:
         return Q.new_ones(*Q.shape[:-2], 1, Q.shape[-1])
     largest = Q.gather(-2, Q.abs().argmax(-2, keepdim=True))
@@ -205,5 +175,4 @@ def _check(name: str, X: Tensor) -> None:
         raise ShapeError(f"{name}, of shape {tuple(X.shape)}, must have two dimensions or more: use {name}[:, None]")
     if X.dtype not in (torch.float32, torch.float64):
         raise DTypeError(f"{name} is {X.dtype} and must be float32 or float64: use {name}.float()")
-    if not bool(X.isfinite().all()):
-        raise ValueError(f"{name} must be finite and has NaN or infinity: use torch.nan_to_num({name})")
+    check_finite(name, X)
