@@ -1,8 +1,8 @@
 r"""Factors of sketched layers fitted to a dense weight.
 
-Three ways: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367), which fits the sketches too; least
-squares for given sketches; and the unbiased estimator, which costs one product and is far from the weight when R is
-small. All compute in float32 at least.
+Two ways: the truncated SVD (Eckart and Young, 1936, doi:10.1007/BF02288367), which fits the sketches too, and least
+squares for given sketches. A third one, the unbiased estimator, is a product in the layers. All compute in float32 at
+least.
 
 For SKLinear, A is the weight as (in, out), to be :math:`S_1 U_1 + U_2 S_2`. For a convolution (``.._by_groups``), A is
 the unfolded kernel of each group, (groups, out / groups, in / groups * kernel), to be :math:`U^T S`.
@@ -16,11 +16,7 @@ __all__ = [
     "split_factors",
     "svd_by_groups",
     "svd_factors",
-    "unbiased_by_groups",
-    "unbiased_factors",
 ]
-
-import math
 
 import torch
 from torch import Tensor
@@ -35,7 +31,6 @@ _RANDOMIZED_FROM = 256
 _RANK_FRACTION = 8
 _ITERATIONS = 10
 
-
 _INITS = ("svd", "lstsq", "random")
 
 
@@ -46,11 +41,7 @@ def check_init(init: str) -> None:
 
 
 def fittable(weight: Tensor) -> Tensor:
-    """Return a dense weight in a dtype that can be factored, float32 at least.
-
-    Raises:
-        ValueError: If it has no values, or some that are NaN or infinite.
-    """
+    """Return a dense weight in a dtype that can be factored, float32 at least; ValueError if it cannot be."""
     if weight.is_meta:
         raise ValueError("the weight is on the meta device and has no values to fit: load it first")
     if not weight.isfinite().all():
@@ -82,11 +73,10 @@ def split_factors(
     r = left.shape[1]
     level = right.square().mean().sqrt().item() if r else 1.0
 
-    def on_device(stream: int, rows: int, cols: int) -> Tensor:
-        return level * signs(seed, stream, range(rows), range(cols), dtype=left.dtype, device=left.device)
-
-    S1, S2 = left.new_zeros(left.shape[0], R), left.new_zeros(R, right.shape[1])
-    U1, U2 = on_device(0, R, right.shape[1]), on_device(1, left.shape[0], R)
+    rows, cols = left.shape[0], right.shape[1]
+    S1, S2 = left.new_zeros(rows, R), left.new_zeros(R, cols)
+    U1 = level * signs(seed, 0, range(R), range(cols), dtype=left.dtype, device=left.device)
+    U2 = level * signs(seed, 1, range(rows), range(R), dtype=left.dtype, device=left.device)
     first, second = (r + 1) // 2, r // 2
     S1[:, :first], U1[:first] = left[:, 0::2], right[0::2]
     U2[:, :second], S2[:second] = left[:, 1::2], right[1::2]
@@ -109,12 +99,6 @@ def lstsq_factors(A: Tensor, U1: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
     S1 = (((AY - X2 @ shared) / d1) + X2 @ (shared * d1 / weight)) @ V1.mT
     S2 = V2t.mT @ ((XA - shared @ Y1t) / d2[:, None] + (shared * d2[:, None] / weight) @ Y1t)
     return S1, S2
-
-
-def unbiased_factors(A: Tensor, U1: Tensor, U2: Tensor, low_rank: int) -> tuple[Tensor, Tensor]:
-    """Return S1 = A U1^T and S2 = U2^T A for sign sketches of entries +-1, scaled so that the mean weight is A."""
-    root = math.sqrt(low_rank)
-    return A @ U1.mT / root, U2.mT @ A / root
 
 
 def svd_by_groups(
@@ -150,14 +134,6 @@ def lstsq_by_groups(
         left, sigma, right = _compact_svd(sketch)
         factors.append((left / sigma) @ (right @ kernel))
     return torch.stack(factors)
-
-
-def unbiased_by_groups(
-    A: Tensor,  # (groups, out / groups, in / groups * kernel)
-    U: Tensor,  # (groups, rows, out / groups)
-) -> Tensor:  # (groups, rows, in / groups * kernel)
-    """Return S = U A / rows for sketches of entries +-1: the mean of U^T S over sketches is A."""
-    return U @ A / U.shape[1]
 
 
 def _leading_svd(A: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

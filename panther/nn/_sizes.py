@@ -11,18 +11,10 @@ from panther.errors import ShapeError, check_size
 def terms_and_rank(
     sizes: tuple[int, ...], num_terms: int | None, low_rank: int | None, sketch_size: int | None, default: int
 ) -> tuple[int, int]:
-    """Return the number of terms L and their rank k from the size of a sketch, given by position or by name.
+    """Return the number of terms L and their rank k from the size of a sketch, or ``(1, default)`` without a size.
 
-    Args:
-        sizes: Positional numbers: none, ``(sketch_size,)`` or ``(num_terms, low_rank)``.
-        num_terms: By name.
-        low_rank: By name.
-        sketch_size: By name.
-        default: Size of the sketch if none is given.
-
-    Raises:
-        TypeError: If there are more positional numbers, or one is not an integer.
-        ShapeError: If both forms are mixed, one is incomplete, or a number is not positive.
+    ``sizes``, given by position, are ``(sketch_size,)`` or ``(num_terms, low_rank)``; ``(num_terms,)`` beside a
+    ``low_rank`` by name.
     """
     if len(sizes) > 2:
         raise TypeError(
@@ -57,12 +49,7 @@ def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
 
 
 def divisible(name: str, value: int, groups: int) -> int:
-    """Return a size that each group has an equal share of.
-
-    Raises:
-        ShapeError: If it is not a positive multiple of ``groups``.
-        TypeError: If it is not an integer.
-    """
+    """Return a size that each group has an equal share of: a positive multiple of ``groups``."""
     value = check_size(name, value, least=1)
     if value % groups:
         raise ShapeError(f"{name}={value} must be divisible by groups={groups}")
@@ -70,12 +57,7 @@ def divisible(name: str, value: int, groups: int) -> int:
 
 
 def per_dim(name: str, value: Any, dim: int, least: int) -> tuple[int, ...]:
-    """Return one size for each spatial dimension, from an integer or a sequence of ``dim`` of them.
-
-    Raises:
-        ShapeError: If there are more or fewer, or one is smaller than ``least``.
-        TypeError: If one is not an integer.
-    """
+    """Return one size for each spatial dimension, from an integer or a sequence of ``dim`` of them."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return (check_size(name, value, least),) * dim  # type: ignore[arg-type]
     if len(value) != dim:
@@ -84,12 +66,7 @@ def per_dim(name: str, value: Any, dim: int, least: int) -> tuple[int, ...]:
 
 
 def check_padding(padding: Any, stride: tuple[int, ...], dim: int) -> str | tuple[int, ...]:
-    """Return padding as torch.nn's convolutions hold it: a word, or one size for each spatial dimension.
-
-    Raises:
-        ValueError: If it is a word other than ``"same"`` or ``"valid"``.
-        ShapeError: If it is ``"same"`` and a stride is not 1, or sizes are wrong.
-    """
+    """Return padding as torch.nn's convolutions hold it: a word, or one size for each spatial dimension."""
     if not isinstance(padding, str):
         return per_dim("padding", padding, dim, least=0)
     if padding not in ("same", "valid"):

@@ -4,16 +4,24 @@
 Parameters like any other. ``sketch_seed``, in the state_dict, says which.
 """
 
-__all__ = ["SketchedModule", "keep_own_forward"]
+__all__ = ["SketchedModule", "arguments_of", "keep_own_forward", "mode_of"]
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther.errors import ShapeError, SketchMismatchError
+from panther.errors import (
+    PerformanceWarning,
+    ShapeError,
+    SketchMismatchError,
+    check_device,
+    check_flag,
+    check_floating,
+)
 from panther.nn._sketch_record import has_values, make_record, read_record
 from panther.sketch import check_seed, signs
 
@@ -28,8 +36,24 @@ def keep_own_forward(module: nn.Module, args: Any) -> None:
     """
 
 
+def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return arguments of a layer's constructor as its attributes tell them, ``bias`` as whether there is one."""
+    return {name: layer.bias is not None if name == "bias" else getattr(layer, name) for name in names}
+
+
+def mode_of(seed: int | None) -> str:
+    """Return the name of the mode of a layer with this seed."""
+    return "fitted" if seed is None else "seeded"
+
+
 class SketchedModule(nn.Module):
     """Base of sketched layers. A subclass names its factors and sketches; the life cycle is here."""
+
+    dense_class: type[Any]
+    """The class of torch.nn that the layer replaces."""
+
+    dense_arguments: tuple[str, ...]
+    """Names of the constructor's arguments that the dense class has too."""
 
     factor_names: tuple[str, ...]
     """Names of the trained factors, which are parameters; the first one tells the dtype and device of the sketches."""
@@ -52,6 +76,36 @@ class SketchedModule(nn.Module):
         super().__init__()
         self.register_forward_pre_hook(keep_own_forward)
 
+    def _build(
+        self,
+        factors: Mapping[str, tuple[int, ...]],
+        outputs: int,
+        *,
+        bias: bool,
+        seed: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Check the arguments that all constructors have, make factors of these shapes, and draw everything."""
+        check_device(device)
+        check_flag("bias", bias)
+        check_floating("dtype", dtype)
+        seed = check_seed(seed)
+        for name, shape in factors.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+        sketched = sum(math.prod(shape) for shape in (*factors.values(), *self.sketch_shapes().values()))
+        if sketched >= self.fan_in * outputs:
+            warnings.warn(
+                f"{type(self).__name__} with num_terms={self.num_terms} and low_rank={self.low_rank} multiplies by "
+                f"{sketched:,} numbers, and a dense layer of {outputs} outputs, each a sum over {self.fan_in} inputs, "
+                f"by {self.fan_in * outputs:,}: use a smaller sketch, or nn.{self.dense_class.__name__}",
+                PerformanceWarning,
+                stacklevel=3,
+            )
+        self.set_seeded_(seed)
+        self.reset_parameters()
+
     def __setattr__(self, name: str, value: Any) -> None:
         # nn.Module's own error for a Parameter in the place of a property is a KeyError without a reason.
         own = getattr(type(self), name, None)
@@ -68,11 +122,7 @@ class SketchedModule(nn.Module):
         raise NotImplementedError
 
     def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return factors and sketches as the layer holds them, from those that its formula has, by terms.
-
-        Raises:
-            ShapeError: If the layer cannot hold them.
-        """
+        """Return factors and sketches as the layer holds them, from those that its formula has, by terms."""
         raise NotImplementedError
 
     def sketch_like(self) -> Tensor:
@@ -106,9 +156,8 @@ class SketchedModule(nn.Module):
         """
         level = 1.0
         if self.is_fitted:
-            level = (
-                2 * self.num_terms
-            ) ** -0.5 * self.low_rank**-0.25  # of both U and S, so that U S has the scale of a seeded layer
+            # The level of both U and S, so that U S has the scale of a seeded layer.
+            level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25
             seed = check_seed(None)
             with torch.no_grad():
                 for stream, name in enumerate(self.sketch_names):
@@ -126,8 +175,10 @@ class SketchedModule(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(self.fan_in), 1 / math.sqrt(self.fan_in))
 
-    def _fill_(self, dense: Any) -> Any:
-        """Give a dense layer the effective weight, the bias and the mode of this one."""
+    def _to_dense(self) -> Any:
+        """Return the dense layer with the effective weight, the bias and the mode of this one, copied."""
+        like = self.sketch_like()
+        dense = self.dense_class(**arguments_of(self, self.dense_arguments), device=like.device, dtype=like.dtype)
         with torch.no_grad():
             dense.weight.copy_(self.weight)
             if self.bias is not None:
@@ -170,13 +221,9 @@ class SketchedModule(nn.Module):
         self._non_persistent_buffers_set.discard(name)  # torch's own list, which must not name a Parameter
 
     def refresh_sketches_(self) -> bool:
-        """Adopt ``sketch_seed`` if it was changed in place, as by a broadcast, and draw its sketches.
+        """Adopt ``sketch_seed`` if it was changed in place, as by a broadcast; return whether it was.
 
-        Returns:
-            Whether it had changed.
-
-        Raises:
-            SketchMismatchError: If it is not a valid record, or says fitted for a seeded layer or the reverse.
+        Raises SketchMismatchError if it is not a valid record, or says fitted for a seeded layer or the reverse.
         """
         if not has_values(self.sketch_seed):
             return False
@@ -185,7 +232,7 @@ class SketchedModule(nn.Module):
             return False
         if seed is None or self.seed is None:
             raise SketchMismatchError(
-                f"sketch_seed says {_mode(seed)} and the layer is {_mode(self.seed)}: load a state_dict to change "
+                f"sketch_seed says {mode_of(seed)} and the layer is {mode_of(self.seed)}: load a state_dict to change "
                 "the mode"
             )
         self.set_seeded_(seed)
@@ -207,14 +254,13 @@ class SketchedModule(nn.Module):
             self.refresh_sketches_()
         except SketchMismatchError:
             like = self.sketch_like()
-            sound = (
-                int(self.sketch_seed[0]) == make_record(None, self.num_terms)[0]
-                if self.is_fitted
-                else all(
-                    torch.equal(getattr(self, name), self.draw_sketch(name, dtype=like.dtype, device=like.device))
-                    for name in self.sketch_names
-                )
-            )
+            if self.is_fitted:
+                sound = int(self.sketch_seed[0]) == make_record(None, self.num_terms)[0]
+            else:
+                drawn = {
+                    name: self.draw_sketch(name, dtype=like.dtype, device=like.device) for name in self.sketch_names
+                }
+                sound = all(torch.equal(getattr(self, name), drawn[name]) for name in drawn)
             if sound:
                 self._mirror_seed()
 
@@ -311,10 +357,7 @@ class SketchedModule(nn.Module):
     def _from_stacked(self, state: dict[str, Any]) -> dict[str, Any]:
         """Translate the stacked keys of other libraries' checkpoints, if ``state`` has them.
 
-        To this layer's seed if they hold its own sketches, else to a fitted layer.
-
-        Raises:
-            ShapeError: If they are of a layer of different sizes.
+        To this layer's seed if they hold its own sketches, else to a fitted layer; ShapeError if sizes differ.
         """
         if not any(name in state for name in _STACKED):
             return state
@@ -348,7 +391,3 @@ class SketchedModule(nn.Module):
             )
             for name in self.sketch_names
         )
-
-
-def _mode(seed: int | None) -> str:
-    return "fitted" if seed is None else "seeded"

@@ -10,38 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
-from panther.nn._sketched import SketchedModule
+from panther.nn._sketched import SketchedModule, arguments_of, mode_of
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.linear import SKLinear
 
-_SKETCH: dict[str, tuple[type, ...]] = {"num_terms": (int,), "low_rank": (int,)}
-_LINEAR: dict[str, tuple[type, ...]] = {"in_features": (int,), "out_features": (int,), "bias": (bool,)}
-_CONV: dict[str, tuple[type, ...]] = {  # list: a size for each dimension
-    "in_channels": (int,),
-    "out_channels": (int,),
-    "kernel_size": (list,),
-    "stride": (list,),
-    "padding": (list, str),
-    "dilation": (list,),
-    "groups": (int,),
-    "bias": (bool,),
-    "padding_mode": (str,),
-}
-# Only these classes are ever built from a file, each from these arguments, of these types.
-_CLASSES: dict[str, tuple[type[Any], dict[str, tuple[type, ...]]]] = {
-    "SKLinear": (SKLinear, _LINEAR | _SKETCH),
-    "SKConv1d": (SKConv1d, _CONV | _SKETCH),
-    "SKConv2d": (SKConv2d, _CONV | _SKETCH),
-    "SKConv3d": (SKConv3d, _CONV | _SKETCH),
-}
+# Only these classes are ever built from a file, each from the arguments of its dense class and the size of its sketch.
+_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d)}
+_SIZES = ("num_terms", "low_rank")
+_LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
 
 
 def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return by name what is needed to build each sketched module; of a sharded layer, the unsharded one.
 
-    Raises:
-        FormatError: If the format does not know a module, or it is parametrized or pruned.
-        SketchMismatchError: If a seed is damaged.
+    Raises FormatError if the format does not know a module, or it is parametrized or pruned, and SketchMismatchError if
+    a seed is damaged.
     """
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
@@ -58,8 +41,8 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
         _check_plain(name, module)
         modules[name] = {
             "class": kind,
-            "args": {key: _argument(module, key) for key in _CLASSES[kind][1]},
-            "mode": _mode_of(module),
+            "args": _arguments(module, (*module.dense_arguments, *_SIZES)),
+            "mode": mode_of(module.seed),
             "dtype": str(module.sketch_like().dtype).removeprefix("torch."),
         }
         if getattr(module, "packed", False):  # how signs are held, which does not change the function: optional
@@ -70,9 +53,7 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
 def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> dict[str, SketchedModule]:
     """Return the sketched modules by name, loaded from ``state``; ``model`` is left as it is.
 
-    Raises:
-        FormatError: If they do not fit the model or the state.
-        SketchMismatchError: If a seed is damaged.
+    Raises FormatError if they do not fit the model or the state, and SketchMismatchError if a seed is damaged.
     """
 
     def load(name: str, spec: dict[str, Any], old: nn.Module) -> SketchedModule:
@@ -92,11 +73,7 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
 
 
 def build_modules(specs: dict[str, Any], model: nn.Module) -> dict[str, SketchedModule]:
-    """Return the sketched modules by name, freshly initialised; ``model`` is left as it is.
-
-    Raises:
-        FormatError: If they do not fit the model.
-    """
+    """Return the sketched modules by name, freshly initialised; FormatError if they do not fit ``model``."""
 
     def build(name: str, spec: dict[str, Any], old: nn.Module) -> SketchedModule:
         module = _construct(*_checked_spec(name, spec, old), device=_device_of(old))
@@ -139,7 +116,7 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise FormatError(f"module {name!r} cannot be built from the folder: {error}") from error
-    dtypes, mode = {parameter.dtype for parameter in module.parameters()}, _mode_of(module)
+    dtypes, mode = {parameter.dtype for parameter in module.parameters()}, mode_of(module.seed)
     if mode != spec.get("mode") or dtypes != {dtype}:
         found = ", ".join(sorted(map(str, dtypes)))
         raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
@@ -157,38 +134,38 @@ def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type
     kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
-    make, types = _CLASSES[kind]
+    make = _CLASSES[kind]
+    names = (*make.dense_arguments, *_SIZES)
     if (
         not isinstance(args, dict)
-        or args.keys() != types.keys()
-        or not all(_sound(args[key], types[key]) for key in types)
+        or args.keys() != set(names)
+        or not all(type(args[size]) is int and args[size] < _LARGEST_SIZE for size in _SIZES)
     ):
-        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(types)}")
+        raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(names)}")
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"module {name!r} has dtype {spec.get('dtype')!r}: it must name a torch dtype")
-    _check_replaced(name, make, old, args)
-    return make, args, dtype
+    return make, _matched(name, make, old, args), dtype
 
 
-def _check_replaced(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -> None:
-    """Refuse to put a layer where the architecture has a different kind of module, or one of different sizes."""
-    wanted = {key: value for key, value in args.items() if key not in _SKETCH}
+def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, unless the architecture has a different kind of module there, or one of other sizes."""
     found: dict[str, Any] = {}
     if isinstance(old, make | make.dense_class):
-        found = {key: _argument(old, key) for key in wanted}
+        found = _arguments(old, make.dense_arguments)
     elif make is SKLinear:  # such as transformers' Conv1D, whose weight is (in, out)
         shape = tuple(getattr(old._parameters.get("weight"), "shape", ()))
         if shape == (args["out_features"], args["in_features"]):
             shape = shape[::-1]
         found = dict(zip(("in_features", "out_features"), shape, strict=False)) if len(shape) == 2 else {}
         found["bias"] = old._parameters.get("bias") is not None
-    if found != wanted:
-        differ = {key: value for key, value in wanted.items() if found.get(key) != value}
+    differ = {key: args[key] for key in make.dense_arguments if found.get(key) != args[key]}
+    if differ:
         there = {key: found[key] for key in differ if key in found} or "no such sizes"
         raise FormatError(
             f"module {name!r} was saved for a {make.dense_class.__name__} with {differ}, and the model has a "
             f"{type(old).__name__} there, with {there}: give the architecture that was saved"
         )
+    return args | found  # equal, but those of the model have the types that a constructor takes: 1 == True == 1.0
 
 
 def _check_plain(name: str, module: SketchedModule) -> None:
@@ -208,8 +185,7 @@ def _check_plain(name: str, module: SketchedModule) -> None:
 def _class_of(module: SketchedModule) -> str:
     """Return the name of a layer's class, below those that fully_shard and tensor parallelism put on top of it."""
     for kind in type(module).__mro__:
-        known = _CLASSES.get(kind.__name__)
-        if known is not None and known[0] is kind:
+        if _CLASSES.get(kind.__name__) is kind:
             return kind.__name__
         if not kind.__module__.startswith(("torch.distributed.", "panther.distributed.")):
             break
@@ -226,19 +202,10 @@ def _finished(module: SketchedModule, spec: dict[str, Any], old: nn.Module) -> S
     return module.train(old.training)
 
 
-def _argument(module: nn.Module, key: str) -> Any:
-    """Return a constructor's argument as JSON has it, read from the layer, or from the dense one in its place."""
-    value = getattr(module, key, None)
-    if key == "bias":
-        return value is not None
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _sound(value: Any, types: tuple[type, ...]) -> bool:
-    if type(value) not in types:
-        return False
-    sizes = value if isinstance(value, list) else [value] if type(value) is int else []
-    return len(sizes) <= 3 and all(type(size) is int and size < 1 << 40 for size in sizes)
+def _arguments(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return a constructor's arguments as JSON has them, read from the layer, or from the dense one in its place."""
+    values = arguments_of(module, names)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def place(value: Tensor, device: torch.device | str) -> Tensor:
@@ -248,10 +215,6 @@ def place(value: Tensor, device: torch.device | str) -> Tensor:
 
 def _device_of(old: nn.Module) -> torch.device | str:
     return next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
-
-
-def _mode_of(module: SketchedModule) -> str:
-    return "fitted" if module.is_fitted else "seeded"
 
 
 def _known() -> str:

@@ -1,9 +1,4 @@
-r"""Multi-head attention by random features, in time and memory linear in the length of the sequence.
-
-The weights of softmax attention, :math:`\exp(q \cdot k / \sqrt d)`, are replaced by inner products of features of q and
-k, so that the sum over keys is taken once for all queries (K. Choromanski et al., "Rethinking attention with
-Performers", ICLR 2021, arXiv:2009.14794).
-"""
+"""Multi-head attention by random features, in time and memory linear in the length of the sequence."""
 
 __all__ = ["RandMultiHeadAttention", "make_performer"]
 
@@ -15,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
-from panther.nn._attention_inputs import check_inputs, is_causal_mask, key_exponent
-from panther.nn._features import (
+from panther.nn._attention import (
+    check_inputs,
+    is_causal_mask,
+    key_exponent,
     optimal_shift,
     orthogonal_gaussian,
     positive_features,
@@ -47,9 +44,11 @@ class _NotATensor:
 class RandMultiHeadAttention(nn.Module):
     r"""A replacement for :class:`torch.nn.MultiheadAttention`, with feature maps instead of the softmax.
 
-    It differs in two ways: ``batch_first=True`` is the default, and a linear attention has no weights to return and no
-    masks except for a causal one and one of keys. Queries and keys are projected, split into heads, divided by
-    :math:`d^{1/4}` (d the head's width), and mapped:
+    The weights of softmax attention, :math:`\exp(q \cdot k / \sqrt d)`, are replaced by inner products of features of
+    q and k, so that the sum over keys is taken once for all queries (K. Choromanski et al., "Rethinking attention with
+    Performers", ICLR 2021, arXiv:2009.14794). Two things differ: ``batch_first=True`` is the default, and there are no
+    weights to return and no masks except for a causal one and one of keys. Queries and keys are projected, split into
+    heads, divided by :math:`d^{1/4}` (d the head's width), and mapped:
 
     ``"softmax"``
         FAVOR+: positive orthogonal random features of the exponential kernel.
@@ -86,7 +85,7 @@ class RandMultiHeadAttention(nn.Module):
         redraw_interval: Number of training forwards after which new directions are drawn, not counting those that
             activation checkpointing repeats; None keeps them. Compiled code is compiled anew for every count: there
             keep None, and call :meth:`redraw_features_` between steps.
-        seed: Of the random directions; None draws one from torch's default CPU generator. To redraw on several
+        seed: The seed of the directions; None draws one from torch's default CPU generator. To redraw on several
             processes give all of them the same.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
@@ -189,12 +188,11 @@ class RandMultiHeadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the projections as nn.MultiheadAttention does, and the directions of the present seed again."""
-        if self._qkv_same_embed_dim:  # nn.MultiheadAttention has one matrix for the three, and its bound is smaller
-            bound = (6 / (4 * self.embed_dim)) ** 0.5
-            for weight in (self.Wq, self.Wk, self.Wv):
+        for weight in (self.Wq, self.Wk, self.Wv):
+            if self._qkv_same_embed_dim:  # nn.MultiheadAttention has one matrix for the three: a smaller bound
+                bound = (6 / (4 * self.embed_dim)) ** 0.5
                 nn.init.uniform_(weight, -bound, bound)
-        else:
-            for weight in (self.Wq, self.Wk, self.Wv):
+            else:
                 nn.init.xavier_uniform_(weight)
         nn.init.uniform_(self.W0, -(self.embed_dim**-0.5), self.embed_dim**-0.5)
         for bias in (self.bq, self.bk, self.bv, self.b0):

@@ -1,29 +1,20 @@
-r"""SKConv1d, SKConv2d and SKConv3d, convolutions whose kernel is a sum of sketched low-rank terms.
-
-.. math:: y = \frac{1}{2L} \sum_{i=1}^{2L} U_i^T (x * S_i) + b
-
-with trained :math:`S_i`, kernels to K channels, and fixed random signs :math:`U_i = \pm 1/\sqrt K` (K, out).
-Reference: S. P. Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching",
-2017, arXiv:1710.07850.
-"""
+"""SKConv1d, SKConv2d and SKConv3d, convolutions whose kernel is a sum of sketched low-rank terms."""
 
 __all__ = ["SKConv1d", "SKConv2d", "SKConv3d"]
 
 import math
-import warnings
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther.errors import PerformanceWarning, ShapeError, check_device, check_flag, check_floating, check_size
+from panther.errors import ShapeError, check_size
 from panther.nn._conv import convolve, dense_kernel, is_channels_last
-from panther.nn._fitting import check_init, fittable, lstsq_by_groups, svd_by_groups, unbiased_by_groups
+from panther.nn._fitting import check_init, fittable, lstsq_by_groups, svd_by_groups
 from panther.nn._sizes import check_padding, default_low_rank, divisible, per_dim, terms_and_rank
-from panther.nn._sketched import SketchedModule
-from panther.sketch import check_seed
+from panther.nn._sketched import SketchedModule, arguments_of
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -35,8 +26,11 @@ class _SKConv(SketchedModule):
 
     factor_names = ("S",)
     sketch_names = ("U",)
-    dense_class: type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]
+    dense_arguments = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode",
+    )  # fmt: skip
     dim: int
+    S: nn.Parameter
     U: Tensor
     padding: str | tuple[int, ...]
 
@@ -72,29 +66,13 @@ class _SKConv(SketchedModule):
                 f"padding_mode={padding_mode!r} is unknown: use one of {', '.join(map(repr, _PADDING_MODES))}"
             )
         self.padding_mode = padding_mode
-        self.fan_in = inner = self.in_channels // self.groups * math.prod(self.kernel_size)
-        default = default_low_rank(inner, self.out_channels, self.groups)
+        self.fan_in = self.in_channels // self.groups * math.prod(self.kernel_size)
+        default = default_low_rank(self.fan_in, self.out_channels, self.groups)
         self.num_terms, low_rank = terms_and_rank((), num_terms, low_rank, sketch_size, default)
         self.low_rank = divisible("low_rank", low_rank, self.groups)
-        check_device(device)
-        check_flag("bias", bias)
-        check_floating("dtype", dtype)
-        seed = check_seed(seed)
-        rows, out = 2 * self.num_terms * self.low_rank, self.out_channels // self.groups
-        if rows * (inner + out) >= inner * self.out_channels:
-            warnings.warn(
-                f"{type(self).__name__}({in_channels}, {out_channels}, {kernel_size}, groups={groups}) with 2 * "
-                f"num_terms * low_rank = {rows} multiplies by {rows * (inner + out):,} numbers at every position, and "
-                f"a dense layer by {inner * self.out_channels:,}: use a smaller sketch, or "
-                f"nn.{self.dense_class.__name__}",
-                PerformanceWarning,
-                stacklevel=2,
-            )
-        shape = rows, self.in_channels // self.groups, *self.kernel_size
-        self.S = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(self.out_channels, dtype=dtype, device=device)) if bias else None
-        self.set_seeded_(seed)
-        self.reset_parameters()
+        rows = 2 * self.num_terms * self.low_rank
+        factors = {"S": (rows, self.in_channels // self.groups, *self.kernel_size)}
+        self._build(factors, self.out_channels, bias=bias, seed=seed, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(N, in_channels, *size)`` to ``(N, out_channels, *size)``; also without N."""
@@ -190,8 +168,8 @@ class _SKConv(SketchedModule):
         default = default_low_rank(math.prod(weight.shape[1:]), conv.out_channels, conv.groups)
         num_terms, low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
         layer = cls(
-            **_settings(conv), num_terms=num_terms, low_rank=low_rank, seed=seed, device=weight.device,
-            dtype=weight.dtype,
+            **arguments_of(conv, cls.dense_arguments), num_terms=num_terms, low_rank=low_rank, seed=seed,
+            device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
@@ -201,7 +179,7 @@ class _SKConv(SketchedModule):
         elif init == "lstsq":
             S = lstsq_by_groups(A / layer.scale, U)
         else:
-            S = unbiased_by_groups(A / layer.scale, U)
+            S = U @ (A / layer.scale) / rows  # the mean of U^T S over sketches is A / scale
         with torch.no_grad():
             layer.S.copy_(S.reshape(layer.S.shape))
             if conv.bias is not None:
@@ -218,9 +196,9 @@ class _SKConv(SketchedModule):
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """
-        conv = self.dense_class(**_settings(self), device=self.S.device, dtype=self.S.dtype)
+        conv = self._to_dense()
         _take_format_(conv, self.S)
-        return self._fill_(conv)
+        return conv
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""
@@ -251,10 +229,14 @@ class _SKConv(SketchedModule):
 
 
 class SKConv2d(_SKConv):
-    r"""A drop-in for :class:`torch.nn.Conv2d` with a sketched kernel.
+    r"""A drop-in for :class:`torch.nn.Conv2d` whose kernel is a sum of sketched low-rank terms.
 
-    A convolution to ``2 num_terms low_rank`` channels, whose kernel ``S`` is trained, and a mixing of these into
-    ``out_channels`` by fixed random signs ``U``. At a fixed product, ``num_terms`` changes only the scale of the sum.
+    .. math:: y = \frac{1}{2L} \sum_{i=1}^{2L} U_i^T (x * S_i) + b
+
+    with trained :math:`S_i`, kernels to K channels, and fixed random signs :math:`U_i = \pm 1/\sqrt K` (K, out) (S. P.
+    Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching", 2017,
+    arXiv:1710.07850): a convolution to ``2 num_terms low_rank`` channels, whose kernel is ``S``, and a mixing of these
+    into ``out_channels`` by ``U``. At a fixed product, ``num_terms`` changes only the scale of the sum.
 
     A new layer is *seeded*: U is fixed and saved as one number. A *fitted* one, from :meth:`from_conv` with
     ``init="svd"``, has a trained U, saved with the rest; it is a low-rank factorisation of the unfolded kernel. Loading
@@ -286,7 +268,7 @@ class SKConv2d(_SKConv):
         S: Trained kernel ``(2 L K, in / groups, *kernel)``, drawn so that the whole kernel has nn.Conv2d's variance.
             With groups, the rows of a group are adjacent, as torch's convolutions need them.
         U: Sketch ``(2 L K, out / groups)``: a buffer of exactly +-1 when seeded, a Parameter when fitted.
-        bias: (out,) or None.
+        bias: A Parameter (out,), or None.
         scale: The number that multiplies U^T S: 1/(2 L sqrt(K)) when seeded, 1 when fitted.
         seed: Python int, None when fitted.
 
@@ -341,12 +323,6 @@ class SKConv3d(_SKConv):
 
     dense_class = nn.Conv3d
     dim = 3
-
-
-def _settings(conv: nn.Module) -> dict[str, Any]:
-    """Return the arguments that constructors of dense and of sketched convolutions share."""
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-    return {name: getattr(conv, name) for name in names} | {"bias": conv.bias is not None}
 
 
 def _take_format_(module: nn.Module, kernel: Tensor) -> None:

@@ -198,17 +198,9 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
 
 
 def read_record(path: Path, format: str, version: int, writer: str, damaged: str) -> dict[str, Any]:
-    """Return the JSON object of a file that says its format and version.
+    """Return the JSON object of a file, or raise FormatError unless it has this ``"format"`` and ``"format_version"``.
 
-    Args:
-        path: The file.
-        format: The ``"format"`` that it must have.
-        version: The ``"format_version"`` that it must have.
-        writer: The function that writes such files, for messages.
-        damaged: The message's advice if the file is not JSON.
-
-    Raises:
-        FormatError: If it is missing, damaged, or of a different format or version.
+    Messages name the function that writes such files, and give the advice ``damaged`` if the file is not JSON.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -1,39 +1,37 @@
-r"""SKLinear, a linear layer whose weight is a sum of sketched low-rank terms.
-
-.. math:: y = x W + b, \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
-
-with trained :math:`S_{1,i}` (in, k) and :math:`S_{2,i}` (k, out) and fixed random signs :math:`U = \pm 1/\sqrt k`.
-Reference: S. P. Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching",
-2017, arXiv:1710.07850.
-"""
+"""SKLinear, a linear layer whose weight is a sum of sketched low-rank terms."""
 
 __all__ = ["SKLinear"]
 
-import warnings
+import math
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther.errors import PerformanceWarning, ShapeError, check_device, check_flag, check_floating, check_size
+from panther.errors import ShapeError, check_flag, check_size
 from panther.kernels import pack_signs, unpack_signs
-from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors, unbiased_factors
+from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn._sizes import default_low_rank, terms_and_rank
 from panther.nn._sketched import SketchedModule
 from panther.nn.functional import sketched_linear
-from panther.sketch import check_seed
 
 torch.fx.wrap("sketched_linear")  # one node of a symbolic trace: what is inside depends on the input's dtype
 
 
 class SKLinear(SketchedModule):
-    r"""A drop-in for :class:`torch.nn.Linear` with a sketched weight.
+    r"""A drop-in for :class:`torch.nn.Linear` whose weight is a sum of sketched low-rank terms.
+
+    .. math:: y = x W + b, \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
+
+    with trained :math:`S_{1,i}` (in, k) and :math:`S_{2,i}` (k, out) and fixed random signs :math:`U = \pm 1/\sqrt k`
+    (S. P. Kasiviswanathan, N. Narodytska and H. Jin, "Deep neural network approximation using tensor sketching", 2017,
+    arXiv:1710.07850). With ``R = num_terms * low_rank`` the layer stores ``S1`` (in, R) and ``S2`` (R, out) and draws
+    ``U1`` (R, out) and ``U2`` (in, R) from its seed. At fixed R, ``num_terms`` changes only the scale of the sum.
 
     Two ways to give its size: ``SKLinear(in_features, out_features, sketch_size)``, one term of rank ``sketch_size``;
     or ``SKLinear(in_features, out_features, num_terms, low_rank)``, L terms of rank k. All of these may be given by
     name, and all other arguments must be. Without either, the sketch is the largest that costs at most half of the
-    dense layer. With ``R = num_terms * low_rank`` the layer stores ``S1`` (in, R) and ``S2`` (R, out) and draws ``U1``
-    (R, out) and ``U2`` (in, R) from its seed. At fixed R, ``num_terms`` changes only the scale of the sum.
+    dense layer.
 
     A new layer is *seeded*: U1 and U2 are fixed signs, saved as one number. A *fitted* one, from :meth:`from_linear`
     with ``init="svd"`` or from ``weight_init``, has trained U1 and U2, saved with the rest; it is a rank-2R
@@ -63,10 +61,9 @@ class SKLinear(SketchedModule):
         U1: Sketch (R, out): a buffer of exactly +-1 when seeded, a Parameter when fitted; when packed, int32 words
             (R, out / 32).
         U2: Sketch (in, R), likewise; when packed, (R, in / 32).
-        bias: (out,) or None.
+        bias: A Parameter (out,), or None.
         scale: The number that multiplies S1 U1 + U2 S2: 1/(2 L sqrt(k)) when seeded, 1 when fitted.
         seed: Python int, None when fitted.
-        packed: Whether the signs are held as bits.
 
     Raises:
         ShapeError: If a size is not positive, both size forms are mixed, or weight_init has a different shape.
@@ -89,8 +86,11 @@ class SKLinear(SketchedModule):
     """
 
     dense_class = nn.Linear
+    dense_arguments = ("in_features", "out_features", "bias")
     factor_names = ("S1", "S2")
     sketch_names = ("U1", "U2")
+    S1: nn.Parameter
+    S2: nn.Parameter
     U1: Tensor
     U2: Tensor
     packed: bool = False
@@ -115,10 +115,7 @@ class SKLinear(SketchedModule):
         self.out_features = check_size("out_features", out_features, least=1)
         default = default_low_rank(self.in_features, self.out_features)
         self.num_terms, self.low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
-        check_device(device)
-        check_flag("bias", bias)
         check_flag("packed", packed)
-        check_floating("dtype", dtype)
         if weight_init is not None:
             _check_weight(weight_init, (self.out_features, self.in_features))
             if packed:
@@ -126,22 +123,10 @@ class SKLinear(SketchedModule):
                     "packed=True holds signs as bits, and weight_init makes a fitted layer, whose sketches are trained "
                     'numbers: leave one out, or use SKLinear.from_linear(linear, ..., init="lstsq").pack_()'
                 )
-        seed = check_seed(seed)
-        R = self.num_terms * self.low_rank
-        if 2 * R * (in_features + out_features) >= in_features * out_features:
-            warnings.warn(
-                f"SKLinear({in_features}, {out_features}) with R = num_terms * low_rank = {R} multiplies by "
-                f"2 R (in + out) = {2 * R * (in_features + out_features):,} numbers, a dense layer by in * out = "
-                f"{in_features * out_features:,}: use a smaller sketch, or nn.Linear",
-                PerformanceWarning,
-                stacklevel=2,
-            )
-        self.S1 = nn.Parameter(torch.empty(in_features, R, dtype=dtype, device=device))
-        self.S2 = nn.Parameter(torch.empty(R, out_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         self.packed = packed
-        self.set_seeded_(seed)
-        self.reset_parameters()
+        R = self.num_terms * self.low_rank
+        factors = {"S1": (self.in_features, R), "S2": (R, self.out_features)}
+        self._build(factors, self.out_features, bias=bias, seed=seed, device=device, dtype=dtype)
         if weight_init is not None:
             self._fit_svd_(weight_init)
 
@@ -263,7 +248,8 @@ class SKLinear(SketchedModule):
             if init == "lstsq":
                 S1, S2 = lstsq_factors(A / layer.scale, U1, U2)
             else:
-                S1, S2 = unbiased_factors(A, U1, U2, layer.low_rank)
+                root = math.sqrt(layer.low_rank)  # the mean over sketches of S1 U1 + U2 S2, times the scale, is A
+                S1, S2 = A @ U1.mT / root, U2.mT @ A / root
             with torch.no_grad():
                 layer.S1.copy_(S1)
                 layer.S2.copy_(S2)
@@ -281,10 +267,7 @@ class SKLinear(SketchedModule):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        has_bias = self.bias is not None
-        return self._fill_(
-            nn.Linear(self.in_features, self.out_features, has_bias, device=self.S1.device, dtype=self.S1.dtype)
-        )
+        return self._to_dense()
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""

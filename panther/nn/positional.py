@@ -34,7 +34,7 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         perHead_in: Width of a head's queries and keys.
         sines: Sines of each feature.
         num_realizations: R, the width of the results; the variance of inner products falls as 1/R.
-        seed: Of Z; None draws one from torch's default CPU generator.
+        seed: The seed of Z; None draws one from torch's default CPU generator.
         device: None is torch's default.
         dtype: Floating dtype; None is torch's default.
 

@@ -320,7 +320,7 @@ def test_the_functional_form(shape):
 
 def test_a_sketch_larger_than_the_layer_warns_once_and_works():
     with pytest.warns(
-        PerformanceWarning, match=r"1,280 numbers at every position, and a dense layer by 576.*nn\.Conv2d"
+        PerformanceWarning, match=r"1,280 numbers, and a dense layer of 64 .* over 9 inputs, by 576.*nn\.Conv2d"
     ) as record:
         layer = SKConv2d(64, 64, 3, groups=64)
     assert len(record) == 1

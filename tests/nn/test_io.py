@@ -209,7 +209,7 @@ REFUSALS = {
         "SKLinear is built from in_features",
     ),
     "text for a number": (lambda m: m["modules"]["0"]["args"].update(low_rank="2"), "SKLinear is built from"),
-    "huge sizes": (lambda m: m["modules"]["0"]["args"].update(in_features=10**13), "SKLinear is built from"),
+    "a huge rank": (lambda m: m["modules"]["0"]["args"].update(low_rank=10**13), "SKLinear is built from"),
     "large sizes": (
         lambda m: m["modules"]["0"]["args"].update(in_features=10**9),
         "saved for a Linear with .*1000000000",

@@ -69,7 +69,9 @@ def test_bad_construction(args, kwargs, error, match):
 
 
 def test_a_sketch_larger_than_the_layer_warns_once_and_works():
-    with pytest.warns(PerformanceWarning, match=r"256 numbers, a dense layer by in \* out = 64") as record:
+    with pytest.warns(
+        PerformanceWarning, match=r"256 numbers, and a dense layer of 8 .* by 64: .* nn\.Linear"
+    ) as record:
         layer = SKLinear(8, 8, 8)
     assert len(record) == 1
     with warnings.catch_warnings():

@@ -27,7 +27,7 @@ from panther.distributed.tensor._module import (
 from panther.distributed.tensor.unshard import remember_
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention
-from panther.nn._features import orthogonal_gaussian
+from panther.nn._attention import orthogonal_gaussian
 from panther.nn._sketched import keep_own_forward
 
 
