@@ -1,8 +1,7 @@
-"""Types of arguments that subcommands share, which argparse reports with exit status 2, and checks before the work."""
+"""Options of several subcommands: how they are added, their types, and checks of their values before the work."""
 
 __all__ = [
     "add_option",
-    "check_file",
     "check_folder",
     "non_negative",
     "note",
@@ -10,11 +9,11 @@ __all__ = [
     "positive",
     "positive_float",
     "seed",
+    "whole_number",
 ]
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,14 +31,23 @@ def add_option(
     parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
 
 
-def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
-    return _at_least(text, 1)
+def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return the type of a whole number in a range; argparse reports others with exit status 2."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"{value} must be {bound}")
+        return value
+
+    return convert
 
 
-def non_negative(text: str) -> int:
-    """Return a whole number of at least 0."""
-    return _at_least(text, 0)
+positive, non_negative, seed = whole_number(1), whole_number(0), whole_number(0, 2**32 - 1)
 
 
 def positive_float(text: str) -> float:
@@ -50,14 +58,6 @@ def positive_float(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not value > 0 or math.isinf(value):
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
-    return value
-
-
-def seed(text: str) -> int:
-    """Return a whole number from 0 to 2^32 - 1."""
-    value = _at_least(text, 0)
-    if value >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{value} must be below 2^32")
     return value
 
 
@@ -81,16 +81,7 @@ def check_folder(path: str, flag: str = "--out") -> Path:
     return folder
 
 
-def check_file(path: str | None, flag: str) -> None:
-    """Raise PantherError unless the file of an option can be written after the work; None stands for no file."""
-    if path is None:
-        return
-    parent = Path(path).parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
-        raise PantherError(f"{flag} {path} cannot be written: name a file in an existing folder that you may write to")
-
-
-def note(text: str) -> None:
+def note(text: object) -> None:
     """Print a note to standard error; the command continues."""
     print(f"panther: note: {text}", file=sys.stderr)
 
@@ -102,13 +93,3 @@ def note_if_wide(sketch_size: int, hidden: int) -> None:
             f"--sketch-size {sketch_size} at --hidden {hidden} needs no fewer operations than a dense layer: sketching "
             "is faster while --hidden is more than four times --sketch-size"
         )
-
-
-def _at_least(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
-    return value

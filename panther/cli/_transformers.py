@@ -3,7 +3,7 @@
 Weights are read from safetensors alone, and code that a folder brings is not run.
 """
 
-__all__ = ["copy_beside", "expression", "load_model", "load_tokenizer", "text_batches"]
+__all__ = ["copy_beside", "load_model", "text_batches"]
 
 import inspect
 import shutil
@@ -15,38 +15,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._text import counted
 from panther.errors import PantherError, require_extra
 
-_EXTRA = "transformers"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _LEAST_SAMPLES = 5  # a fifth is held out
 _VOCABULARIES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
-_COPIED = (
-    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_NOT_COPIED = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".py")
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(folder: Path) -> nn.Module:
     """Load the model of a folder, in the class that its config.json names, in eval mode."""
-    transformers = require_extra("transformers", _EXTRA)
+    transformers = require_extra("transformers", "transformers")
+    saved = "give a folder that save_pretrained of transformers wrote"
     if not (folder / "config.json").is_file():
-        raise PantherError(f"{folder} holds no config.json: give a folder that save_pretrained of transformers wrote")
-    with _quiet(transformers), _explained(f"{folder / 'config.json'} cannot be used"):
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    name = next(iter(config.architectures or ()), None)
-    make: Any = transformers.AutoModel if name is None else getattr(transformers, name, None)
-    known = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel)
-    if not known and make is not transformers.AutoModel:
+        raise PantherError(f"{folder} holds no config.json: {saved}")
+    with _explained(f"{folder / 'config.json'} cannot be used"):
+        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+    name = next(iter(config.architectures or ()), "AutoModel")
+    make: Any = getattr(transformers, name, None)
+    known = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel | transformers.AutoModel)
+    if not known:
         raise PantherError(
             f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
             "does not have: build the model in a function of your own, and give module:function"
         )
-    _check_weights(folder, name or "AutoModel")
-    with _quiet(transformers), _explained(f"the weights in {folder} cannot be loaded"):
+    if not any(folder.glob("*.safetensors")):
+        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
+            raise PantherError(
+                f"{folder} holds {pickles[0]}, a pickle, which can run code and is not opened: if you trust it, "
+                f"convert it once with transformers.{name}.from_pretrained({str(folder)!r})"
+                f".save_pretrained({str(folder)!r})"
+            )
+        raise PantherError(f"{folder} holds no model.safetensors: {saved}")
+    with _explained(f"the weights in {folder} cannot be loaded"):
         model, info = make.from_pretrained(
             folder,
             local_files_only=True,
@@ -64,80 +71,55 @@ def load_model(folder: Path) -> nn.Module:
     return model.eval()
 
 
-def _check_weights(folder: Path, name: str) -> None:
-    if any(folder.glob("*.safetensors")):
-        return
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
-    if pickles:
+def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_size: int) -> list[dict[str, Tensor]]:
+    """Make batches of a text: a line a sample, padded; for causal models windows of the running text, without padding.
+
+    Batches are smaller where there would be fewer than five of them, because a fifth is held out.
+
+    Args:
+        folder: Where the model's tokenizer is.
+        text: A file in UTF-8.
+        model: The model that will read the batches: they have only what its forward takes.
+        max_length: Tokens of a sample at most, fewer where the model or its tokenizer takes fewer.
+        batch_size: Samples of a batch at most.
+
+    Raises:
+        PantherError: If there is no tokenizer, the text cannot be read, is empty or too short, or the model has a
+            decoder to be fed as well.
+    """
+    if model.config.is_encoder_decoder:
         raise PantherError(
-            f"{folder} holds {pickles[0]}, a pickle, which can run code and is not opened: if you trust it, convert it "
-            f"once with transformers.{name}.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            f"{type(model).__name__} has an encoder and a decoder, and a text is input for the encoder only: "
+            "give --calibration module:function, which returns batches with both"
         )
-    raise PantherError(f"{folder} holds no model.safetensors: give a folder that save_pretrained of transformers wrote")
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder."""
-    transformers = require_extra("transformers", _EXTRA)
     # Without its files transformers makes an empty tokenizer, to which every word is unknown.
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise PantherError(
             f"{folder} holds no tokenizer, which text needs: save it there with tokenizer.save_pretrained, or give "
             "--calibration module:function"
         )
-    with _quiet(transformers), _explained(f"the tokenizer in {folder} cannot be loaded"):
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def text_batches(
-    path: Path, model: nn.Module, tokenizer: Any, max_length: int, batch_size: int
-) -> list[dict[str, Tensor]]:
-    """Make batches of a text: a line a sample, padded; for causal models windows of the running text, without padding.
-
-    Batches are smaller where there would be fewer than five of them, because a fifth is held out.
-
-    Args:
-        path: Text in UTF-8.
-        model: The model that will read the batches: they have only what its forward takes.
-        tokenizer: The model's.
-        max_length: Tokens of a sample at most, fewer where the model or its tokenizer takes fewer.
-        batch_size: Samples of a batch at most.
-
-    Raises:
-        PantherError: If the text cannot be read, is empty or too short, or the model has a decoder to be fed as well.
-    """
-    config: Any = model.config
-    if config.is_encoder_decoder:
-        raise PantherError(
-            f"{type(model).__name__} has an encoder and a decoder, and a text is input for the encoder only: "
-            "give --calibration module:function, which returns batches with both"
-        )
-    lines = _lines(path)
-    positions = getattr(config, "max_position_embeddings", None) or max_length
+    transformers = require_extra("transformers", "transformers")
+    with _explained(f"the tokenizer in {folder} cannot be loaded"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+    lines = _lines(text)
+    positions = getattr(model.config, "max_position_embeddings", None) or max_length
     length = min(max_length, tokenizer.model_max_length, positions)
-    with _explained(f"the tokenizer does not run on {path}"):
+    with _explained(f"the tokenizer does not run on {text}"):
         if type(model).__name__.endswith(_CAUSAL) or tokenizer.pad_token is None:
-            return _windows(path, lines, tokenizer, length, batch_size)
-        return _padded(path, lines, model, tokenizer, length, batch_size)
-
-
-def _padded(
-    path: Path, lines: list[str], model: nn.Module, tokenizer: Any, length: int, batch_size: int
-) -> list[dict[str, Tensor]]:
-    if len(lines) < _LEAST_SAMPLES:
-        raise PantherError(
-            f"{path} has {len(lines)} line{'' if len(lines) == 1 else 's'} with text and needs at least "
-            f"{_LEAST_SAMPLES}, because a fifth is held out: give about a thousand, like those that the model will read"
-        )
-    accepted = inspect.signature(model.forward).parameters
-    size = min(batch_size, len(lines) // _LEAST_SAMPLES)
-    batches = []
-    for start in range(0, len(lines), size):
-        encoded = tokenizer(
-            lines[start : start + size], truncation=True, max_length=length, padding=True, return_tensors="pt"
-        )
-        batches.append({key: value for key, value in encoded.items() if key in accepted})
-    return batches
+            return _windows(text, lines, tokenizer, length, batch_size)
+        if len(lines) < _LEAST_SAMPLES:
+            raise PantherError(
+                f"{text} has {counted(len(lines), 'line')} with text and needs at least {_LEAST_SAMPLES}, because a "
+                "fifth is held out: give about a thousand, like those that the model will read"
+            )
+        accepted = inspect.signature(model.forward).parameters
+        size = min(batch_size, len(lines) // _LEAST_SAMPLES)
+        batches = []
+        for start in range(0, len(lines), size):
+            samples = lines[start : start + size]
+            encoded = tokenizer(samples, truncation=True, max_length=length, padding=True, return_tensors="pt")
+            batches.append({key: value for key, value in encoded.items() if key in accepted})
+        return batches
 
 
 def _windows(path: Path, lines: list[str], tokenizer: Any, length: int, batch_size: int) -> list[dict[str, Tensor]]:
@@ -170,37 +152,21 @@ def _lines(path: Path) -> list[str]:
     return lines
 
 
-def copy_beside(folder: Path, out: Path, tokenizer: Any) -> None:
-    """Copy the files that transformers loads besides the weights: config.json, the tokenizer's files and the like."""
-    own = () if tokenizer is None else tokenizer.vocab_files_names.values()
-    for name in dict.fromkeys((*_COPIED, *_VOCABULARIES, *own)):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
-
-
-def expression(model: nn.Module, out: Path) -> str:
-    """Return the Python that builds the architecture, from the config.json in ``out``."""
-    return f"transformers.{type(model).__name__}(transformers.AutoConfig.from_pretrained({str(out)!r}))"
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Stop transformers from printing progress bars and tables; the important parts become errors."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+def copy_beside(folder: Path, out: Path) -> None:
+    """Copy everything except weights and code: config.json, the tokenizer's files and the like."""
+    for path in folder.iterdir():
+        weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
+        if path.is_file() and not weights and not (out / path.name).exists():
+            shutil.copyfile(path, out / path.name)
 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn the errors of transformers on a folder, of many types, into one with a single sentence."""
+    """Turn errors of transformers, of many types, into one sentence, and stop it from printing bars and tables."""
+    logging = require_extra("transformers", "transformers").utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     except PantherError:
@@ -208,3 +174,7 @@ def _explained(what: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise PantherError(f"{what}: {type(error).__name__}: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

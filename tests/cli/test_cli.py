@@ -121,7 +121,7 @@ def test_doctor_gives_the_install_line_of_what_is_missing(capsys, monkeypatch):
         (["demo", "--nproc", "0"], "argument --nproc: 0 must be at least 1"),
         (["demo", "--epochs", "many"], "argument --epochs: 'many' is not a whole number"),
         (["demo", "--seed", "-1"], "argument --seed: -1 must be at least 0"),
-        (["demo", "--seed", str(2**32)], "argument --seed: 4294967296 must be below 2^32"),
+        (["demo", "--seed", str(2**32)], "argument --seed: 4294967296 must be at most 4294967295"),
         (["demo", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["demo", "--sketch"], "argument --sketch-size: expected one argument"),
         (["demo", "--frobnicate"], "unrecognized arguments: --frobnicate"),

@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from panther.cli import main
 from panther.nn import SKConv2d, SKLinear
 
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly box five grey mice near old river banks"
 NUMBERS = torch.Generator().manual_seed(0)
 LINES = [
@@ -152,6 +155,18 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
     assert "--out small is not empty" in capsys.readouterr().err
 
 
+@pytest.mark.extra
+@pytest.mark.slow
+def test_it_runs_in_a_checkout(bert, here):
+    """There transformers takes the folder kernels/ for the package of that name, which it looks for."""
+    options = ["--budget", "0.5", "--method", "svd", "--out", here / "small"]
+    command = [sys.executable, "-m", "panther", "compress", bert, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (ROOT / "kernels").is_dir()
+    assert done.returncode == 0, done.stderr
+    assert (here / "small" / "panther.json").is_file()
+
+
 def test_a_causal_model_is_calibrated_on_windows(here, transformers, capsys):
     tokenizer = save_tokenizer(transformers, folder := here / "gpt", pad_token=None)
     config = transformers.GPT2Config(
@@ -177,7 +192,7 @@ def test_windows_have_no_padding_and_begin_as_texts_do(here, transformers):
 
     tokenizer = save_tokenizer(transformers, here / "gpt", pad_token=None, bos_token="[CLS]")
     config = transformers.GPT2Config(vocab_size=30, n_positions=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=2)
-    batches = text_batches(here / "text.txt", transformers.GPT2LMHeadModel(config), tokenizer, 64, 16)
+    batches = text_batches(here / "gpt", here / "text.txt", transformers.GPT2LMHeadModel(config), 64, 16)
     assert all(batch.keys() == {"input_ids"} and batch["input_ids"].shape[1] == 16 for batch in batches)
     assert all((batch["input_ids"][:, 0] == 2).all() for batch in batches)
     words = torch.cat([batch["input_ids"][:, 1:].flatten() for batch in batches])
@@ -315,13 +330,13 @@ def test_errors_of_causal_and_two_part_models(here, transformers):
     from panther.cli._transformers import text_batches
     from panther.errors import PantherError
 
-    tokenizer = save_tokenizer(transformers, here / "gpt", pad_token=None)
+    save_tokenizer(transformers, here / "gpt", pad_token=None)
     config = transformers.GPT2Config(vocab_size=30, n_positions=512, n_embd=8, n_layer=1, n_head=1, bos_token_id=2)
     with pytest.raises(PantherError, match=r"has \d+ tokens, 1 windows of 512, and needs at least 5"):
-        text_batches(here / "text.txt", transformers.GPT2LMHeadModel(config), tokenizer, 512, 16)
+        text_batches(here / "gpt", here / "text.txt", transformers.GPT2LMHeadModel(config), 512, 16)
     config = transformers.T5Config(vocab_size=30, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     with pytest.raises(PantherError, match="T5ForConditionalGeneration has an encoder and a decoder"):
-        text_batches(here / "text.txt", transformers.T5ForConditionalGeneration(config), tokenizer, 8, 16)
+        text_batches(here / "gpt", here / "text.txt", transformers.T5ForConditionalGeneration(config), 8, 16)
 
 
 def test_errors_of_the_budget_and_the_outputs(bert, models, capsys, monkeypatch):
