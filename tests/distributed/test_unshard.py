@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import panther
 from panther.distributed import data_parallel, make_mesh, tensor_parallel, unshard_module
-from panther.distributed.checkpoint._api import export
+from panther.distributed.checkpoint import export
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKLinear
 
 pytestmark = pytest.mark.distributed

@@ -117,8 +117,8 @@ def _arm(kill: Trial, whole_s: float) -> None:
         timer.daemon = True
         timer.start()
         return
-    from panther.distributed.checkpoint import _save_load as ranks
-    from panther.distributed.checkpoint import _storage as files
+    from panther.distributed.checkpoint import _folders as folders
+    from panther.distributed.checkpoint import _storage as storage
 
     def trap(owner, name, times, before=True, first=1, every=1):
         """Die at one of the calls, ``first``, ``first + every`` and so on, before it or after it."""
@@ -141,17 +141,17 @@ def _arm(kill: Trial, whole_s: float) -> None:
     if kill.moment == "in a step":
         trap(torch.optim.AdamW, "step", STEPS, before=kill.rank == 0)
     elif kill.moment == "in a file":
-        trap(files, "save_file", saves)
+        trap(storage, "save_file", saves)
     elif kill.moment == "before the manifest":
-        trap(files.Writer, "finish", saves)
+        trap(storage._Writer, "finish", saves)
     elif kill.moment == "in the rename":  # the folder has its name, of which the disk may know nothing yet
-        trap(files, "_sync_folder", saves, first=2, every=2)
+        trap(folders, "_sync_folder", saves, first=2, every=2)
     elif kill.moment == "before an old one goes":  # one does with each save from the third on
-        trap(ranks, "remove", saves - 2)
+        trap(folders, "remove", saves - 2)
     elif kill.moment == "while resuming":
         trap(checkpoint, "load", 1, before=kill.fraction < 0.5)
     else:
-        trap(files, "publish", saves, before=kill.moment == "before the rename")
+        trap(folders, "publish", saves, before=kill.moment == "before the rename")
 
 
 def run_in_group(directory: Path, kill: Trial | None, whole_s: float = 0.0) -> tuple[str | None, float]:

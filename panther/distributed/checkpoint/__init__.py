@@ -6,6 +6,10 @@ assembles them for a reader with a different layout. A folder gets its name once
 killed process leaves the earlier checkpoints as they were. All ranks must see the same directory.
 """
 
+from ._folders import checkpoints, latest
+from ._load import LoadedCheckpoint, export, load, restore_architecture
+from ._save import PendingSave, async_save, save
+
 __all__ = [
     "LoadedCheckpoint",
     "PendingSave",
@@ -14,20 +18,6 @@ __all__ = [
     "export",
     "latest",
     "load",
-    "prune",
     "restore_architecture",
     "save",
-]  # fmt: skip
-
-from panther.distributed.checkpoint._api import (
-    LoadedCheckpoint,
-    PendingSave,
-    async_save,
-    checkpoints,
-    export,
-    latest,
-    load,
-    prune,
-    restore_architecture,
-    save,
-)
+]

@@ -8,13 +8,13 @@ several pipeline stages.
 """
 
 __all__ = [
-    "MODEL", "OPTIMIZER", "aliases", "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "model_state",
-    "model_targets", "optimizer_state", "optimizer_targets", "parts_of", "random_state", "set_random_state",
+    "MODEL", "aliases", "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "model_state",
+    "optimizer_state", "optimizer_targets", "parts_of", "places", "random_state", "set_random_state",
 ]  # fmt: skip
 
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from panther.distributed.checkpoint._storage import empty
 from panther.distributed.pipeline._modules import StageModules
 from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # added to names by torch
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL = "model."
 
 
 def are_stages(model: nn.Module | Sequence[nn.Module]) -> bool:
@@ -82,17 +83,6 @@ def fill_model(parts: Iterable[nn.Module], values: Mapping[str, Any]) -> None:
         part.load_state_dict({name: values[_plain(name)] for name in part.state_dict()})
 
 
-def model_targets(state: Mapping[str, Any], other_names: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return empty tensors to load into, by the names they were saved under, and the saved name of each entry."""
-    saved = {name: other_names.get(name, name) for name, value in state.items() if isinstance(value, Tensor)}
-    targets = {MODEL + saved[name]: torch.empty_like(value) for name, value in state.items() if name in saved}
-    return targets, saved
-
-
-def _named_parameters(parts: Iterable[nn.Module]) -> dict[nn.Parameter, str]:
-    return {parameter: _plain(name) for part in parts for name, parameter in part.named_parameters()}
-
-
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that has the state: of a ZeroRedundancyOptimizer that of this rank's parameters."""
     return optimizer.optim if _is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
@@ -106,7 +96,7 @@ def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
 
 def _names_of(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[str]:
     """Return the names of the optimizer's parameters, in the order of its own numbers."""
-    names = _named_parameters(parts)
+    names = {parameter: _plain(name) for part in parts for name, parameter in part.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
         raise CheckpointError(
@@ -119,30 +109,20 @@ def _names_of(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> l
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors by ``optimizer.<parameter>.<key>``; and the class, other values, and settings by parameter."""
+    """Return tensors by ``optimizer.<parameter>.<key>``; and the class, with states and settings by parameter."""
     inner = _inner(optimizer)
     names = _names_of(inner, parts)
     whole = inner.state_dict()
     tensors: dict[str, Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for number, state in whole["state"].items():
-        name = names[number]
-        for key, value in state.items():
-            place = f"{OPTIMIZER}{name}.{key}"
-            if isinstance(value, Tensor):
-                tensors[place] = value
-            else:
-                values.setdefault(name, {})[key] = encode(value, place, tensors)
+    states = {
+        names[number]: encode(state, f"optimizer.{names[number]}", tensors) for number, state in whole["state"].items()
+    }
     settings = {}
     for group in whole["param_groups"]:
+        chosen = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for number in group["params"]:
-            name = names[number]
-            chosen = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            settings[name] = {
-                key: encode(value, f"{OPTIMIZER}{name}.setting.{key}", tensors) for key, value in chosen.items()
-            }
-    kind = type(inner).__name__
-    return tensors, {"class": kind, "values": values, "settings": settings}
+            settings[names[number]] = encode(chosen, f"optimizer.{names[number]}.setting", tensors)
+    return tensors, {"class": type(inner).__name__, "states": states, "settings": settings}
 
 
 def optimizer_targets(
@@ -161,34 +141,24 @@ def optimizer_targets(
             f"the checkpoint's optimizer did not have {', '.join(missing[:5])}: give this one the same parameters"
         )
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    wanted = dict(zip(names, parameters, strict=True))
     targets = {}
-    for place, entry in entries.items():
-        # Both names of parameters and keys of settings may have dots: the longest matching parameter is meant.
-        name = next((n for n in _prefixes(place.removeprefix(OPTIMIZER)) if n in wanted), None)
-        if name is not None:
-            targets[place] = _like(wanted[name], entry)
+    for name, parameter in zip(names, parameters, strict=True):
+        for place in places([saved["states"].get(name), saved["settings"][name]]):
+            targets[place] = _like(parameter, entries[place])
     return targets
 
 
-def _prefixes(name: str) -> Iterable[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _like(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
-    if shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    # Scalars such as step counts.
-    if not shape:
-        return torch.empty(shape, dtype=dtype)  # a count of steps; load_state_dict moves it if necessary
+    if entry["shape"] == list(parameter.shape):
+        return torch.empty_like(parameter, dtype=getattr(torch, entry["dtype"]), requires_grad=False)
+    target = empty(entry)
+    if not target.dim():
+        return target  # a count of steps; load_state_dict moves it if necessary
+    target = target.to(parameter.device)
     if isinstance(parameter, DTensor):  # a state of a different shape, such as Adafactor's factors, is replicated
         mesh = parameter.device_mesh
-        local = torch.empty(shape, dtype=dtype, device=parameter.to_local().device)
-        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
+        return DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return target
 
 
 def fill_optimizer(
@@ -202,55 +172,38 @@ def fill_optimizer(
     names = _names_of(inner, parts)
     whole = inner.state_dict()
     # Numbers of parameters differ between layouts; names do not.
-    number_of = {name: number for number, name in enumerate(names)}
-    states: dict[int, dict[str, Any]] = {}
-    for name, values in saved["values"].items():
-        if name in number_of:
-            states[number_of[name]] = {key: decode(value, loaded) for key, value in values.items()}
-    for place, tensor in loaded.items():
-        rest = place.removeprefix(OPTIMIZER)
-        name = next((n for n in _prefixes(rest) if n in number_of), None)
-        if name is not None and place.startswith(OPTIMIZER) and "." not in (key := rest[len(name) + 1 :]):
-            states.setdefault(number_of[name], {})[key] = tensor
+    states = {number: saved["states"][name] for number, name in enumerate(names) if name in saved["states"]}
+    whole["state"] = decode(states, loaded)
     for index, group in enumerate(whole["param_groups"]):
         chosen = [saved["settings"][names[number]] for number in group["params"]]
-        if any(one != chosen[0] for one in chosen if not _has_tensor(one)):  # tensors differ by name alone
+        if any(one != chosen[0] for one in chosen if not any(places(one))):  # tensors differ by name alone
             raise CheckpointError(
                 f"parameters of the optimizer's group {index} had different settings when they were saved: use the "
                 "same groups"
             )
         if chosen:
-            group.update({key: decode(value, loaded) for key, value in chosen[0].items()})
-    # In the order of the numbers, as torch writes it.
-    whole["state"] = dict(sorted(states.items()))
+            group.update(decode(chosen[0], loaded))
     inner.load_state_dict(whole)
     if _is_zero(optimizer):
         # Private, but what its own load_state_dict calls: its groups, which users see, are copies of the inner ones.
         optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)  # type: ignore[attr-defined]
 
 
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return "$tensor" in value or any(map(_has_tensor, value.values()))
-    return isinstance(value, list) and any(map(_has_tensor, value))
-
-
 def random_state(rank: int) -> tuple[dict[str, Tensor], Any]:
     """Return the states of the generators of torch, Python and NumPy on this rank."""
     tensors: dict[str, Tensor] = {}
-    # Every rank has its own generators: dropout differs between ranks with different samples.
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
+    states = {
+        "torch": torch.get_rng_state(),
+        # Tensors in place of long tuples of integers, because they are stored in binary.
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [kind, torch.tensor(keys.astype(np.int64)), *rest],
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    return tensors, encode(_arrays(states), f"random.{rank}", tensors)
-
-
-def _arrays(states: dict[str, Any]) -> dict[str, Any]:
-    """Replace long tuples of integers by tensors, which are stored in binary."""
-    version, words, gauss = states["python"]
-    kind, keys, *rest = states["numpy"]
-    python = [version, torch.tensor(words, dtype=torch.int64), gauss]
-    return {**states, "python": python, "numpy": [kind, torch.tensor(keys.astype(np.int64)), *rest]}
+    return tensors, encode(states, f"random.{rank}", tensors)
 
 
 def set_random_state(states: Mapping[str, Any]) -> None:
@@ -308,6 +261,15 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return {_hashable(decode(key, tensors)): decode(item, tensors) for key, item in value["$dict"]}
         return {key: decode(item, tensors) for key, item in value.items()}
     return value
+
+
+def places(value: Any) -> Iterator[str]:
+    """Return the names of the tensors in a value that :func:`encode` has returned."""
+    if isinstance(value, dict) and "$tensor" in value:
+        yield value["$tensor"]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from places(item)
 
 
 def _hashable(key: Any) -> Any:

@@ -1,21 +1,19 @@
-"""The folder of a checkpoint, which torch's DCP writes and reads here: one safetensors file per rank, and a manifest.
+"""The tensors of a checkpoint, which torch's DCP writes and reads here: one safetensors file per rank, and a manifest.
 
 Nothing is pickled, and every chunk of a tensor has a checksum, so that a damaged or foreign file is refused and never
-executed. A folder is written under a name that ends in ``.tmp``, and renamed once it is completely on the disk.
+executed.
 """
 
-__all__ = [
-    "MANIFEST", "Reader", "Writer", "checksum", "damage", "folders", "placed", "publish", "read_manifest",
-    "tensor_entries",
-]  # fmt: skip
+__all__ = ["MANIFEST", "checksum", "damage", "empty", "placed", "read_manifest", "read_tensors", "write_tensors"]
 
 import json
-import math
 import os
 import re
+import warnings
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,53 +31,76 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from panther._version import __version__
-from panther.errors import FormatError
+from panther.distributed.comm._agreement import common_error
+from panther.distributed.comm._ranks import Group, in_process_group
+from panther.distributed.comm.mesh import get_world_size
+from panther.errors import CheckpointError, FormatError, PantherError
 from panther.nn.io import read_record
 
 MANIFEST = "checkpoint.json"
-_FORMAT, _VERSION = "panther-checkpoint", 1
-_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_FORMAT, _VERSION = "panther-checkpoint", 2
 
 
-def folders(directory: Path) -> list[Path]:
-    """Return the complete checkpoints of a directory by step, and those of one step in the order of writing."""
-    found = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
-            found.append((int(match[1]), int(match[2] or 0), path))
-    return [path for _, _, path in sorted(found)]
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any], group: Group, failure: str
+) -> None:
+    """Write this rank's tensors, on all ranks together, and a manifest with the ``header``.
+
+    Raises:
+        CheckpointError: On every rank, with the errors of all ranks after the words ``failure``.
+    """
+    # Copies of a buffer such as BatchNorm's may differ between ranks, and DDP continues with the first's.
+    planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+    with _errors_of_all_ranks(failure, get_world_size(group)):
+        dcp_save(dict(tensors), storage_writer=_Writer(folder, header), planner=planner, **_where(group))
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name, such that after a crash of the machine all of it is there or nothing."""
-    _sync_folder(temporary)
-    temporary.rename(final)
-    _sync_folder(final.parent)
+def read_tensors(
+    folder: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor], group: Group, *, alone: bool = False
+) -> None:
+    """Read tensors into ``targets``: on every rank its own, or ``alone`` on one rank.
+
+    Raises:
+        FormatError: On every rank, if a file is missing or damaged.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False)  # states are flat, and lists stay in the manifest
+    where = {"no_dist": True} if alone else _where(group)
+    with _errors_of_all_ranks("", 1 if alone else get_world_size(group)):
+        dcp_load(targets, storage_reader=_Reader(folder, manifest), planner=planner, **where)
 
 
-def _sync_folder(folder: Path) -> None:
-    # A renamed or new file is safe only once its folder is synchronised too.
-    descriptor = os.open(folder, os.O_RDONLY)
+def _where(group: Group) -> dict[str, Any]:
+    return {"process_group": group} if in_process_group() else {"no_dist": True}
+
+
+@contextmanager
+def _errors_of_all_ranks(failure: str, world: int) -> Iterator[None]:
+    """Turn DCP's exception, which holds the errors of all ranks, into one with a single sentence."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes alone
+            yield
+    except CheckpointException as error:
+        failed = {rank: _class_and_text(found) for rank, (found, _) in error.failures.items()}
+        told = common_error(failed, world)
+        raise type(told)(f"{failure}{told}") from None
 
 
-@dataclass
-class _Stored:
-    """Where a chunk of a tensor is stored."""
-
-    file: str
-    key: str
-    checksum: int
+def _class_and_text(error: BaseException) -> tuple[type[Exception], str]:
+    if isinstance(error, PantherError):
+        return type(error), str(error)
+    if isinstance(error, OSError):
+        return CheckpointError, f"{error}: make room there, or name another directory"
+    return CheckpointError, f"{type(error).__name__}: {error}"
 
 
 class _UnusedHooks:
@@ -101,7 +124,7 @@ class _UnusedHooks:
         return False
 
 
-class Writer(_UnusedHooks, StorageWriter):
+class _Writer(_UnusedHooks, StorageWriter):
     """Writes this rank's chunks; the first rank also writes the manifest, which includes ``header``."""
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
@@ -128,7 +151,8 @@ class Writer(_UnusedHooks, StorageWriter):
             # A file may have several chunks of a tensor, which their offsets tell apart.
             key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
             tensors[key] = tensor
-            results.append(WriteResult(item.index, tensor.nbytes, _Stored(file, key, checksum(tensor))))
+            stored = {"file": file, "key": key, "checksum": checksum(tensor)}
+            results.append(WriteResult(item.index, tensor.nbytes, stored))
         if tensors:
             save_file(tensors, self.folder / file)
             with open(self.folder / file, "rb") as written:
@@ -139,13 +163,16 @@ class Writer(_UnusedHooks, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest with the place of each chunk, which all ranks have reported."""
-        places = {result.index: result for of_rank in results for result in of_rank}
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         tensors = {}
         for name, saved in metadata.state_dict_metadata.items():
             assert isinstance(saved, TensorStorageMetadata)
             chunks = [
-                {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
-                | asdict(places[MetadataIndex(name, chunk.offsets)].storage_data)
+                {
+                    "offsets": list(chunk.offsets),
+                    "shape": list(chunk.sizes),
+                    **places[MetadataIndex(name, chunk.offsets)],
+                }
                 for chunk in saved.chunks
             ]
             dtype = str(saved.properties.dtype).removeprefix("torch.")
@@ -171,7 +198,7 @@ class Writer(_UnusedHooks, StorageWriter):
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
 
-class Reader(_UnusedHooks, StorageReader):
+class _Reader(_UnusedHooks, StorageReader):
     """Reads the chunks that a rank asks for, and checks each."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -201,31 +228,24 @@ class Reader(_UnusedHooks, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read, check and copy chunks, file by file."""
-        by_file: dict[str, dict[str, list[Any]]] = {}
-        checksums = {}
+        by_file: dict[str, list[tuple[dict[str, Any], ReadItem]]] = {}
         for item in plan.items:
             chunk = self.places[item.storage_index]
-            by_file.setdefault(chunk["file"], {}).setdefault(chunk["key"], []).append(item)
-            checksums[chunk["file"], chunk["key"]] = chunk["checksum"]
-        for file, by_key in by_file.items():
+            by_file.setdefault(chunk["file"], []).append((chunk, item))
+        for file, chunks in by_file.items():
             path = self.folder / file
             try:
                 # Memory-mapped: of a large file only the chunks that are asked for are read.
                 with safe_open(path, framework="pt") as opened:
-                    for key, items in by_key.items():
-                        tensor = opened.get_tensor(key)
+                    for chunk, item in chunks:
+                        tensor = opened.get_tensor(chunk["key"])
                         # Before it is copied, so that damage never reaches a tensor of the model.
-                        if checksum(tensor) != checksums[file, key]:
-                            raise FormatError(f"{path} is damaged: {key!r} does not match its checksum")
-                        for item in items:
-                            part = tensor
-                            for dim, (offset, length) in enumerate(
-                                zip(item.storage_offsets, item.lengths, strict=True)
-                            ):
-                                part = part.narrow(dim, offset, length)
-                            target = planner.resolve_tensor(item).detach()
-                            target.copy_(part)
-                            planner.commit_tensor(item, target)
+                        if checksum(tensor) != chunk["checksum"]:
+                            raise FormatError(f"{path} is damaged: {chunk['key']!r} does not match its checksum")
+                        bounds = zip(item.storage_offsets, item.lengths, strict=True)
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(tensor[tuple(slice(offset, offset + length) for offset, length in bounds)])
+                        planner.commit_tensor(item, target)
             except FileNotFoundError:
                 raise FormatError(f"{path} is missing: the checkpoint is damaged") from None
             except (SafetensorError, OSError) as error:
@@ -250,8 +270,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     checksum = manifest.pop("checksum", None)
     if checksum != zlib.crc32(_canonical(manifest)):
         raise FormatError(f"{path} does not match its checksum: the checkpoint is damaged")
-    if wrong := _unsound(manifest):
-        raise FormatError(f"{path} is not valid: {wrong}")
+    # A name such as ../x, which only somebody else can have written, would read outside of the folder.
+    if foreign := [name for name in manifest["files"] if not re.fullmatch(r"rank-\d{5,}\.safetensors", name)]:
+        raise FormatError(f"{path} is not valid: it names the file {foreign[0]!r}")
     return manifest
 
 
@@ -263,39 +284,6 @@ def damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
             return f"{path} is missing"
         if path.stat().st_size != size:
             return f"{path} has {path.stat().st_size} bytes and should have {size}"
-    return None
-
-
-def tensor_entries(manifest: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of the tensors whose names have the prefix, by the rest of the name."""
-    return {name[len(prefix) :]: entry for name, entry in manifest["tensors"].items() if name.startswith(prefix)}
-
-
-def _unsound(manifest: Mapping[str, Any]) -> str | None:
-    """Describe the error in a manifest that :func:`save` did not write, such as a file outside of the folder."""
-    files, tensors = manifest.get("files"), manifest.get("tensors")
-    if not isinstance(files, dict) or not isinstance(tensors, dict):
-        return "'files' and 'tensors' must be objects"
-    for name in files:
-        # A name such as ../x would read outside of the folder.
-        if not re.fullmatch(r"rank-\d{5,}\.safetensors", name):
-            return f"it names the file {name!r}"
-    for name, entry in tensors.items():
-        try:
-            if not isinstance(getattr(torch, entry["dtype"]), torch.dtype):
-                return f"tensor {name!r} has dtype {entry['dtype']!r}"
-            # Chunks of a tensor do not overlap, so equal counts mean that they cover it.
-            covered = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
-            if covered != math.prod(entry["shape"]):
-                return f"the chunks of tensor {name!r} do not cover it"
-            if any(chunk["file"] not in files for chunk in entry["chunks"]):
-                return f"tensor {name!r} is in a file that 'files' does not list"
-            for chunk in entry["chunks"]:
-                sizes = zip(chunk["offsets"], chunk["shape"], entry["shape"], strict=True)
-                if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in sizes):
-                    return f"a chunk of tensor {name!r} is outside of it"
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return f"the entry of tensor {name!r} is incomplete"
     return None
 
 
@@ -315,3 +303,8 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
 def checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of the contents."""
     return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def empty(entry: Mapping[str, Any]) -> Tensor:
+    """Return a tensor without values of the manifest's shape and dtype."""
+    return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))

@@ -1,0 +1,255 @@
+"""Load a checkpoint into a model of any layout, build its architecture, or export its whole model for inference."""
+
+__all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from panther.distributed.checkpoint import _state as states
+from panther.distributed.checkpoint._folders import folder_of, remove
+from panther.distributed.checkpoint._save import save
+from panther.distributed.checkpoint._storage import empty, read_manifest, read_tensors
+from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.errors import CheckpointError
+from panther.nn._specs import build_modules, module_specs
+from panther.nn.io import write_folder
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What :func:`load` returns in addition to loading the model and the optimizer."""
+
+    path: Path
+    step: int
+    extra: Any
+    """The first rank's ``extra`` of :func:`save`."""
+    per_rank_extra: Any
+    """This rank's ``per_rank_extra`` of :func:`save`; None if the number of ranks is different now."""
+    world_size: int
+    """Number of ranks that wrote the checkpoint."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    random_state: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> LoadedCheckpoint:
+    """Load a checkpoint into a model and its optimizer, in any layout. Every rank must call it.
+
+    Everything is read and checked on all ranks before anything is changed. The model must have the sketched layers that
+    were saved: see :func:`restore_architecture`.
+
+    Args:
+        path: Folder of a checkpoint, or the directory of checkpoints, whose latest is loaded.
+        model: The same model; its layout may be different.
+        optimizer: Its optimizer, without state. None loads the model alone.
+        random_state: Whether to set the random generators, if the number of ranks is the same.
+        group: As for :func:`save`.
+
+    Returns:
+        The step, and the ``extra`` values that :func:`save` stored.
+
+    Raises:
+        FormatError: On every rank, if a file is missing, foreign, truncated or damaged, or there is no checkpoint.
+        CheckpointError: On every rank, if the checkpoint does not suit the model or the optimizer; names are given.
+
+    Cost: this rank's tensors are in memory twice while they are read.
+    """
+    folder = run_on_first_rank(lambda: folder_of(Path(path)), group)
+    manifest = run_on_all_ranks(lambda: read_manifest(folder), group)
+    parts = states.parts_of(model)
+    # State by rank has a meaning only for the same number of ranks.
+    rank = get_rank(group) if manifest["world_size"] == get_world_size(group) else None
+    per_rank_extra, generators = (None if rank is None else manifest[key][rank] for key in ("per_rank_extra", "random"))
+    # state_dict() of a sharded model can communicate, so it is called once, on all ranks together.
+    own = run_on_all_ranks(lambda: states.model_state(parts), group)
+    names = gather_objects(set(own), group)
+    # The tied names of a tensor are stored as one.
+    saved_name = {name: states.MODEL + manifest["aliases"].get(name, name) for name in own}
+
+    def targets_of_rank() -> dict[str, Tensor]:
+        _check_architecture(parts, manifest["modules"], folder)
+        _check_names(own, names, manifest, folder)
+        targets = {
+            saved_name[name]: torch.empty_like(value) for name, value in own.items() if isinstance(value, Tensor)
+        }
+        others = [manifest["model_values"].get(name) for name in own]
+        for place in states.places([manifest["extra"], per_rank_extra, generators, others]):
+            targets[place] = empty(manifest["tensors"][place])
+        if optimizer is not None:
+            if manifest["optimizer"] is None:
+                raise CheckpointError(f"{folder} was saved without an optimizer: load it without one")
+            targets |= states.optimizer_targets(optimizer, parts, manifest["optimizer"], manifest["tensors"])
+        return targets
+
+    # An error here must reach all ranks before DCP begins to read, which is a collective.
+    targets = run_on_all_ranks(targets_of_rank, group)
+    read_tensors(folder, manifest, targets, group)
+
+    def fill() -> None:
+        values = {name: states.decode(value, targets) for name, value in manifest["model_values"].items()}
+        values |= {name: targets[saved_name[name]] for name, value in own.items() if isinstance(value, Tensor)}
+        states.fill_model(parts, values)
+        if optimizer is not None:
+            states.fill_optimizer(optimizer, parts, manifest["optimizer"], targets)
+        if random_state and generators is not None:
+            states.set_random_state(states.decode(generators, targets))
+
+    # Only now does anything change: all tensors have been read and their checksums hold.
+    run_on_all_ranks(fill, group)
+    return LoadedCheckpoint(
+        path=folder,
+        step=manifest["step"],
+        extra=states.decode(manifest["extra"], targets),
+        per_rank_extra=states.decode(per_rank_extra, targets),
+        world_size=manifest["world_size"],
+    )
+
+
+def export(
+    model: nn.Module | Sequence[nn.Module] | str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write the whole model for inference, from any layout, in the format of :func:`panther.save_compressed`.
+
+    Args:
+        model: A model as for :func:`save`, and then every rank must call it; or, in one process, the folder of a
+            checkpoint or the directory of checkpoints.
+        directory: Folder to write, the same for all ranks, for :func:`panther.load_compressed`.
+        group: As for :func:`save`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+        FormatError: If a checkpoint is damaged.
+
+    Cost: tensors are written to a temporary checkpoint beside ``directory`` first. One process holds the whole model.
+
+    Example:
+        >>> import tempfile, torch, panther as pr
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 64, 2))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = export(model, directory)
+        ...     restored = pr.load_compressed(path, torch.nn.Sequential(torch.nn.Linear(256, 64)))
+        >>> torch.equal(model[0].S1, restored[0].S1)
+        True
+    """
+    target = Path(directory)
+    if isinstance(model, str | os.PathLike):
+        _consolidate(folder_of(Path(model)), target)
+        return target
+
+    def beside() -> str:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".export-", suffix=".tmp", dir=target.parent)
+
+    # Beside the target, so that renaming does not cross file systems.
+    temporary = Path(run_on_first_rank(beside, group))
+    try:
+        saved = save(temporary, model, step=0, group=group)
+        run_on_first_rank(lambda: _consolidate(saved, target), group)
+    finally:
+        if get_rank(group) == 0:
+            remove(temporary)
+    return target
+
+
+def _consolidate(folder: Path, target: Path) -> None:
+    """Write the whole model of a checkpoint in the inference format, in one process."""
+    manifest = read_manifest(folder)
+    if values := list(manifest["model_values"]):
+        raise CheckpointError(
+            f"state_dict entry {values[0]!r} is not a tensor: the inference format holds only tensors"
+        )
+    tensors = {name: empty(entry) for name, entry in _model_entries(manifest).items()}
+    read_tensors(folder, manifest, {states.MODEL + name: tensor for name, tensor in tensors.items()}, None, alone=True)
+    write_folder(target, tensors, manifest["modules"], manifest["aliases"])
+
+
+def restore_architecture(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """Replace layers of a model, in place, by the sketched layers that a checkpoint has under their names.
+
+    The new layers have no trained values: :func:`load` brings them. Call this before the model is wrapped or sharded,
+    and before its optimizer is made.
+
+    Args:
+        path: Folder of a checkpoint, or the directory of checkpoints.
+        model: The architecture, with dense or with sketched layers.
+
+    Returns:
+        ``model``, or the new layer if the model is itself a layer that is replaced.
+
+    Raises:
+        FormatError: If the checkpoint is damaged, or does not suit the model.
+    """
+    manifest = read_manifest(folder_of(Path(path)))
+    built = build_modules(manifest["modules"], model)
+    if "" in built:
+        return built[""]
+    for name, module in built.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, module)
+    return model
+
+
+def _check_architecture(parts: Sequence[nn.Module], saved: dict[str, Any], folder: Path) -> None:
+    """Raise unless sketched layers have the class, the arguments and the mode that were saved."""
+    keys = ("class", "args", "mode")
+    for part in parts:
+        for name, spec in module_specs(part).items():
+            found = {key: spec.get(key) for key in keys}
+            wanted = {key: saved.get(name, {}).get(key) for key in keys}
+            if found != wanted:
+                differ = {key: (wanted[key], found[key]) for key in keys if wanted[key] != found[key]}
+                told = "; ".join(f"{key} is {now} and was {was}" for key, (was, now) in differ.items())
+                raise CheckpointError(
+                    f"{folder} does not fit layer {name!r}: {told}: call restore_architecture on the model first"
+                )
+
+
+def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str, Any], folder: Path) -> None:
+    """Raise unless all ranks together have what was saved, with the same shapes and kinds of dtype."""
+    entries = _model_entries(manifest)
+    saved = entries.keys() | manifest["model_values"].keys() | manifest["aliases"].keys()
+    # A pipeline rank has only its own names, so the names of all ranks together are compared.
+    here = set().union(*names)
+    wrong = []
+    for name, value in own.items():
+        entry = entries.get(manifest["aliases"].get(name, name))
+        if isinstance(value, Tensor) and entry is not None:
+            dtype = getattr(torch, entry["dtype"])
+            # float32 may be loaded into bfloat16; a float into an integer is a different model.
+            if list(value.shape) != entry["shape"] or value.is_floating_point() != dtype.is_floating_point:
+                wrong.append(f"{name} saved {tuple(entry['shape'])}, {dtype}; here {tuple(value.shape)}, {value.dtype}")
+    missing, extra = sorted(here - saved), sorted(saved - here)
+    if missing or extra or wrong:
+        raise CheckpointError(
+            f"{folder} does not fit the model: missing {_some(missing)}; unexpected {_some(extra)}; different "
+            f"shapes or kinds {_some(wrong)}: build the model that was saved, sketched layers by restore_architecture"
+        )
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "") or "none"
+
+
+def _model_entries(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the entries of the model's tensors by their names in the model."""
+    tensors = manifest["tensors"].items()
+    return {name.removeprefix(states.MODEL): entry for name, entry in tensors if name.startswith(states.MODEL)}

@@ -1,0 +1,309 @@
+"""Save a checkpoint: collect the state of all ranks, and write it at once or in a thread."""
+
+__all__ = ["PendingSave", "async_save", "save"]
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from panther.distributed.checkpoint import _folders as folders
+from panther.distributed.checkpoint import _state as states
+from panther.distributed.checkpoint._storage import checksum, placed, write_tensors
+from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
+from panther.distributed.comm._ranks import Group, in_process_group, name_ranks
+from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.errors import CheckpointError, check_size
+from panther.nn._specs import module_specs
+
+_pending: dict[Group, "PendingSave"] = {}
+
+
+class PendingSave(Future[Path]):
+    """The future of a checkpoint that :func:`async_save` is writing; its result is the checkpoint's folder."""
+
+    def __init__(self, write: Callable[[], Path]) -> None:
+        super().__init__()
+        self.result_was_read = False  # so that an error is not raised again by the next save
+        # Not a daemon: the interpreter waits for the thread, so that leaving the script does not lose the checkpoint.
+        threading.Thread(target=self._run, args=(write,), name="panther-checkpoint").start()
+
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self.set_result(write())
+        except BaseException as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait for the checkpoint and return its folder.
+
+        Args:
+            timeout: Largest number of seconds to wait.
+
+        Raises:
+            CheckpointError: If it could not be written.
+            TimeoutError: If it is not written in time; writing continues.
+        """
+        if not wait([self], timeout).done:
+            raise TimeoutError(f"the checkpoint is not written after {timeout} seconds")
+        self.result_was_read = True
+        return super().result()
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    per_rank_extra: Any = None,
+    keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint. Every rank of the group must call it.
+
+    It holds the model, the optimizer, the states of the generators of torch, Python and NumPy on every rank, and what
+    the caller adds. Replicated tensors are stored once, by the lowest rank that has them.
+
+    Args:
+        directory: Directory of the checkpoints, the same for all ranks. It is made if it is missing.
+        model: The model in any layout, or the modules of this rank's pipeline stages.
+        optimizer: Its optimizer, which may be a ZeroRedundancyOptimizer.
+        step: Number of steps so far, which names the folder.
+        extra: Numbers, strings, None, tensors, and lists, tuples and dicts of them, such as the state_dict of a
+            scheduler. The first rank's is stored.
+        per_rank_extra: The same types; every rank's own is stored, such as its position in the data.
+        keep: Number of checkpoints to keep in the directory, those of the latest steps and this one. None keeps all.
+        group: Process group; None is all ranks, or this process alone.
+
+    Returns:
+        The folder. Saving a step again makes a second folder, and removes the first one when that is complete.
+
+    Raises:
+        CheckpointError: On every rank, if one cannot write, or has a value that cannot be stored. Earlier checkpoints
+            stay.
+
+    Cost: every byte is written once, shards by the rank that has them, and synchronised with the disk (fsync).
+
+    Example:
+        >>> import tempfile, torch
+        >>> from panther.distributed import checkpoint
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = checkpoint.save(directory, model, optimizer, step=100, extra={"epoch": 3})
+        ...     restored = checkpoint.load(directory, model, optimizer)
+        >>> path.name, restored.step, restored.extra
+        ('step-00000100', 100, {'epoch': 3})
+    """
+    _wait_for_earlier(group)
+    return _write(_collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group), group)
+
+
+def async_save(
+    directory: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    per_rank_extra: Any = None,
+    keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> PendingSave:
+    """Copy the tensors of a checkpoint and write them in a thread while training continues; otherwise as :func:`save`.
+
+    The thread communicates in a gloo group of its own. If an earlier asynchronous checkpoint is still being written,
+    this call waits for it and raises its error.
+
+    Returns:
+        The pending checkpoint. Call its ``result()`` before leaving the process group at the latest.
+
+    Cost: a copy of this rank's tensors in CPU memory until they are written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     pending = async_save(directory, torch.nn.Linear(2, 2), step=1)
+        ...     pending.result().name
+        'step-00000001'
+    """
+    _wait_for_earlier(group)
+    state = _collect(directory, model, optimizer, step, extra, per_rank_extra, keep, group)
+    # Training changes the tensors while the thread writes, so it gets copies.
+    state.tensors = BlockingAsyncStager().stage(state.tensors)
+    side = _side_group(group)
+    pending = PendingSave(lambda: _write(state, side))
+    _pending[group] = pending
+    return pending
+
+
+def _wait_for_earlier(group: Group) -> None:
+    """Wait for this group's pending checkpoint, and raise its error unless its result was read."""
+    pending = _pending.pop(group, None)
+    if pending is not None and not pending.result_was_read:
+        pending.result()
+
+
+@dataclass
+class _Collected:
+    """This rank's part of a checkpoint, ready to be written."""
+
+    directory: Path
+    step: int
+    keep: int | None
+    tensors: dict[str, Tensor]
+    header: dict[str, Any]
+    """The other entries of the manifest, gathered from all ranks."""
+
+
+def _collect(
+    directory: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    extra: Any,
+    per_rank_extra: Any,
+    keep: int | None,
+    group: Group,
+) -> _Collected:
+    """Return this rank's tensors and all ranks' other values, for the arguments of :func:`save`."""
+    check_size("step", step, least=0)
+    if keep is not None:
+        check_size("keep", keep, least=1)
+    where, rank = os.fspath(directory), get_rank(group)
+
+    def own() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        parts = states.parts_of(model)
+        state = states.model_state(parts)
+        # Tied tensors are stored once; the manifest lists their other names.
+        same = states.aliases(state)
+        tensors: dict[str, Tensor] = {}
+        values = {}
+        for name, value in state.items():
+            if name in same:
+                continue
+            if isinstance(value, Tensor):
+                tensors[states.MODEL + name] = value
+            else:
+                values[name] = states.encode(value, f"model_values.{name}", tensors)
+        trained = None
+        if optimizer is not None:
+            more, trained = states.optimizer_state(optimizer, parts)
+            tensors |= more
+        generators, generator_values = states.random_state(rank)
+        tensors |= generators
+        # Every rank encodes, so that a value that cannot be stored fails on all; only the first keeps it.
+        extras = states.encode(extra, "extra", tensors if rank == 0 else {})
+        return tensors, {
+            "arguments": {"step": step, "optimizer": optimizer is not None, "directory": where, "keep": keep},
+            "modules": {name: spec for part in parts for name, spec in module_specs(part).items()},
+            "aliases": same,
+            "names": [name for name in state if name not in same],
+            "model_values": values,
+            "optimizer": trained,
+            "random": generator_values,
+            "extra": extras,
+            "per_rank_extra": states.encode(per_rank_extra, f"per_rank_extra.{rank}.", tensors),
+        }
+
+    tensors, mine = run_on_all_ranks(own, group)
+    # One exchange carries the arguments, names and small values of all ranks.
+    every = gather_objects(mine, group)
+    for rank, one in enumerate(every):
+        for name, value in one["arguments"].items():
+            if value != (wanted := every[0]["arguments"][name]):
+                raise CheckpointError(
+                    f"{name} is {wanted!r} on rank 0 and {value!r} on rank {rank}: pass the same value on all"
+                )
+    if states.are_stages(model):
+        _check_stages(tensors, [set(one["names"]) for one in every], group)
+    names = {name for one in every for name in one["names"]}
+    trained = None
+    if optimizer is not None:
+        # A pipeline's ranks, and those of a ZeroRedundancyOptimizer, have the states of their own parameters only.
+        of_ranks = [one["optimizer"] for one in every]
+        trained = of_ranks[0] | {key: _union(of_ranks, key) for key in ("states", "settings")}
+    header = {
+        "step": step,
+        "world_size": get_world_size(group),
+        "modules": _union(every, "modules"),
+        "model_values": _union(every, "model_values"),
+        # A tensor that is an alias on one stage can be the only one of its name on another.
+        "aliases": {name: first for name, first in _union(every, "aliases").items() if name not in names},
+        "optimizer": trained,
+        "random": [one["random"] for one in every],
+        "extra": every[0]["extra"],
+        "per_rank_extra": [one["per_rank_extra"] for one in every],
+    }
+    return _Collected(Path(where), step, keep, tensors, header)
+
+
+def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], group: Group) -> None:
+    """Raise if stages use one name for different tensors, of which only one would be stored."""
+    common = {name for index, one in enumerate(names) for other in names[:index] for name in one & other}
+    own = {}
+    for name in sorted(common):
+        if (tensor := tensors.get(states.MODEL + name)) is not None:
+            place, local = placed(tensor)
+            own[name, place] = checksum(local)
+    by_place: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+    for rank, found in enumerate(gather_objects(own, group)):
+        for key, value in found.items():
+            by_place.setdefault(key, {})[rank] = value
+    for (name, _), values in by_place.items():
+        if len(set(values.values())) > 1:
+            raise CheckpointError(
+                f"{name!r} names a different tensor on each of {name_ranks(list(values))}: stages must keep the names "
+                "of the whole model, as split_stages does"
+            )
+
+
+def _union(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part[key].items()}
+
+
+def _write(state: _Collected, group: Group) -> Path:
+    """Write a checkpoint under a temporary name, and rename it when all ranks have finished."""
+    temporary, final = run_on_first_rank(lambda: folders.begin(state.directory, state.step), group)
+    try:
+        failure = f"the checkpoint of step {state.step} is not written: "
+        write_tensors(temporary, state.tensors, state.header, group, failure)
+        # The rename makes it a checkpoint, so it comes after all ranks have synchronised their files.
+        run_on_first_rank(lambda: folders.publish(temporary, final), group)
+    except BaseException:
+        if get_rank(group) == 0:
+            folders.remove(temporary)
+        raise
+    # Old checkpoints go last: until here a failure must leave them.
+    run_on_first_rank(lambda: folders.tidy(final, state.step, state.keep), group)
+    return final
+
+
+_sides: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _side_group(group: Group) -> Group:
+    """Return a gloo group of the same ranks for the writing thread.
+
+    Its collectives would otherwise mix with those of training, in an order that differs between ranks.
+    """
+    if not in_process_group():
+        return None
+    parent = group or dist.group.WORLD
+    assert parent is not None
+    if parent not in _sides:
+        # new_group is collective over the ranks of this group only, not over all of them.
+        ranks = dist.get_process_group_ranks(parent)
+        _sides.clear()  # groups of a process group that no longer exists
+        _sides[parent] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _sides[parent]
