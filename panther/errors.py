@@ -87,21 +87,7 @@ class NumericalWarning(UserWarning):
 
 
 def check_size(name: str, value: int, least: int) -> int:
-    """Return a size given by a user as a Python int.
-
-    Args:
-        name: The argument's name, for the message.
-        value: Anything that is an integer, also one of NumPy's.
-        least: Smallest size allowed.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ShapeError: If it is smaller than ``least``.
-
-    Example:
-        >>> check_size("in_features", 3, least=1)
-        3
-    """
+    """Return a size given by a user, such as an integer of NumPy's, as a Python int that is at least ``least``."""
     try:
         size = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -114,17 +100,8 @@ def check_size(name: str, value: int, least: int) -> int:
 
 
 def check_floating(name: str, dtype: "torch.dtype | None") -> None:
-    """Raise unless a dtype given by a user is floating, or None.
-
-    Raises:
-        TypeError: If it is not a torch.dtype.
-        DTypeError: If it is not floating.
-
-    Example:
-        >>> import torch
-        >>> check_floating("dtype", torch.float16)
-    """
-    import torch
+    """Raise unless a dtype given by a user is floating, or None."""
+    import torch  # here and below, so that the command line has its errors without waiting for torch
 
     if dtype is None:
         return
@@ -135,46 +112,23 @@ def check_floating(name: str, dtype: "torch.dtype | None") -> None:
 
 
 def check_device(device: Any) -> None:
-    """Raise unless a device given by a user is one in a form that torch takes, or None.
-
-    Raises:
-        TypeError: If it is something different, such as a tensor.
-
-    Example:
-        >>> check_device("cpu")
-    """
-    import torch  # here and below, so that the command line has its errors without waiting for torch
+    """Raise unless a device given by a user is one in a form that torch takes, or None."""
+    import torch
 
     if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
         raise TypeError(f"device must be a torch.device or its name, not {type(device).__name__}: use device='cpu'")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise TypeError unless a switch given by a user is a bool: the text "no" would count as True.
-
-    Example:
-        >>> check_flag("bias", True)
-    """
+    """Raise unless a switch given by a user is a bool: the text "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def require_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency; if it is missing, name the command that installs it.
+    """Import and return a module such as ``"sklearn.datasets"``, which an extra of ``panther-sketch`` installs.
 
-    Args:
-        module: Name to import, such as ``"sklearn.datasets"``.
-        extra: The extra of ``panther-sketch`` that brings it.
-
-    Returns:
-        The imported module.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-
-    Example:
-        >>> require_extra("json", "demo").dumps([1])
-        '[1]'
+    If it is missing, MissingExtraError names the command that installs it.
     """
     try:
         return import_module(module)

@@ -9,9 +9,9 @@ from panther.errors import ShapeError, check_size
 
 
 def terms_and_rank(
-    sizes: tuple[int, ...], num_terms: int | None, low_rank: int | None, sketch_size: int | None, default: int
-) -> tuple[int, int]:
-    """Return the number of terms L and their rank k from the size of a sketch, or ``(1, default)`` without a size.
+    sizes: tuple[int, ...], num_terms: int | None, low_rank: int | None, sketch_size: int | None
+) -> dict[str, Any]:
+    """Return ``num_terms`` and ``low_rank`` from the size of a sketch, or nothing if none is given.
 
     ``sizes``, given by position, are ``(sketch_size,)`` or ``(num_terms, low_rank)``; ``(num_terms,)`` beside a
     ``low_rank`` by name.
@@ -25,7 +25,7 @@ def terms_and_rank(
     by_name = {"sketch_size": sketch_size, "num_terms": num_terms, "low_rank": low_rank}
     pairs = [*zip(names, sizes, strict=False), *((name, size) for name, size in by_name.items() if size is not None)]
     if not pairs:
-        return 1, default
+        return {}
     given = dict(pairs)
     if len(given) < len(pairs) or given.keys() not in ({"sketch_size"}, {"low_rank"}, {"num_terms", "low_rank"}):
         raise ShapeError(
@@ -33,7 +33,7 @@ def terms_and_rank(
             "that rank, or both num_terms and low_rank"
         )
     checked = {name: check_size(name, size, least=1) for name, size in given.items()}
-    return checked.get("num_terms", 1), checked.get("low_rank") or checked["sketch_size"]
+    return {"num_terms": checked.get("num_terms", 1), "low_rank": checked.get("low_rank") or checked["sketch_size"]}
 
 
 def default_low_rank(inner: int, out: int, groups: int = 1) -> int:

@@ -129,9 +129,10 @@ class SketchedModule(nn.Module):
         """Return the parameter whose dtype and device the sketches share."""
         return getattr(self, self.factor_names[0])
 
-    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def draw_sketch(self, name: str) -> Tensor:
         """Return the sketch ``name`` of the present seed, as the layer holds it: entries +-1."""
-        return self._draw_signs(name, dtype=dtype, device=device)
+        like = self.sketch_like()
+        return self._draw_signs(name, dtype=like.dtype, device=like.device)
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, cols = self.sketch_shapes()[name]
@@ -193,11 +194,10 @@ class SketchedModule(nn.Module):
 
     def set_seeded_(self, seed: int) -> None:
         """Make the layer seeded, with the sketches of ``seed``."""
-        like = self.sketch_like()
         self.seed = seed
         for name in self.sketch_names:
             with torch.inference_mode(False):  # a layer built in inference mode can be trained afterwards
-                sketch = self.draw_sketch(name, dtype=like.dtype, device=like.device)
+                sketch = self.draw_sketch(name)
             self._forget(name)
             if sketch.is_floating_point():
                 self.register_buffer(name, sketch, persistent=False)
@@ -253,14 +253,10 @@ class SketchedModule(nn.Module):
         try:
             self.refresh_sketches_()
         except SketchMismatchError:
-            like = self.sketch_like()
             if self.is_fitted:
                 sound = int(self.sketch_seed[0]) == make_record(None, self.num_terms)[0]
             else:
-                drawn = {
-                    name: self.draw_sketch(name, dtype=like.dtype, device=like.device) for name in self.sketch_names
-                }
-                sound = all(torch.equal(getattr(self, name), drawn[name]) for name in drawn)
+                sound = all(torch.equal(getattr(self, name), self.draw_sketch(name)) for name in self.sketch_names)
             if sound:
                 self._mirror_seed()
 

@@ -67,9 +67,10 @@ class _SKConv(SketchedModule):
             )
         self.padding_mode = padding_mode
         self.fan_in = self.in_channels // self.groups * math.prod(self.kernel_size)
+        size = terms_and_rank((), num_terms, low_rank, sketch_size)
+        self.num_terms = size.get("num_terms", 1)
         default = default_low_rank(self.fan_in, self.out_channels, self.groups)
-        self.num_terms, low_rank = terms_and_rank((), num_terms, low_rank, sketch_size, default)
-        self.low_rank = divisible("low_rank", low_rank, self.groups)
+        self.low_rank = divisible("low_rank", size.get("low_rank", default), self.groups)
         rows = 2 * self.num_terms * self.low_rank
         factors = {"S": (rows, self.in_channels // self.groups, *self.kernel_size)}
         self._build(factors, self.out_channels, bias=bias, seed=seed, device=device, dtype=dtype)
@@ -165,12 +166,13 @@ class _SKConv(SketchedModule):
             raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
         weight = conv.weight.detach()
         A = fittable(weight).flatten(1).unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
-        default = default_low_rank(math.prod(weight.shape[1:]), conv.out_channels, conv.groups)
-        num_terms, low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
         layer = cls(
-            **arguments_of(conv, cls.dense_arguments), num_terms=num_terms, low_rank=low_rank, seed=seed,
-            device=weight.device, dtype=weight.dtype,
-        )  # fmt: skip
+            **arguments_of(conv, cls.dense_arguments),
+            **terms_and_rank(sizes, num_terms, low_rank, sketch_size),
+            seed=seed,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
         if init == "svd":

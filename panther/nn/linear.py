@@ -12,7 +12,7 @@ from panther.errors import ShapeError, check_flag, check_size
 from panther.kernels import pack_signs, unpack_signs
 from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn._sizes import default_low_rank, terms_and_rank
-from panther.nn._sketched import SketchedModule
+from panther.nn._sketched import SketchedModule, arguments_of
 from panther.nn.functional import sketched_linear
 
 torch.fx.wrap("sketched_linear")  # one node of a symbolic trace: what is inside depends on the input's dtype
@@ -113,8 +113,9 @@ class SKLinear(SketchedModule):
         super().__init__()
         self.in_features = self.fan_in = check_size("in_features", in_features, least=1)
         self.out_features = check_size("out_features", out_features, least=1)
-        default = default_low_rank(self.in_features, self.out_features)
-        self.num_terms, self.low_rank = terms_and_rank(sizes, num_terms, low_rank, sketch_size, default)
+        size = terms_and_rank(sizes, num_terms, low_rank, sketch_size)
+        self.num_terms = size.get("num_terms", 1)
+        self.low_rank = size.get("low_rank") or default_low_rank(self.in_features, self.out_features)
         check_flag("packed", packed)
         if weight_init is not None:
             _check_weight(weight_init, (self.out_features, self.in_features))
@@ -133,11 +134,10 @@ class SKLinear(SketchedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
         S1, U1, U2 = self.S1, self.U1, self.U2
-        if (
-            self.packed and U1.device != S1.device
-        ):  # moved by code that knows parameters and buffers alone, as FSDP does
+        # Code that knows parameters and buffers alone, as FSDP does, moves the layer without its packed sketches.
+        if self.packed and U1.device != S1.device:
             self.U1, self.U2 = U1, U2 = U1.to(S1.device), U2.to(S1.device)
-        elif not self.packed and U1.dtype is not S1.dtype:  # cast by such code
+        elif not self.packed and U1.dtype is not S1.dtype:  # its mixed precision casts parameters and not buffers
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
 
@@ -229,13 +229,8 @@ class SKLinear(SketchedModule):
         check_init(init)
         weight = linear.weight.detach()
         layer = cls(
-            linear.in_features,
-            linear.out_features,
-            *sizes,
-            num_terms=num_terms,
-            low_rank=low_rank,
-            sketch_size=sketch_size,
-            bias=linear.bias is not None,
+            **arguments_of(linear, cls.dense_arguments),
+            **terms_and_rank(sizes, num_terms, low_rank, sketch_size),
             seed=seed,
             device=weight.device,
             dtype=weight.dtype,
@@ -323,9 +318,9 @@ class SKLinear(SketchedModule):
         self.packed = False
         super().set_fitted_(sketches)
 
-    def draw_sketch(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def draw_sketch(self, name: str) -> Tensor:
         """Return U1 or U2 of the present seed, as the layer holds them: entries +-1, or words of them if packed."""
-        drawn = self._draw_signs(name, dtype=dtype, device=device)
+        drawn = super().draw_sketch(name)
         if not self.packed:
             return drawn
         return pack_signs(drawn if name == "U1" else drawn.mT)  # bits along the features

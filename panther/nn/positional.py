@@ -1,13 +1,4 @@
-r"""Stochastic relative positional encoding with sines, for attention that never forms its weights.
-
-Each feature d of a head is given a stationary kernel of positions,
-
-.. math:: P_d(m - n) = \sum_s \lambda_{ds}^2 \cos(2 \pi f_{ds} (m - n) + \theta_{ds}),
-
-and queries and keys are multiplied by random codes whose covariance it is, so that inner products of the results are,
-in expectation, :math:`\sum_d q_d k_d P_d(m - n)` (A. Liutkus et al., "Relative positional encoding for
-Transformers with linear complexity", ICML 2021, arXiv:2105.08399).
-"""
+"""Stochastic relative positional encoding with sines, for attention that never forms its weights."""
 
 __all__ = ["sinSRPE"]
 
@@ -23,10 +14,16 @@ from panther.sketch import GaussianSketch, check_seed
 
 
 class sinSRPE(nn.Module):  # noqa: N801  the paper's name
-    r"""Give queries and keys of every head their relative positions; see the module's formula.
+    r"""Give queries and keys of every head their relative positions, by multiplying them by random codes.
 
-    With :math:`\Omega_q = \lambda\,[\cos(2 \pi f m + \theta), \sin(2 \pi f m + \theta)]`, :math:`\Omega_k` the same
-    without :math:`\theta`, and normal Z, the results are :math:`(q \odot \Omega_q) Z / \sqrt{R}` and likewise for k: R
+    The covariance of the codes is a stationary kernel of positions for each feature d of a head,
+
+    .. math:: P_d(m - n) = \sum_s \lambda_{ds}^2 \cos(2 \pi f_{ds} (m - n) + \theta_{ds}),
+
+    so that inner products of the results are, in expectation, :math:`\sum_d q_d k_d P_d(m - n)` (A. Liutkus et al.,
+    "Relative positional encoding for Transformers with linear complexity", ICML 2021, arXiv:2105.08399). With
+    :math:`\Omega_q = \lambda\,[\cos(2 \pi f m + \theta), \sin(2 \pi f m + \theta)]`, :math:`\Omega_k` the same without
+    :math:`\theta`, and normal Z, the results are :math:`(q \odot \Omega_q) Z / \sqrt{R}` and likewise for k: R
     realisations of the codes, added over features and sines by one product, so that no code is stored.
 
     Args:

@@ -301,8 +301,6 @@ def as_device(device: Any) -> torch.device:
     """Return the device that a user named, or raise TypeError where another argument took its place."""
     if isinstance(device, torch.dtype):
         raise TypeError(f"device={device} must be a device and is a dtype: pass dtype={device} by name")
-    if isinstance(device, Tensor | SketchingOperator | TransposedSketch):
-        raise TypeError("device must be a device and is a tensor or a sketch: pass sketch_matrix= by name")
     check_device(device)
     return torch.device(device)
 

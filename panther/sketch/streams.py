@@ -37,16 +37,7 @@ def tag(kind: Kind, version: int = STREAM_VERSION) -> int:
 
 
 def check_stream(stream: int) -> int:
-    """Return the number of a stream as a Python int.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is outside ``[0, 2^32)``.
-
-    Example:
-        >>> check_stream(1)
-        1
-    """
+    """Return the number of a stream given by a user, in ``[0, 2^32)``, as a Python int."""
     if isinstance(stream, bool) or not hasattr(stream, "__index__"):
         raise TypeError(f"stream must be an integer, not {type(stream).__name__}: pass stream=0")
     if not 0 <= stream.__index__() < 1 << 32:
