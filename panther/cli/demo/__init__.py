@@ -3,23 +3,15 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from panther._text import counted, format_table
 from panther.cli._arguments import check_folder, note_if_wide, positive, seed
-from panther.errors import DistributedError, FormatError, PantherError, require_extra
-
-_RELOAD = (
-    "import json, sys; from panther.cli.demo._training import evaluate_saved;"
-    "print(json.dumps(evaluate_saved(**json.loads(sys.stdin.read()))))"
-)
-_RELOAD_TIMEOUT_S = 300
+from panther.errors import FormatError, PantherError, require_extra
 
 
 def add_parser(commands: Any) -> None:
@@ -45,10 +37,9 @@ def run(args: argparse.Namespace) -> int:
     for module in ("sklearn.datasets", "matplotlib.figure", "tqdm"):
         require_extra(module, "demo")
     device = _device(args.device, args.nproc)
-    _check_processes(args.nproc, device)
     out = check_folder(args.out)
     note_if_wide(args.sketch_size, args.hidden)
-    from panther.cli.demo._training import Settings, train_all
+    from panther.cli.demo._training import Settings, evaluate_saved, train_all
     from panther.distributed import launch
 
     names = ("epochs", "hidden", "sketch_size", "seed", "runs")
@@ -58,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     # Forked processes do not import torch again, but CUDA does not survive a fork, which is unsafe on macOS as well.
     start_method = "fork" if device == "cpu" and sys.platform == "linux" else "spawn"
     results = launch(train_all, settings, nproc=args.nproc, start_method=start_method)[0]
-    reloaded = _reload(results, settings.hidden, settings.sketch_size, device)
+    folders = {result["folder"]: result["kind"] for result in results}
+    reloaded = launch(evaluate_saved, folders, settings, nproc=1)[0]  # spawned, so that nothing of training is left
     columns = _summarise(results, reloaded)
     print(_table(columns, args.runs))
     print(_verdict(columns))
@@ -70,33 +62,6 @@ def run(args: argparse.Namespace) -> int:
     _plot(columns, plot)
     print(f"Models and plot are in {out}: see {plot}")
     return 0
-
-
-def _reload(results: list[dict[str, Any]], hidden: int, sketch_size: int, device: str) -> dict[str, float]:
-    """Return the accuracy of every saved network, measured by a fresh process."""
-    request = {
-        "folders": {result["folder"]: result["kind"] for result in results},
-        "hidden": hidden,
-        "sketch_size": sketch_size,
-        "device": device,
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _RELOAD],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=_RELOAD_TIMEOUT_S,
-            check=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise DistributedError(
-            f"the process that reloads the networks did not end within {_RELOAD_TIMEOUT_S} s"
-        ) from None
-    except subprocess.CalledProcessError as error:
-        raise DistributedError(f"the process that reloads the networks failed:\n{error.stderr}") from None
-    accuracies: dict[str, float] = json.loads(done.stdout)
-    return accuracies
 
 
 def _summarise(results: list[dict[str, Any]], reloaded: dict[str, float]) -> dict[str, dict[str, Any]]:
@@ -183,21 +148,20 @@ def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _device(choice: str, nproc: int) -> str:
+    """Return the device to train on, which must be able to serve so many processes."""
     import torch
 
     count = torch.cuda.device_count()
-    if choice == "cuda" and count == 0:
-        raise PantherError("--device cuda needs a CUDA device and none is visible: use --device cpu")
     if choice == "cuda" and nproc > count:
-        raise PantherError(
-            f"--nproc {nproc} with --device cuda needs {nproc} GPUs and {count} are visible: use --nproc {count}"
-        )
-    return "cuda" if choice != "cpu" and count >= nproc else "cpu"
-
-
-def _check_processes(nproc: int, device: str) -> None:
+        fix = f"{nproc} GPUs and {count} are visible: use --nproc {count}"
+        if count == 0:
+            fix = "a CUDA device and none is visible: use --device cpu"
+        raise PantherError(f"--nproc {nproc} with --device cuda needs {fix}")
+    if choice != "cpu" and count >= nproc:
+        return "cuda"
     limit = max(8, 4 * (os.cpu_count() or 1))
-    if device == "cpu" and nproc > limit:
+    if nproc > limit:
         raise PantherError(
             f"--nproc {nproc} must be at most {limit}, four processes per core and at least 8: use fewer"
         )
+    return "cpu"

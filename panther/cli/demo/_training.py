@@ -4,7 +4,6 @@ __all__ = ["KINDS", "Settings", "accuracy", "build", "evaluate_saved", "load_dig
 
 import statistics
 import threading
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from panther.distributed import CommunicationCounter, sync_sketches
 from panther.errors import PerformanceWarning, require_extra
 from panther.nn import SKLinear
 from panther.nn.io import load_compressed, save_compressed
-from panther.train import Callback, TrainConfig, Trainer
+from panther.train import TrainConfig, Trainer
 
 KINDS = ("dense", "sketched", "low-rank")
 BATCH_SIZE = 64
@@ -78,23 +77,16 @@ def accuracy(model: nn.Module, data: TensorDataset, device: str) -> float:
 
 def train_all(settings: Settings) -> list[dict[str, Any]]:
     """Train a network of every kind in every run, in an initialised process group; every rank returns the results."""
-    tqdm = require_extra("tqdm", "demo")
-    tqdm.tqdm.set_lock(threading.RLock())  # its default is a semaphore, which outlives a process that is killed
+    tqdm = require_extra("tqdm", "demo").tqdm
+    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which outlives a process that is killed
     train, test = load_digits()
-    steps = settings.runs * len(KINDS) * settings.epochs
-    with tqdm.tqdm(total=steps, unit="epoch", disable=None if dist.get_rank() == 0 else True) as progress:
-        return [
-            _train(kind, settings.seed + run, train, test, settings, progress)
-            for run in range(settings.runs)
-            for kind in KINDS
-        ]
+    jobs = [(kind, settings.seed + run) for run in range(settings.runs) for kind in KINDS]
+    progress = tqdm(jobs, unit="network", disable=None if dist.get_rank() == 0 else True)
+    return [_train(kind, seed, train, test, settings) for kind, seed in progress]
 
 
-def _train(
-    kind: str, seed: int, train: TensorDataset, test: TensorDataset, settings: Settings, progress: Any
-) -> dict[str, Any]:
+def _train(kind: str, seed: int, train: TensorDataset, test: TensorDataset, settings: Settings) -> dict[str, Any]:
     device = f"cuda:{torch.cuda.current_device()}" if settings.device == "cuda" else "cpu"
-    progress.set_description(f"{kind}, seed {seed}")
     # Every rank draws different weights and sketches: if they agree later, it is by communication.
     torch.manual_seed(seed + 1000 * dist.get_rank())
     model = build(kind, settings.hidden, settings.sketch_size).to(device)
@@ -114,9 +106,8 @@ def _train(
         log_every_n_steps=steps,
         progress=False,
     )
-    clock = _Clock(progress)
-    trainer = Trainer(model, torch.optim.Adam, F.cross_entropy, config, [clock])
-    losses = trainer.fit(data)["loss"][1]
+    trainer = Trainer(model, torch.optim.Adam, F.cross_entropy, config)
+    history = trainer.fit(data)
     x, y = next(iter(data))
     loss = F.cross_entropy(trainer.model(x.to(device)), y.to(device))
     with CommunicationCounter() as gradient_traffic:
@@ -125,8 +116,8 @@ def _train(
     result = {
         "kind": kind,
         "seed": seed,
-        "losses": losses,
-        "seconds_per_epoch": statistics.median(clock.seconds),
+        "losses": history["loss"][1],
+        "seconds_per_epoch": len(train) / statistics.median(history["samples_per_s"][1]),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "gradient_bytes": gradient_traffic.bytes,
         "sketch_bytes": sketch_traffic.bytes,
@@ -139,27 +130,12 @@ def _train(
     return result
 
 
-class _Clock(Callback):
-    """Measures epochs and advances the progress bar."""
-
-    def __init__(self, progress: Any) -> None:
-        self.progress, self.seconds = progress, list[float]()
-
-    def on_start(self, trainer: Trainer) -> None:
-        self.begun = time.perf_counter()
-
-    def on_epoch(self, trainer: Trainer) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self.begun)
-        self.begun = now
-        self.progress.update()
-
-
-def evaluate_saved(folders: dict[str, str], hidden: int, sketch_size: int, device: str) -> dict[str, float]:
+def evaluate_saved(folders: dict[str, str], settings: Settings) -> dict[str, float]:
     """Return the test accuracy of saved networks by folder; each is rebuilt from its dense or low-rank architecture."""
     _, test = load_digits()
     accuracies = {}
     for folder, kind in folders.items():
-        architecture = build("dense" if kind == "sketched" else kind, hidden, sketch_size).to(device)
-        accuracies[folder] = accuracy(load_compressed(folder, architecture), test, device)
+        architecture = build("dense" if kind == "sketched" else kind, settings.hidden, settings.sketch_size)
+        model = load_compressed(folder, architecture.to(settings.device))
+        accuracies[folder] = accuracy(model, test, settings.device)
     return accuracies
