@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from panther.compression.allocation import Allocation, allocate_ranks, byte_limit, model_bytes
+from panther.compression.allocation import Allocation, allocate_ranks, byte_limit, model_bytes, predicted_loss
 from panther.compression.config import HealConfig, SketchConfig
 from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded, inherit_flags
-from panther.compression.fits import Fits, fit_targets, target_seed
+from panther.compression.fits import Fits, fit_targets
 from panther.compression.measurement import Measured, measure
-from panther.compression.ranks import predicted_loss
 from panther.compression.report import CompressionReport, layer_reports
 from panther.compression.runner import Runner, buffers_kept, calibrating
 from panther.compression.survey import Loss, survey_targets
@@ -136,15 +135,15 @@ def compress(
         healing.check_ranks(group)
     with torch.inference_mode(False), torch.enable_grad(), buffers_kept(model):
         runner = Runner(model, calibration, forward_fn, mask_fn, group, progress)
-        seed, seeded = runner.agreed(check_seed(seed)), method == "random"
+        seed, healed = runner.agreed(check_seed(seed)), None
         with calibrating(model, seed):
-            survey = select_targets(model, include, exclude, seeded=seeded).check()
+            survey = select_targets(model, include, exclude, seeded=method == "random").check()
             if method in _CALIBRATED:  # svd and random look at the weights only
                 survey = survey_targets(runner, survey, loss_fn, gradients=method == "two_sided").check()
             # Losses of different layers can be compared through the output's gradients alone.
             allocate = (allocate or "global") if survey.gradients else "uniform"
-            limit = byte_limit(model, survey, budget=budget, max_bytes=max_bytes, seeded=seeded)
-            fits = Fits() if seeded else fit_targets(
+            limit = byte_limit(model, survey, budget=budget, max_bytes=max_bytes)
+            fits = Fits() if method == "random" else fit_targets(
                 runner, survey, limit, loss_fn=loss_fn, memory=statistics_memory_bytes, keep=sequential,
                 healing=heal is not None, seed=seed,
             )  # fmt: skip
@@ -159,15 +158,13 @@ def compress(
                         f"layers are fitted independently, because fitting them in sequence has an error of {error:.3g}"
                     )
             measured = measure(runner, survey.targets, replacement, speed=measure_speed)
-        healed = None
         if heal is not None and replacement:
             healed = healing.heal(runner, replacement, heal, seed=seed)
+            if healed.result.diverged:
+                notes.append(f"healing diverged and ended at step {healed.result.steps}: use a lower learning_rate")
         elif heal is not None:
             notes.append("nothing was compressed, so there is nothing to heal")
-        return _finish(
-            model, survey, fits, allocation, replacement, measured, seeded=seeded, method=method, notes=notes,
-            healed=healed, seed=seed,
-        )  # fmt: skip
+        return _finish(model, survey, fits, allocation, replacement, measured, healed, notes, method, seed)
 
 
 def sketch_layers_(
@@ -207,17 +204,13 @@ def sketch_layers_(
     _check_model(model)
     if not isinstance(config, SketchConfig):
         raise TypeError(f"config must be a SketchConfig, not {type(config).__name__}")
-    seed, seeded = check_seed(seed), config.init != "svd"
-    survey = select_targets(model, include, exclude, rank=config.rank, seeded=seeded).check()
+    seed = check_seed(seed)
+    survey = select_targets(model, include, exclude, rank=config.rank, seeded=config.init != "svd").check()
     replacement: Replacement = {}
-    for index, target in enumerate(survey.targets):
-        own = target_seed(seed, index)
+    for target, own in survey.seeds(seed).items():
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
-    allocation = Allocation(dict.fromkeys(survey.targets, config.rank), "fixed")
-    return _finish(
-        model, survey, Fits(), allocation, replacement, Measured(), seeded=seeded, method=config.init, notes=[],
-        healed=None, seed=seed,
-    )  # fmt: skip
+    allocation, notes = Allocation(dict.fromkeys(survey.targets, config.rank), "fixed"), list(survey.notes)
+    return _finish(model, survey, Fits(), allocation, replacement, Measured(), None, notes, config.init, seed)
 
 
 def _error(runner: Runner, replacement: Replacement) -> float:
@@ -226,7 +219,7 @@ def _error(runner: Runner, replacement: Replacement) -> float:
 
 def _finish(
     model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
-    *, seeded: bool, method: str, notes: list[str], healed: "Healed | None", seed: int,
+    healed: "Healed | None", notes: list[str], method: str, seed: int,
 ) -> CompressionReport:  # fmt: skip
     """Put the new layers into the model, and return the report."""
     # With nested tensors torch would read `weight` of a sketched layer, which forms the dense matrix.
@@ -244,25 +237,23 @@ def _finish(
     ]
     with replace_modules(model, replacement):
         bytes_after = model_bytes(model)
-    work_before = work_after = 0.0
-    for target in survey.targets:
-        times, rank = fits.positions.get(target, 1.0), allocation.ranks[target]
-        work_before += times * target.dense_numbers
-        work_after += times * (target.dense_numbers if rank is None else target.numbers(rank))
+    ranks = allocation.ranks
+    times = {target: fits.positions.get(target, 1.0) for target in ranks}
+    work_after = sum(times[target] * target.work(rank) for target, rank in ranks.items())
     report = CompressionReport(
-        layers=layer_reports(survey, fits, allocation.ranks, replacement, measured, seeded=seeded),
+        layers=layer_reports(fits, ranks, replacement, measured),
         skipped=survey.skipped,
         method=method,
         allocate=allocation.allocate,
         notes=tuple(notes),
         bytes_before=model_bytes(model),
         bytes_after=bytes_after,
-        predicted_error=predicted_loss(fits.tails, allocation.ranks) ** 0.5 if fits.comparable else None,
+        predicted_error=predicted_loss(fits.tails, ranks) ** 0.5 if fits.comparable else None,
         measured_error=measured.error,
         uniform_error=allocation.uniform_error,
         healed=None if healed is None else healed.result,
         healed_error=None if healed is None else healed.error,
-        predicted_speedup=work_before / work_after if work_after else None,
+        predicted_speedup=sum(times[target] * target.dense_numbers for target in ranks) / work_after,
         measured_speedup=measured.speedup,
         passes=fits.passes,
         extra_bytes=fits.extra_bytes,
@@ -288,7 +279,8 @@ def _finish(
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be an nn.Module, not a {type(model).__name__}")
+        instance = f"the class {model.__name__}: pass an instance of it" if isinstance(model, type) else None
+        raise TypeError(f"the model must be an nn.Module, not {instance or f'a {type(model).__name__}'}")
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         raise CompressionError(
             f"the model is wrapped in {type(model).__name__}, which holds on to the old parameters: compress "

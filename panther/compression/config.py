@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _INITS = ("svd", "lstsq", "random")
 _MATCHES = ("hidden", "output")
 _TRAINS = ("factors", "all")
+_WARM_UP = 0.1  # of all steps of healing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,13 @@ class HealConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
+        for name in ("max_steps", "learning_rate", "validate_every_n_steps"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name}=None must be a number")
         self.train_config(seed=0, progress=False)
         decay = self.weight_decay
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
             raise ConfigError(f"weight_decay={decay!r} must be a number, at least 0 and finite: use 0 for none")
-        for name in ("max_steps", "learning_rate", "validate_every_n_steps"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name}=None must be a number")
         for name, known in (("match", _MATCHES), ("train", _TRAINS)):
             value = getattr(self, name)
             if value not in known:
@@ -116,7 +117,8 @@ class HealConfig:
             mixed_precision="fp16" if scaled else self.mixed_precision,
             strategy="ddp",
             find_unused_parameters=True,  # a layer that a batch does not reach, as in a mixture of experts
-            schedule="callback",  # set by the callback, which halves the rate where healing diverges
+            warmup_steps=max(1, round(_WARM_UP * self.max_steps)),
+            schedule="cosine",
             on_nonfinite="skip",
             validate_every_n_steps=self.validate_every_n_steps,
             log_every_n_steps=1,

@@ -9,11 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from panther.compression.fits import Fit, Fits, fit_weight, target_seed
+from panther.compression.fits import Fit, Fits, fit_weight
 from panther.compression.moments import gather_drift
-from panther.compression.ranks import Ranks
 from panther.compression.runner import Runner
-from panther.compression.targets import Survey, Target, is_conv1d, replace_modules
+from panther.compression.targets import Ranks, Survey, Target, is_conv1d, replace_modules
 from panther.errors import PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last
@@ -26,20 +25,18 @@ Replacement = dict[nn.Module, nn.Module]
 def convert_all(survey: Survey, fits: Fits, ranks: Ranks, seed: int) -> Replacement:
     """Make the new layers at given ranks: fitted ones, or seeded sketches where nothing was fitted."""
     new: Replacement = {}
-    for index, target in enumerate(survey.targets):
-        rank, own = ranks[target], target_seed(seed, index)
-        if rank is None:
-            continue
-        if target in fits.fits:
+    for target, own in survey.seeds(seed).items():
+        rank = ranks[target]
+        if rank is not None and target in fits.fits:
             new |= convert(target, fits.fits[target], rank, own)
-        else:
+        elif rank is not None:
             new |= convert_seeded(target, 1, rank // 2, "random", own)
     return new
 
 
 def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, ranks: Ranks, seed: int) -> Replacement:
     """Make the new layers, each fitted to its input in the model whose earlier layers are replaced already."""
-    seeds = {target: target_seed(seed, index) for index, target in enumerate(survey.targets)}
+    seeds = survey.seeds(seed)
     new: Replacement = {}
     for number, several in enumerate(survey.inputs):
         chosen = [(target, rank) for target in several if (rank := ranks[target]) is not None]

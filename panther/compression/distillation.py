@@ -12,7 +12,6 @@ Reference: X. Jiao et al., "TinyBERT: distilling BERT for natural language under
 
 __all__ = ["Distillation", "blocks_of", "lost_variance"]
 
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -107,14 +106,6 @@ class Distillation(nn.Module):
         """Write the trained values to the parameters."""
         for parameter, value in zip(self.trained, self.values, strict=True):
             parameter.copy_(value)
-
-    def checksum(self) -> int:
-        """Return the CRC-32 of the original's parameters, which identifies runs on the same weights."""
-        total = 0
-        for parameter in self.runner.model.parameters():
-            values = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-            total = zlib.crc32(values, total)
-        return total
 
     def forward(self, index: Tensor) -> Tensor:  # (1,) -> ()
         """Return the loss on a batch."""

@@ -6,7 +6,7 @@ weighted norm). Where a layer has a bias, A is the covariance of its inputs and 
 their mean, which is the best bias for every W.
 """
 
-__all__ = ["Fit", "Fits", "components", "fit_targets", "fit_weight", "target_seed"]
+__all__ = ["Fit", "Fits", "components", "fit_targets", "fit_weight"]
 
 import logging
 from collections.abc import Mapping
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from panther.compression.moments import Drift, Moments, gather_moments, split_passes
-from panther.compression.ranks import rank_limit
+from panther.compression.moments import Moments, gather_moments, split_passes
 from panther.compression.runner import Runner
 from panther.compression.survey import Loss
 from panther.compression.targets import LEAST_RANK, Survey, Target
@@ -53,8 +52,10 @@ class Fit:
     local_tails: Tensor
     means: tuple[Tensor, Tensor] | None
 
-    def local_error(self, rank: int) -> float:
-        """Return the predicted relative error of the layer's own output."""
+    def local_error(self, rank: int | None) -> float:
+        """Return the predicted relative error of the layer's own output; None is the dense weight."""
+        if rank is None:
+            return 0.0
         lost, total = self.local_tails[min(rank, len(self.local_tails) - 1)].item(), self.local_tails[0].item()
         return (lost / total) ** 0.5 if total > 0 else 0.0
 
@@ -112,7 +113,7 @@ def fit_targets(
     """
     share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
     most = {target: components(target, share) for target in survey.targets}
-    seeds = {target: target_seed(seed, index) for index, target in enumerate(survey.targets)}
+    seeds = survey.seeds(seed)
     if not survey.inputs:
         fits = {target: fit_weight(target, None, most=most[target], seed=seeds[target]) for target in survey.targets}
         return Fits(fits, extra_bytes=_most_bytes(most, 0, limit, keep=False, healing=healing))
@@ -141,11 +142,6 @@ def fit_targets(
     return Fits(fits, tails, kept, positions, len(split), extra, comparable)
 
 
-def target_seed(seed: int, index: int) -> int:
-    """Return the seed of the target with this index."""
-    return (seed + index) % 2**63
-
-
 def _most_bytes(most: Mapping[Target, int], moments: int, limit: int | None, *, keep: bool, healing: bool) -> int:
     """Return the bytes of all components, and of the most that is held beside them: moments, new layers, healing."""
     stored = sum(_wide_dtype(target).itemsize * target.numbers(count) for target, count in most.items())
@@ -160,7 +156,7 @@ def _most_bytes(most: Mapping[Target, int], moments: int, limit: int | None, *, 
     return stored + max(moments + work + kept, 2 * new + kept, new + healed)
 
 
-def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int, drift: Drift | None = None) -> Fit:
+def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int, drift: Moments | None = None) -> Fit:
     """Split a target's weight into components in the metric of its moments, or in the plain one without.
 
     Args:
@@ -176,15 +172,13 @@ def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int,
         left, sigma, right = _leading(W, most, seed)
         tails = _tails(sigma.square().sum(0), W.square().sum())
         return Fit((left * sigma[:, None, :]).to(dtype), right.to(dtype), tails, tails, None)
-    A, mean, cross = moments.A, moments.mean, None
-    source, source_mean = W, moments.mean
-    if drift is not None:
-        A, mean, cross = drift.A, drift.mean, drift.cross
+    read = moments if drift is None else drift
+    A, mean, cross, source = read.A, read.mean, read.cross, W
     # Only a bias in every layer that shares the weight can take up a change of the mean.
     biased = all(getattr(module, "bias", None) is not None for module in target.modules)
     if biased:
         A = A - _outer(mean, mean)
-        cross = None if cross is None else cross - _outer(source_mean, mean)
+        cross = None if cross is None else cross - _outer(moments.mean, mean)
     # Cholesky factors rather than symmetric roots: a triangular solve is cheap and accurate, and any root will do.
     L = _root(A)
     if cross is not None:  # the regression of the original's output on the new input: W C A^-1
@@ -203,7 +197,7 @@ def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int,
         right.to(dtype),
         _tails(sigma.square().sum(0), M.square().sum()),
         _tails(local, WL.square().sum()),
-        (mean, (W @ source_mean[..., None])[..., 0]) if biased else None,
+        (mean, (W @ moments.mean[..., None])[..., 0]) if biased else None,
     )
 
 
@@ -218,7 +212,7 @@ def components(target: Target, share: float) -> int:
     All that are of use; for large weights twice as many as a uniform rank needs, so that the randomized SVD, which is
     faster, can be used for budgets up to a quarter.
     """
-    most = rank_limit(target)
+    most = target.largest_rank
     if min(target.inner, target.outer) < _LARGE:
         return most
     return max(min(most, int(2 * share * most)) // 2 * 2, LEAST_RANK)

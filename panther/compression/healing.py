@@ -1,8 +1,7 @@
 """Healing: a short run of the Trainer that distils the original into a compressed model, on unlabelled batches.
 
-The best point by the held-out loss is kept, the one before the first step included. A loss that is not finite, or a
-held-out loss above twice the best, is divergence: healing goes back to the best point, warms up again and continues
-with half the learning rate, three times at most.
+The best point by the held-out loss is kept, the one before the first step included. Healing ends early where it
+diverges: at a loss that is not finite, or a held-out loss above twice the best.
 """
 
 __all__ = ["Healed", "check_ranks", "heal", "shuffled"]
@@ -10,12 +9,13 @@ __all__ = ["Healed", "check_ranks", "heal", "shuffled"]
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,29 +32,20 @@ from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.train import Callback, Trainer
-from panther.train.optimizer import learning_rate_factor
 from panther.train.random_state import preserved_generators
 
-_WARM_UP = 0.1  # of all steps
 _BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 steps than with 0.999
-_ROLLBACKS = 3
 _DIVERGED = 2.0  # times the best held-out loss
-_IDENTITY = "healing.json"
 
 
-@dataclass(frozen=True)
-class Healed:
-    """A healed model that is not written yet.
-
-    Attributes:
-        result: What happened.
-        error: Relative error of the model's output on the held-out batches.
-        write_: Writes the best values to the parameters.
-    """
+class Healed(NamedTuple):
+    """A healed model that is not written yet."""
 
     result: HealResult
     error: float
+    """Relative error of the model's output on the held-out batches."""
     write_: Callable[[], None]
+    """Writes the best values to the parameters."""
 
 
 def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int) -> Healed:
@@ -76,6 +67,7 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
         CompressionError: If the loss is not finite before the first step.
         ConfigError: If it does not depend on the trained parameters.
         FormatError: If the checkpoints are of a different run.
+        CheckpointError: If a checkpoint cannot be written.
         DistributedError: If the ranks of the group differ in model, settings or seed.
 
     Cost: a step costs a forward of the original and a forward and backward of the compressed model. Extra memory:
@@ -97,14 +89,14 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
             runner, replacement, trained, hidden=config.match == "hidden", seed=seed,
             autocast=not scaled or config.mixed_precision is not None,
         )  # fmt: skip
-        _check_identity(distillation, trained, config)
         training, total = len(runner.batches), len(distillation.batches)
-        held_out = _Indices(lambda: iter(torch.arange(training, total).split(1))).loader()
-        course = _Course(distillation, config, held_out)
+        held_out = _loader(list(range(training, total)))
+        _check_identity(runner, trained, config, seed)
+        course = _Course(distillation, held_out)
         optimizer = partial(torch.optim.AdamW, betas=_BETAS, weight_decay=config.weight_decay)
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[course])
         try:
-            trainer.fit(_Indices(lambda: shuffled(training, seed)).loader(), held_out)
+            trainer.fit(_loader(shuffled(training, config.max_steps, seed)), held_out)
         finally:
             distillation.place(student=False)
         course.restore_()
@@ -113,11 +105,7 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
 
 
 def check_ranks(group: dist.ProcessGroup | None) -> None:
-    """Raise unless the group is that of all ranks, on which the Trainer works.
-
-    Raises:
-        DistributedError: If it is not.
-    """
+    """Raise DistributedError unless the group is that of all ranks, on which the Trainer works."""
     # Under torchrun the Trainer would start a process group by itself.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     members = 1 if group is None else dist.get_world_size(group)
@@ -128,38 +116,35 @@ def check_ranks(group: dist.ProcessGroup | None) -> None:
         )
 
 
-class _Indices(IterableDataset[Tensor]):
-    """Indices of batches as a function gives them.
-
-    A stream, because every rank has its own batches, and of a map-style dataset the Trainer gives each rank a share.
-    """
-
-    def __init__(self, generate: Callable[[], Iterator[Tensor]]) -> None:
-        self.generate = generate
+class _Stream(IterableDataset[Tensor]):
+    # Every rank has its own batches, and of a map-style dataset the Trainer would give each rank a share.
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.indices = torch.tensor(indices)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return self.generate()
-
-    def loader(self) -> DataLoader[Tensor]:
-        """Return a loader of them; without a batch size, because an index stands for a whole batch."""
-        return DataLoader(self, batch_size=None)
+        return iter(self.indices.split(1))
 
 
-def shuffled(count: int, seed: int) -> Iterator[Tensor]:
-    """Yield indices without end: one seeded permutation after another, so that a resumed run can skip the first."""
+def _loader(indices: Sequence[int]) -> DataLoader[Tensor]:
+    """Return a loader of indices of batches; without a batch size, because an index stands for a whole batch."""
+    return DataLoader(_Stream(indices), batch_size=None)
+
+
+def shuffled(count: int, steps: int, seed: int) -> list[int]:
+    """Return the index of the batch of each step: one seeded permutation after another."""
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.randperm(count, generator=generator).split(1)
+    order = [torch.randperm(count, generator=generator) for _ in range(-(-steps // count))]
+    return torch.cat(order)[:steps].tolist()
 
 
 class _Course(Callback):
-    """The state of healing: learning rate, best point, and rollbacks after divergence."""
+    """The state of healing: the best point, and whether it diverged."""
 
-    def __init__(self, distillation: Distillation, config: HealConfig, held_out: DataLoader[Tensor]) -> None:
-        self.values, self.config, self.held_out = list(distillation.values), config, held_out
+    def __init__(self, distillation: Distillation, held_out: DataLoader[Tensor]) -> None:
+        self.values, self.held_out = list(distillation.values), held_out
         self.best = [value.detach().clone() for value in self.values]
         self.loss_before = self.best_loss = math.nan
-        self.best_step = self.rollbacks = self.restarted = 0
+        self.best_step = 0
         self.diverged = False
 
     def on_start(self, trainer: Trainer) -> None:
@@ -171,13 +156,9 @@ class _Course(Callback):
                     "look for NaN or infinite values in the model's output, or in float16 that overflows"
                 )
         trainer.stop = self.diverged
-        self._set_rate(trainer)
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        self._set_rate(trainer)
 
     def on_skip(self, trainer: Trainer) -> None:
-        self._roll_back(trainer)
+        self.diverged = trainer.stop = True
 
     def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
         loss = record.get("validation_loss")
@@ -188,7 +169,7 @@ class _Course(Callback):
             for best, value in zip(self.best, self.values, strict=True):
                 best.copy_(value.detach())
         elif not loss <= _DIVERGED * self.best_loss:  # NaN too
-            self._roll_back(trainer)
+            self.diverged = trainer.stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}
@@ -215,62 +196,38 @@ class _Course(Callback):
             loss_after=self.best_loss,
             best_step=self.best_step,
             diverged=self.diverged,
-            rollbacks=self.rollbacks,
             history=tuple((step, loss, checked[step]) for step, loss in steps),
         )
 
-    def _set_rate(self, trainer: Trainer) -> None:
-        """Set the learning rate of the next step: halved by each rollback, and warmed up again after it."""
-        total = self.config.max_steps
-        warm_up = max(1, round(_WARM_UP * total))
-        factor = learning_rate_factor("cosine", trainer.step, total, warm_up)
-        rate = self.config.learning_rate * 0.5**self.rollbacks * factor
-        if self.rollbacks:
-            rate *= min(1.0, (trainer.step - self.restarted + 1) / warm_up)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = rate
 
-    def _roll_back(self, trainer: Trainer) -> None:
-        """Go back to the best point, or give up."""
-        if self.rollbacks == _ROLLBACKS:
-            self.diverged = trainer.stop = True
-            return
-        self.rollbacks, self.restarted = self.rollbacks + 1, trainer.step
-        self.restore_()
-        for state in trainer.optimizer.state.values():  # AdamW's moments belong to the steps that diverged
-            for value in state.values():  # zeros are a fresh start; without states a checkpoint would make its own
-                value.zero_()
-        self._set_rate(trainer)
+_STATE = ("best", "loss_before", "best_loss", "best_step", "diverged")
 
 
-_STATE = ("best", "loss_before", "best_loss", "best_step", "rollbacks", "restarted", "diverged")
-
-
-def _check_identity(distillation: Distillation, trained: Mapping[str, nn.Parameter], config: HealConfig) -> None:
+def _check_identity(runner: Runner, trained: Mapping[str, nn.Parameter], config: HealConfig, seed: int) -> None:
     """Raise on every rank unless all ranks, and the run in the folder for checkpoints, are the same."""
-    settings = asdict(config) | {"seed": distillation.seed}
+    settings = asdict(config) | {"seed": seed}
     folder, _ = settings.pop("checkpoint_dir"), settings.pop("trackers")
     identity = in_words(settings) | {name: f"{tuple(p.shape)} {p.dtype}" for name, p in trained.items()}
-    identity["the original"] = f"checksum {distillation.checksum():08x}"
+    checksum = 0
+    for parameter in runner.model.parameters():
+        checksum = zlib.crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    identity["the original"] = f"checksum {checksum:08x}"
     if get_world_size() > 1:
         agree("heal", lambda: identity, None, "load the same weights and pass the same arguments on every rank")
-    if folder is None:
-        return
-    counts = len(distillation.runner.batches), len(distillation.runner.held_out)
-    identity["batches"] = repr(gather_objects(counts, None))
-    run_on_first_rank(partial(_check_folder, Path(folder), identity), None)
+    if folder is not None:
+        identity["batches"] = repr(gather_objects((len(runner.batches), len(runner.held_out)), None))
+        run_on_first_rank(partial(_check_folder, Path(folder), identity), None)
 
 
 def _check_folder(folder: Path, identity: dict[str, str]) -> None:
-    path = folder / _IDENTITY
-    if not folder.exists() or not any(folder.iterdir()):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    path = folder / "healing.json"
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        differing = [name for name in identity | known if known.get(name) != identity.get(name)]
-    except (OSError, ValueError, TypeError) as error:
-        raise FormatError(f"checkpoint_dir={folder} holds no healing ({error}): give a new folder") from None
+    except (OSError, ValueError):  # no run began here, or one was killed as it began
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+        return
+    differing = [name for name in identity | known if known.get(name) != identity.get(name)]
     if differing:
         shown = ", ".join(f"{n.rstrip('=')} {known.get(n)} instead of {identity.get(n)}" for n in differing[:3])
         raise FormatError(

@@ -1,6 +1,6 @@
 """Errors and speed of new layers against the ones they replace, on the held-out batches."""
 
-__all__ = ["LayerFigures", "Measured", "measure"]
+__all__ = ["Measured", "measure"]
 
 import statistics
 import time
@@ -23,25 +23,20 @@ _ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class LayerFigures:
-    """What was measured of one target.
+class Measured:
+    """What was measured on the held-out batches; empty without calibration.
 
     Attributes:
-        error: Relative error of the layer's output without its bias; None where it was never called.
-        speedup: How many times faster the new layer is.
+        error: Relative error of the model's output.
+        errors: That of each target's own output; None where it was never called.
+        speedup: How many times faster the model is.
+        speedups: How many times faster each new layer is.
     """
 
-    error: float | None
-    speedup: float | None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured on the held-out batches; empty without calibration."""
-
     error: float | None = None
-    layers: Mapping[Target, LayerFigures] = field(default_factory=dict)
+    errors: Mapping[Target, float | None] = field(default_factory=dict)
     speedup: float | None = None
+    speedups: Mapping[Target, float] = field(default_factory=dict)
 
 
 def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool) -> Measured:
@@ -53,8 +48,8 @@ def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement,
     if not runner.held_out:
         return Measured()
     error = runner.errors([partial(_all_replaced, runner.model, targets, replacement)], "error")[0]
-    layers = _layer_figures(runner, targets, replacement, speed=speed)
-    return Measured(error, layers, _model_speedup(runner, replacement) if speed and replacement else None)
+    errors, speedups = _measure_layers(runner, targets, replacement, speed=speed)
+    return Measured(error, errors, _model_speedup(runner, replacement) if speed and replacement else None, speedups)
 
 
 @contextmanager
@@ -75,12 +70,12 @@ def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Repl
 
 
 @torch.no_grad()
-def _layer_figures(
+def _measure_layers(
     runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
-) -> dict[Target, LayerFigures]:
-    """Run the original on the held-out batches, and give each new layer the old one's input."""
+) -> tuple[dict[Target, float | None], dict[Target, float]]:
+    """Run the original on the held-out batches, give each new layer the old one's input, and return both figures."""
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)  # lost, and whole
-    speedups: dict[int, float] = {}
+    speedups: dict[Target, float] = {}
     mask: Tensor | None = None
     with ExitStack() as hooks:
         for index, target in enumerate(targets):
@@ -90,9 +85,9 @@ def _layer_figures(
                 rows = mask if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
                 sums[index, 0] += squares(counted(new(x) - output, rows))
                 sums[index, 1] += squares(counted(output, rows))
-                if speed and index not in speedups:
+                if speed and targets[index] not in speedups:
                     # `forward`, because calling the module would call this hook again.
-                    speedups[index] = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
+                    speedups[targets[index]] = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
 
             for module in replacement.keys() & set(target.modules):
                 hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -100,10 +95,11 @@ def _layer_figures(
             mask = runner.mask(batch)
             runner.output(batch)
     runner.sum_([sums])
-    return {
-        target: LayerFigures(relative_error(lost, whole) if whole else None, speedups.get(index))
-        for index, (target, (lost, whole)) in enumerate(zip(targets, sums.tolist(), strict=True))
+    errors = {
+        target: 0.0 if target.modules[0] not in replacement else relative_error(lost, whole) if whole else None
+        for target, (lost, whole) in zip(targets, sums.tolist(), strict=True)
     }
+    return errors, speedups
 
 
 @torch.no_grad()

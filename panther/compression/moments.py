@@ -10,11 +10,12 @@ over the n positions where the layer is applied, g being the gradient at y of th
 Kronecker-factored approximate curvature", ICML 2015, arXiv:1503.05671). All sums are in float64.
 """
 
-__all__ = ["Drift", "Moments", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
+__all__ = ["Moments", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -41,27 +42,15 @@ class Moments:
         mean: Mean of its inputs, (groups, inner).
         G: Second moment of the gradients at its outputs, (groups, outer, outer), or None.
         positions: How often the layer was applied, over all batches.
+        cross: Where the inputs are those in the compressed model, the moment of the original's inputs, in rows, with
+            them, (groups, inner, inner).
     """
 
     A: Tensor
     mean: Tensor
     G: Tensor | None
     positions: float
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Moments of a target's input in the compressed model, in float64.
-
-    Attributes:
-        A: Second moment of it, (groups, inner, inner).
-        mean: Mean of it, (groups, inner).
-        cross: Moment of the original's input with it, (groups, inner, inner): original in rows.
-    """
-
-    A: Tensor
-    mean: Tensor
-    cross: Tensor
+    cross: Tensor | None = None
 
 
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
@@ -72,7 +61,7 @@ def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
 
 def split_passes(
     inputs: Sequence[Sequence[Target]], gradients: bool, limit: int | None
-) -> tuple[list[list[list[Target]]], int]:
+) -> tuple[list[list[Sequence[Target]]], int]:
     """Split the sets of targets into passes whose moments fit into ``limit`` bytes.
 
     A set that is larger by itself has a pass of its own. None is the memory that the three largest layers need.
@@ -83,28 +72,33 @@ def split_passes(
     if limit is None:
         each = sorted(moments_bytes([target], gradients) for several in inputs for target in several)
         limit = sum(each[-3:])
-    split: list[list[list[Target]]] = []
+    split: list[list[Sequence[Target]]] = []
     sizes: list[int] = []
     for several in inputs:
         size = moments_bytes(several, gradients)
         if split and sizes[-1] + size <= limit:
-            split[-1].append(list(several))
+            split[-1].append(several)
             sizes[-1] += size
         else:
-            split.append([list(several)])
+            split.append([several])
             sizes.append(size)
     return split, max(sizes, default=0)
 
 
-@dataclass
 class _Sums:
-    A: Tensor
-    total: Tensor
-    rows: float = 0.0
-    G: dict[Target, Tensor] = field(default_factory=dict)
+    """Sums over the rows of one input, and over the gradients of the targets that read it."""
 
-    def tensors(self) -> list[Tensor]:
-        return [self.A, self.total, *self.G.values()]
+    def __init__(self, targets: Sequence[Target], gradients: bool, device: torch.device) -> None:
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.leader = targets[0]
+        groups, n = self.leader.groups, self.leader.inner
+        self.A, self.mean, self.rows = zeros(groups, n, n), zeros(groups, n), zeros(1)
+        self.G = {target: zeros(groups, target.outer, target.outer) for target in targets if gradients}
+
+    def add(self, rows: Tensor) -> None:  # (groups, rows, inner)
+        self.A.baddbmm_(rows.mT, rows)  # in place: moments are the largest tensors here
+        self.mean += rows.sum(1)
+        self.rows += rows.shape[1]
 
 
 def gather_moments(
@@ -121,16 +115,9 @@ def gather_moments(
     Returns:
         The moments, which targets of one input share, and the sum of squares of the output.
     """
-    device = runner.device
     sums: dict[Target, _Sums] = {}
-    leaders: dict[Target, Target] = {}
     for several in inputs:
-        groups, n = several[0].groups, several[0].inner
-        own = _Sums(_zeros(groups, n, n, device=device), _zeros(groups, n, device=device))
-        if gradients:
-            own.G = {target: _zeros(groups, target.outer, target.outer, device=device) for target in several}
-        sums[several[0]] = own
-        leaders |= dict.fromkeys(several, several[0])
+        sums |= dict.fromkeys(several, _Sums(several, gradients, runner.device))
     # Sharing was seen on the first batch only; a model that branches could break it on a later one.
     compared = {target for several in inputs if len(several) > 1 for target in several}
     seen: dict[Target, list[Tensor]] = {}
@@ -141,24 +128,20 @@ def gather_moments(
     def note(target: Target, module: nn.Module, x: Tensor) -> None:
         if target in compared:
             seen.setdefault(target, []).append(x)
-        if leaders[target] is not target:
+        if sums[target].leader is not target:
             return
-        own = sums[target]
         for rows in input_rows(module, x, mask, target.groups):
             if not rows.isfinite().all():
                 raise CompressionError(
                     f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
                     "batch and the model, or exclude the layer"
                 )
-            own.A.baddbmm_(rows.mT, rows)  # in place: moments are the largest tensors here
-            own.total += rows.sum(1)
-            own.rows += rows.shape[1]
+            sums[target].add(rows)
 
-    targets = [target for several in inputs for target in several]
     for number, batch in enumerate(runner.over(runner.batches, description)):
         mask = runner.mask(batch)
         seen.clear()
-        with watched(targets, note, gradients=gradients) as watch, torch.set_grad_enabled(gradients):
+        with watched(list(sums), note, gradients=gradients) as watch, torch.set_grad_enabled(gradients):
             output = runner.output(batch)
             found = output_gradients(runner, output, batch, watch, seed + number, loss_fn) if watch.taps else []
         for several in inputs:
@@ -176,20 +159,25 @@ def gather_moments(
             )
         energy += size
         for (target, module, _), gradient in zip(watch.taps, found, strict=True):
-            if gradient is not None:
-                _add_gradient(sums[leaders[target]].G[target], target, module, gradient, mask, number)
-        seen.clear()
-    result = {}
-    for leader, own in sums.items():
-        rows = _zeros(1, device=device) + own.rows
-        runner.sum_([*own.tensors(), rows])
-        positions = max(rows.item(), 1.0)
-        for moment in own.tensors():
-            moment /= positions
-        for target in leaders:  # targets of one input share its tensors
-            if leaders[target] is leader:
-                result[target] = Moments(own.A, own.total, own.G.get(target), positions)
+            if gradient is None:
+                continue
+            rows = _gradient_rows(module, gradient, mask, target)
+            if not rows.isfinite().all():
+                raise CompressionError(
+                    f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {number}: use "
+                    "method='activation', or a model in float32"
+                )
+            sums[target].G[target].baddbmm_(rows.mT, rows)
     runner.sum_([energy])
+    result = {}
+    for several in inputs:
+        own = sums[several[0]]
+        moments = [own.A, own.mean, *own.G.values()]
+        runner.sum_([*moments, own.rows])
+        positions = max(own.rows.item(), 1.0)
+        for moment in moments:
+            moment /= positions
+        result |= {target: Moments(own.A, own.mean, own.G.get(target), positions) for target in several}
     return result, energy.item()
 
 
@@ -199,12 +187,10 @@ class _Stop(BaseException):
 
 def gather_drift(
     runner: Runner, several: Sequence[Target], calls: int, compressed: Callable[[], Any], description: str
-) -> Drift:
+) -> Moments:
     """Compare the input that targets share in the original and under ``compressed``, which replaces layers."""
-    leader, device = several[0], runner.device
-    groups, n = leader.groups, leader.inner
-    A, cross = (_zeros(groups, n, n, device=device) for _ in range(2))
-    mean, rows = _zeros(groups, n, device=device), _zeros(1, device=device)
+    sums = _Sums(several, False, runner.device)
+    cross = torch.zeros_like(sums.A)
 
     def read(batch: Any) -> list[Tensor]:
         found: list[Tensor] = []
@@ -212,12 +198,12 @@ def gather_drift(
 
         def note(target: Target, module: nn.Module, x: Tensor) -> None:
             nonlocal left
-            found.extend(input_rows(module, x, mask, groups))
+            found.extend(input_rows(module, x, mask, target.groups))
             left -= 1
             if left == 0:
                 raise _Stop
 
-        with watched([leader], note, gradients=False), suppress(_Stop):
+        with watched(several[:1], note, gradients=False), suppress(_Stop):
             runner.output(batch)
         return found
 
@@ -227,28 +213,20 @@ def gather_drift(
             with compressed():
                 after = read(batch)
             for x, z in zip(before, after, strict=True):
-                A.baddbmm_(z.mT, z)
+                sums.add(z)
                 cross.baddbmm_(x.mT, z)
-                mean += z.sum(1)
-                rows += z.shape[1]
-    runner.sum_([A, cross, mean, rows])
-    return Drift(A / rows, mean / rows, cross / rows)
+    runner.sum_([sums.A, cross, sums.mean, sums.rows])
+    positions = sums.rows.item()
+    return Moments(sums.A / positions, sums.mean / positions, None, positions, cross / positions)
 
 
-def _add_gradient(
-    G: Tensor, target: Target, module: nn.Module, gradient: Tensor, mask: Tensor | None, number: int
-) -> None:
+def _gradient_rows(module: nn.Module, gradient: Tensor, mask: Tensor | None, target: Target) -> Tensor:
+    """Return the gradients at a layer's output, (groups, rows, outer) in float64."""
     if isinstance(module, nn.Conv2d):
         rows = gradient.movedim(-3, -1).reshape(-1, target.groups, target.outer).movedim(1, 0)
     else:
         rows = counted(gradient, mask)[None]
-    rows = rows.to(torch.float64)
-    if not rows.isfinite().all():
-        raise CompressionError(
-            f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {number}: use "
-            "method='activation', or a model in float32"
-        )
-    G.baddbmm_(rows.mT, rows)
+    return rows.to(torch.float64)
 
 
 def input_rows(module: nn.Module, x: Tensor, mask: Tensor | None, groups: int) -> Iterator[Tensor]:
@@ -277,7 +255,3 @@ def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
         x.data_ptr() == y.data_ptr() and x.shape == y.shape and version_of(x) == version_of(y)
         for x, y in zip(ours, theirs, strict=True)
     )
-
-
-def _zeros(*shape: int, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float64, device=device)

@@ -14,8 +14,7 @@ from torch import nn
 from panther._text import counted, format_bytes, format_table
 from panther.compression.fits import Fits
 from panther.compression.measurement import Measured
-from panther.compression.ranks import Ranks
-from panther.compression.targets import SkippedLayer, Survey
+from panther.compression.targets import Ranks, SkippedLayer
 from panther.errors import require_extra
 
 
@@ -27,7 +26,7 @@ class HealResult:
     """
 
     steps: int
-    """Steps done: fewer than asked for only where healing gave up."""
+    """Steps done: fewer than asked for only where healing diverged."""
 
     loss_before: float
     """Mean loss on the held-out batches before the first step; on ranks with fewer of them, as many on each."""
@@ -39,14 +38,12 @@ class HealResult:
     """The step whose parameters the model now has; 0 is the start."""
 
     diverged: bool
-    """Whether healing was given up, because it diverged again after its last rollback."""
-
-    rollbacks: int
-    """How often healing diverged and went back to its best point, with half the learning rate from there on."""
+    """Whether healing ended early, at a loss that was not finite or a held-out loss above twice the best: the learning
+    rate is too large."""
 
     history: tuple[tuple[int, float, float | None], ...]
-    """Step, loss on its batch before it, and, where it was checked, loss on the held-out batches after it; steps that
-    were skipped because they were not finite are not in it."""
+    """Step, loss on its batch before it, and, where it was checked, loss on the held-out batches after it; a step that
+    was skipped because it was not finite is not in it."""
 
 
 @dataclass(frozen=True)
@@ -73,32 +70,29 @@ class LayerReport:
 
 
 def layer_reports(
-    survey: Survey, fits: Fits, ranks: Ranks, replacement: Mapping[nn.Module, Any], measured: Measured, *, seeded: bool
+    fits: Fits, ranks: Ranks, replacement: Mapping[nn.Module, Any], measured: Measured
 ) -> tuple[LayerReport, ...]:
     """Return the report of each target."""
     losses = {
         target: tail[rank].item() if (rank := ranks[target]) is not None else 0.0 for target, tail in fits.tails.items()
     }
     whole = sum(losses.values())
-    reports = []
-    for target in survey.targets:
-        rank, fit, figures = ranks[target], fits.fits.get(target), measured.layers.get(target)
-        reports.append(
-            LayerReport(
-                names=target.names,
-                kind=type(target.modules[0]).__name__,
-                shape=tuple(target.weight.shape),
-                rank=rank,
-                low_rank=None if rank is None else replacement[target.modules[0]].low_rank,
-                bytes_before=target.dense_bytes,
-                bytes_after=target.bytes(rank, seeded=seeded),
-                predicted_error=None if fit is None else 0.0 if rank is None else fit.local_error(rank),
-                measured_error=None if figures is None else figures.error if rank is not None else 0.0,
-                share=losses[target] / whole if whole > 0 else None,
-                speedup=None if figures is None else figures.speedup,
-            )
+    return tuple(
+        LayerReport(
+            names=target.names,
+            kind=target.kind,
+            shape=tuple(target.weight.shape),
+            rank=rank,
+            low_rank=None if rank is None else replacement[target.modules[0]].low_rank,
+            bytes_before=target.dense_bytes,
+            bytes_after=target.bytes(rank),
+            predicted_error=fits.fits[target].local_error(rank) if target in fits.fits else None,
+            measured_error=measured.errors.get(target),
+            share=losses[target] / whole if whole > 0 else None,
+            speedup=measured.speedups.get(target),
         )
-    return tuple(reports)
+        for target, rank in ranks.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -38,13 +38,13 @@ def survey_targets(runner: Runner, survey: Survey, loss_fn: Loss | None, *, grad
         key = (x.data_ptr(), x.shape, x.stride(), version_of(x), _geometry(module))
         keys.setdefault(target, []).append(key)
 
-    batch, notes = runner.batches[0], []
+    batch, notes = runner.batches[0], list(survey.notes)
     with watched(survey.targets, note) as watch:
         output = runner.output(batch)
         if gradients and not output.requires_grad:
             gradients = False
-            notes = ["the output has no gradient, so G is the identity and ranks are uniform (method 'activation')"]
-            warnings.warn(f"method='two_sided' is not possible: {notes[0]}", NumericalWarning, stacklevel=3)
+            notes.append("the output has no gradient, so G is the identity and ranks are uniform (method 'activation')")
+            warnings.warn(f"method='two_sided' is not possible: {notes[-1]}", NumericalWarning, stacklevel=3)
         found = output_gradients(runner, output, batch, watch, 0, loss_fn) if gradients else []
     reached = {target for (target, _, _), g in zip(watch.taps, found, strict=False) if g is not None and g.any()}
     targets, skipped = [], list(survey.skipped)
@@ -57,7 +57,7 @@ def survey_targets(runner: Runner, survey: Survey, loss_fn: Loss | None, *, grad
         else:
             targets.append(target)
             continue
-        skipped.append(SkippedLayer(target.name, type(target.modules[0]).__name__, reason))
+        skipped.append(SkippedLayer(target.name, target.kind, reason))
     kept = set(targets)
     for target, places in keys.items():
         if target in kept:

@@ -1,8 +1,8 @@
 """Selection of the layers to compress, with the reason for every layer that is kept dense."""
 
 __all__ = [
-    "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules", "select_targets",
-    "swap_modules",
+    "LEAST_RANK", "Ranks", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules",
+    "select_targets", "swap_modules",
 ]  # fmt: skip
 
 import fnmatch
@@ -46,6 +46,7 @@ class Target:
         groups: Groups of a convolution, else 1.
         inner: Columns of a group's matrix, in / groups * kernel.
         outer: Its rows, out / groups.
+        seeded: Whether the new layer is seeded, so that its sketches take no bytes.
     """
 
     names: tuple[str, ...]
@@ -53,11 +54,17 @@ class Target:
     groups: int
     inner: int
     outer: int
+    seeded: bool = False
 
     @property
     def name(self) -> str:
         """Return the first place."""
         return self.names[0]
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the layers' class."""
+        return type(self.modules[0]).__name__
 
     @property
     def weight(self) -> Tensor:
@@ -74,17 +81,29 @@ class Target:
         """Return the bytes of the weight on disk."""
         return self.dense_numbers * self.weight.itemsize
 
-    def numbers(self, rank: int, *, seeded: bool = False) -> int:
-        """Return the entries on disk at an even rank: of both factors, or without the sketches of a seeded layer."""
-        if not seeded:
-            return rank * self.groups * (self.inner + self.outer)
+    @property
+    def largest_rank(self) -> int:
+        """Return the largest even rank that the weight can have and at which it is smaller than dense."""
+        most = (self.dense_numbers - 1) // (self.numbers(2) // 2 or 1)
+        if not self.seeded:
+            most = min(most, self.inner, self.outer)
+        return max(most // 2 * 2, LEAST_RANK)
+
+    def work(self, rank: int | None) -> int:
+        """Return the multiplications at one position, at an even rank; None is the dense weight."""
+        return self.dense_numbers if rank is None else rank * self.groups * (self.inner + self.outer)
+
+    def numbers(self, rank: int | None) -> int:
+        """Return the entries on disk at an even rank; None is the dense weight."""
+        if rank is None or not self.seeded:
+            return self.work(rank)
         if isinstance(self.modules[0], nn.Conv2d):
             return rank * self.groups * self.inner
         return rank // 2 * (self.inner + self.outer)
 
-    def bytes(self, rank: int | None, *, seeded: bool = False) -> int:
+    def bytes(self, rank: int | None) -> int:
         """Return the bytes on disk at a rank; None is the dense weight."""
-        return self.dense_bytes if rank is None else self.numbers(rank, seeded=seeded) * self.weight.itemsize
+        return self.numbers(rank) * self.weight.itemsize
 
     def matrices(self) -> Tensor:  # (groups, outer, inner), float64
         """Return the weight by groups, unfolded."""
@@ -92,6 +111,10 @@ class Target:
         if is_conv1d(self.modules[0]):
             weight = weight.mT
         return weight.flatten(1).unflatten(0, (self.groups, self.outer))
+
+
+Ranks = dict[Target, int | None]
+"""A rank for every target; None leaves it dense."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +140,13 @@ class Survey:
     def check(self) -> Self:
         """Return the survey itself, or raise CompressionError if there is nothing to compress."""
         if not self.targets:
-            shown = "; ".join(f"{entry.name!r} {entry.reason}" for entry in self.skipped[:5])
-            raise CompressionError(f"the model has no layer to compress: {shown or 'it has no weights'}")
+            reasons = [*self.notes, *(f"{entry.name!r} {entry.reason}" for entry in self.skipped[:5])]
+            raise CompressionError(f"the model has no layer to compress: {'; '.join(reasons) or 'it has no weights'}")
         return self
+
+    def seeds(self, seed: int) -> dict[Target, int]:
+        """Return each target's own seed."""
+        return {target: (seed + index) % 2**63 for index, target in enumerate(self.targets)}
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -146,7 +173,7 @@ def select_targets(
         include: Only these; a type named here also admits its subclasses, which are otherwise skipped.
         exclude: Not these.
         rank: The smallest even rank a layer can get.
-        seeded: Whether layers will be seeded, so that sketches cost nothing.
+        seeded: Whether the new layers are seeded.
 
     Raises:
         TypeError: If a selector is neither a type, nor a string, nor callable.
@@ -178,8 +205,8 @@ def select_targets(
                 owner = next(m for m in sorted(sharing, key=sound.__contains__) if m is not module)
                 reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
             continue
-        target = _target(tuple(name for module in sharing for name in names[module]), sharing)
-        least = target.numbers(rank, seeded=seeded)
+        target = _target(tuple(name for module in sharing for name in names[module]), sharing, seeded)
+        least = target.numbers(rank)
         if least < target.dense_numbers:
             targets.append(target)
         else:
@@ -190,7 +217,14 @@ def select_targets(
         for module, reason in reasons.items()
         if reason is not None
     ]
-    return Survey(tuple(targets), tuple(skipped))
+    places = [name for several in names.values() for name in several]
+    notes = [
+        f"{role}={one!r} matches no name of model.named_modules()"
+        for role, selectors in (("include", wanted), ("exclude", unwanted))
+        for one in selectors or ()
+        if isinstance(one, str) and not any(fnmatch.fnmatchcase(name, one) for name in places)
+    ]
+    return Survey(tuple(targets), tuple(skipped), notes=tuple(notes))
 
 
 def _selectors(role: str, given: Any) -> tuple[Selector, ...] | None:
@@ -273,13 +307,13 @@ def _refusal(
     return None
 
 
-def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...]) -> Target:
+def _target(names: tuple[str, ...], modules: tuple[nn.Module, ...], seeded: bool) -> Target:
     module = modules[0]
     if isinstance(module, nn.Conv2d):
-        weight = module.weight
-        return Target(names, modules, module.groups, weight[0].numel(), module.out_channels // module.groups)
+        groups, inner = module.groups, module.weight[0].numel()
+        return Target(names, modules, groups, inner, module.out_channels // groups, seeded)
     out, inner = module.weight.shape  # type: ignore[misc]
-    return Target(names, modules, 1, *((out, inner) if is_conv1d(module) else (inner, out)))
+    return Target(names, modules, 1, *((out, inner) if is_conv1d(module) else (inner, out)), seeded)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from torch import nn
 
 from panther.compression.conversion import convert, inherit_flags
 from panther.compression.fits import components, fit_weight
-from panther.compression.moments import Drift, Moments
+from panther.compression.moments import Moments
 from panther.compression.targets import select_targets
 from panther.nn import SKConv2d, SKLinear
 
@@ -94,7 +94,7 @@ def test_fitted_to_drifted_inputs():
     noise = 0.5 * torch.randn(16, 16, dtype=torch.float64)
     z = x + x @ noise * 0.5 + 0.2
     own = Moments(A, mean, None, 600)
-    drift = Drift(z.mT @ z / 600, z.mean(1), x.mT @ z / 600)
+    drift = Moments(z.mT @ z / 600, z.mean(1), None, 600, x.mT @ z / 600)
     exact = model[0](x[0]).detach()
     errors = {}
     for name, found in (

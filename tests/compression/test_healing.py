@@ -5,7 +5,6 @@ import math
 import random
 from collections import OrderedDict
 from functools import cache
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -109,7 +108,7 @@ def test_a_healed_model_is_nearer_to_the_original(match):
     result = healed(model, new, match=match, max_steps=60)
     assert distance(model, new, unseen) < 0.3 * before
     assert result.loss_after < 0.3 * result.loss_before
-    assert (result.steps, result.diverged, result.rollbacks) == (60, False, 0)
+    assert (result.steps, result.diverged) == (60, False)
     assert [step for step, _, held_out in result.history if held_out is not None] == list(range(10, 61, 10))
     best = dict((step, held_out) for step, _, held_out in result.history)[result.best_step]
     assert result.loss_after == best == min(h for _, _, h in result.history if h is not None)
@@ -156,26 +155,19 @@ def test_the_loss_is_finite_where_nothing_varies(shape, value):
     assert math.isfinite(lost_variance(wanted + 1, wanted, None).item())
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "rate", "diverged"), [(8, 4, 30.0, False), (60, 5, 1e4, True)], ids=["worse", "diverged"]
-)
-def test_never_worse_than_at_the_start(steps, every, rate, diverged):
+def test_never_worse_than_at_the_start():
     model, new = compressed()
     before = state(nn.ModuleList(new.values()))
-    result = healed(model, new, max_steps=steps, validate_every_n_steps=every, learning_rate=rate)
-    assert (result.diverged, result.best_step) == (diverged, 0)
+    result = healed(model, new, max_steps=60, validate_every_n_steps=5, learning_rate=30.0)
+    assert (result.steps, result.diverged, result.best_step) == (5, True, 0)
     assert result.loss_after == result.loss_before
     assert same(state(nn.ModuleList(new.values())), before)
-    if diverged:
-        assert result.rollbacks == 3
-        assert result.steps < steps
 
 
-def test_divergence_is_survived_with_a_smaller_rate():
+def test_divergence_ends_healing_at_the_best_point():
     result = healed(*compressed(), max_steps=150, validate_every_n_steps=5, learning_rate=0.3)
-    assert 1 <= result.rollbacks <= 3
-    assert not result.diverged
-    assert result.steps == 150
+    assert result.diverged
+    assert 0 < result.best_step < result.steps < 150
     assert result.loss_after < 0.8 * result.loss_before
 
 
@@ -183,7 +175,7 @@ def test_a_loss_that_is_not_finite_is_divergence():
     model, new = compressed()
     before = state(nn.ModuleList(new.values()))
     result = healed(model, new, batches=[data(1)[0] * math.inf], max_steps=10)
-    assert (result.diverged, result.steps, result.history) == (True, 4, ())
+    assert (result.diverged, result.steps, result.history) == (True, 1, ())
     assert same(state(nn.ModuleList(new.values())), before)
 
 
@@ -301,7 +293,7 @@ def test_float16_gradients_of_any_size(size):
     large = [torch.cat(data(32, torch.float16, seed)) for seed in (1, 2)]
     result = healed(model, new, batches=large[:1], held_out=large[1:], match="output", max_steps=30)
     assert result.loss_after < 0.25 * result.loss_before
-    assert result.rollbacks == 0
+    assert not result.diverged
 
 
 def test_mixed_precision_computes_in_half():
@@ -501,7 +493,8 @@ def test_a_model_that_draws_draws_the_same_for_both_and_in_every_run():
 
 
 def test_the_order_visits_every_batch():
-    indices = [int(index) for index in islice(shuffled(5, 7), 23)]
+    indices = shuffled(5, 23, 7)
+    assert len(indices) == 23
     assert all(sorted(indices[i : i + 5]) == list(range(5)) for i in range(0, 20, 5))
     assert indices[:5] != indices[5:10]
 
@@ -519,16 +512,12 @@ def folder(tmp_path):
         (torch.float32, {}, 3),
         (torch.float32, {"train": "all", "weight_decay": 0.1}, 15),
         (torch.float16, {}, 15),
-        (torch.float32, {"learning_rate": 0.3, "max_steps": 60}, 50),  # with rollbacks
     ],
 )
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, dtype, options, after):
     options = folder(tmp_path) | options
     whole, new = compressed(dtype)
     expected = healed(whole, new, **options | {"checkpoint_dir": None})
-    if "learning_rate" in options:
-        assert expected.rollbacks
-
     steps = 0
 
     def call(model, batch):
@@ -547,7 +536,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, dtype, option
 
 
 @pytest.mark.parametrize("options", [{"max_steps": 12}, {"max_steps": 60, "learning_rate": 1e4}])
-def test_a_run_that_is_finished_or_was_given_up_is_not_run_again(tmp_path, options):
+def test_a_run_that_is_finished_or_diverged_is_not_run_again(tmp_path, options):
     model, new = compressed()
     expected = healed(model, new, **folder(tmp_path) | options)
     again, new = compressed()
@@ -589,13 +578,6 @@ def test_the_checkpoint_of_different_weights_is_refused(tmp_path):
         next(iter(new)).weight[0, 0] += 1e-6
     with pytest.raises(FormatError, match=r"\(the original checksum .* instead of checksum"):
         healed(model, new, **folder(tmp_path) | {"max_steps": 2})
-
-
-@pytest.mark.parametrize("name", ["healing.json", "model.bin"])
-def test_a_folder_with_something_else_is_refused(tmp_path, name):
-    (tmp_path / name).write_text("[]")
-    with pytest.raises(FormatError, match="holds no healing"):
-        healed(*compressed(), checkpoint_dir=tmp_path)
 
 
 # Several processes

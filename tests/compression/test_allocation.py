@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from panther.compression.allocation import byte_limit
-from panther.compression.ranks import (
+from panther.compression.allocation import (
     allocate_global,
     allocate_uniform,
+    byte_limit,
     least_bytes,
     predicted_loss,
-    rank_limit,
+    total_bytes,
 )
 from panther.compression.targets import Survey, select_targets
 from panther.errors import CompressionError
@@ -36,10 +36,6 @@ def tails_of(targets, decay, seed=0):
     return tails
 
 
-def size(ranks):
-    return sum(target.bytes(rank) for target, rank in ranks.items())
-
-
 @pytest.mark.parametrize("budget", [0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("seed", range(4))
 def test_global_is_nearly_the_best_of_all(budget, seed):
@@ -47,11 +43,11 @@ def test_global_is_nearly_the_best_of_all(budget, seed):
     targets = targets_of((16, 12), (20, 16), (12, 24))
     tails = tails_of(targets, 0.3, seed)
     limit = int(budget * sum(target.dense_bytes for target in targets))
-    options = [[*range(2, rank_limit(target) + 1, 2), None] for target in targets]
+    options = [[*range(2, target.largest_rank + 1, 2), None] for target in targets]
     every = (dict(zip(targets, ranks, strict=True)) for ranks in itertools.product(*options))
-    best = min(predicted_loss(tails, ranks) for ranks in every if size(ranks) <= limit)
+    best = min(predicted_loss(tails, ranks) for ranks in every if total_bytes(ranks) <= limit)
     ranks = allocate_global(tails, limit)
-    assert size(ranks) <= limit
+    assert total_bytes(ranks) <= limit
     step = max((tail[r] - tail[r + 2]).item() for tail in tails.values() for r in range(2, len(tail) - 2, 2))
     assert best <= predicted_loss(tails, ranks) <= best + step
 
@@ -70,9 +66,9 @@ def test_fuzz_budgets_are_kept(shapes, budget, decay):
         return
     uniform, best = allocate_uniform(targets, limit), allocate_global(tails, limit)
     for ranks in (uniform, best):
-        assert size(ranks) <= limit
+        assert total_bytes(ranks) <= limit
         for target, rank in ranks.items():
-            assert rank is None or (rank % 2 == 0 and 2 <= rank <= rank_limit(target))
+            assert rank is None or (rank % 2 == 0 and 2 <= rank <= target.largest_rank)
             assert target.bytes(rank) <= target.dense_bytes
     if limit == dense:
         assert set(best.values()) == {None}
@@ -82,7 +78,7 @@ def test_the_smallest_feasible_budget_is_feasible():
     survey = Survey(tuple(targets_of((100, 40), (64, 64))), ())
 
     def limit(budget):
-        return byte_limit(nn.Identity(), survey, budget=budget, max_bytes=None, seeded=False)
+        return byte_limit(nn.Identity(), survey, budget=budget, max_bytes=None)
 
     with pytest.raises(CompressionError) as caught:
         limit(0.01)
