@@ -221,7 +221,7 @@ def test_import_is_light():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = set(run.stdout.split())
     assert "panther.nn.linear" in loaded
-    heavy = {"triton", "sklearn", "matplotlib", "scipy", "panther.distributed", "panther.train", "panther.cli"}
+    heavy = {"triton", "sklearn", "matplotlib", "scipy", "panther.distributed", "panther.train.trainer", "panther.cli"}
     assert loaded & heavy == set()
 
 

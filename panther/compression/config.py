@@ -5,22 +5,24 @@ __all__ = ["HealConfig", "SketchConfig"]
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from panther.errors import ConfigError, check_size
-
-if TYPE_CHECKING:
-    from panther.train import TrainConfig
+from panther.train.config import Settings, TrainConfig
 
 _INITS = ("svd", "lstsq", "random")
-_MATCHES = ("hidden", "output")
-_TRAINS = ("factors", "all")
 _WARM_UP = 0.1  # of all steps of healing
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchConfig:
+class SketchConfig(Settings):
     """How layers are sketched without data.
+
+    Raises:
+        ConfigError: If a setting is unknown, or not given by name.
+        TypeError: If a size is not an integer.
+        ShapeError: If a size is below 1.
+        ValueError: If ``init`` is unknown.
 
     Example:
         >>> SketchConfig(low_rank=64).rank
@@ -48,7 +50,7 @@ class SketchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealConfig:
+class HealConfig(Settings):
     """How a compressed model is healed; settings that a :class:`~panther.train.TrainConfig` has too mean the same.
 
     Raises:
@@ -74,10 +76,10 @@ class HealConfig:
     mixed_precision: Literal["bf16", "fp16"] | None = None
     """Dtype to compute in under autocast; None computes in the model's own."""
 
-    match: str = "hidden"
+    match: Literal["hidden", "output"] = "hidden"
     """``"hidden"``: the outputs of the blocks and of the model. ``"output"``: the model's output only."""
 
-    train: str = "factors"
+    train: Literal["factors", "all"] = "factors"
     """``"factors"``: only the parameters of the new layers. ``"all"``: also every other one that requires grad.
 
     The new layers' are trained also where the model is frozen; the flags are put back afterwards."""
@@ -93,22 +95,13 @@ class HealConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("max_steps", "learning_rate", "validate_every_n_steps"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name}=None must be a number")
+        super().__post_init__()
         self.train_config(seed=0, progress=False)
-        decay = self.weight_decay
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
-            raise ConfigError(f"weight_decay={decay!r} must be a number, at least 0 and finite: use 0 for none")
-        for name, known in (("match", _MATCHES), ("train", _TRAINS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay={self.weight_decay} must be at least 0 and finite: use 0 for none")
 
-    def train_config(self, *, seed: int, progress: bool, scaled: bool = False) -> "TrainConfig":
+    def train_config(self, *, seed: int, progress: bool, scaled: bool = False) -> TrainConfig:
         """Return the Trainer's settings; with ``scaled`` the loss is scaled, as float16 parameters need."""
-        from panther.train.config import TrainConfig  # `import panther` loads nothing of train
-
         saving = self.checkpoint_dir is not None
         return TrainConfig(
             max_steps=self.max_steps,

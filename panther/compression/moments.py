@@ -169,7 +169,7 @@ def gather_moments(
                 )
             sums[target].G[target].baddbmm_(rows.mT, rows)
     runner.sum_([energy])
-    result = {}
+    result: dict[Target, Moments] = {}
     for several in inputs:
         own = sums[several[0]]
         moments = [own.A, own.mean, *own.G.values()]

@@ -1,6 +1,6 @@
 """The settings of a training run, from Python, JSON or TOML."""
 
-__all__ = ["TrainConfig"]
+__all__ = ["Settings", "TrainConfig"]
 
 import dataclasses
 import difflib
@@ -30,7 +30,34 @@ _NAMES_ELSEWHERE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class Settings:
+    """Base of dataclasses of settings, which are given by name and checked against their types."""
+
+    def __new__(cls, *values: Any, **settings: Any) -> Self:
+        """Refuse unknown names before ``__init__`` does, which could not suggest the right one."""
+        known = [entry.name for entry in dataclasses.fields(cls)]
+        if values:
+            named = ", ".join(f"{name}={value!r}" for name, value in zip(known, values, strict=False))
+            raise ConfigError(f"{cls.__name__} takes its settings by name: write {cls.__name__}({named})")
+        for name in settings:
+            if name not in known:
+                near = [_NAMES_ELSEWHERE.get(name, ""), *difflib.get_close_matches(name, known, 1)]
+                suggestion = next((one for one in near if one in known), None)
+                hint = f"did you mean {suggestion!r}?" if suggestion else f"use some of {', '.join(known)}"
+                raise ConfigError(f"{name!r} is not a setting of {cls.__name__}: {hint}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Convert and check every value."""
+        for name, (kind, optional) in _kinds(type(self)).items():  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if not (optional and value is None):
+                # The only way to set a value of a frozen dataclass.
+                object.__setattr__(self, name, _checked(name, value, kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Settings):
     """Settings of a :class:`Trainer`, checked when the object is made and constant afterwards.
 
     Raises:
@@ -166,24 +193,9 @@ class TrainConfig:
     timeout_s: float = 300.0
     """Seconds to wait for other ranks."""
 
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Refuse unknown names before ``__init__`` does, which could not suggest the right one."""
-        known = [entry.name for entry in dataclasses.fields(cls)]
-        for name in settings:
-            if name not in known:
-                near = [_NAMES_ELSEWHERE.get(name, ""), *difflib.get_close_matches(name, known, 1)]
-                suggestion = next(filter(None, near), None)
-                hint = f"did you mean {suggestion!r}?" if suggestion else f"use some of {', '.join(known)}"
-                raise ConfigError(f"{name!r} is not a setting of TrainConfig: {hint}")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         """Convert and check every value, and refuse settings that contradict each other."""
-        for name, (kind, optional) in _kinds().items():
-            value = getattr(self, name)
-            if not (optional and value is None):
-                # The only way to set a value of a frozen dataclass.
-                object.__setattr__(self, name, _checked(name, value, kind))
+        super().__post_init__()
         for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
             if value is not None and not value >= minimum:
@@ -256,7 +268,8 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def asks_for_text(name: str) -> bool:
     """Return whether a setting is, or may be, a string; the command line then does not parse it."""
-    return name in _kinds() and _kinds()[name][0] is str
+    kind, _ = _kinds(TrainConfig).get(name, (None, False))
+    return kind is str
 
 
 _COUNTS = (
@@ -269,10 +282,10 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 
 
 @functools.cache
-def _kinds() -> dict[str, tuple[Any, bool]]:
+def _kinds(settings: type) -> dict[str, tuple[Any, bool]]:
     """Return the type of each setting, and whether it may be None."""
     kinds = {}
-    for name, hint in typing.get_type_hints(TrainConfig).items():
+    for name, hint in typing.get_type_hints(settings).items():
         options = typing.get_args(hint)
         optional = type(None) in options
         kinds[name] = (options[0] if optional else hint, optional)

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import panther as pr
-from panther.errors import CompressionError, NumericalWarning, PerformanceWarning
+from panther.errors import CompressionError, ConfigError, NumericalWarning, PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 
 quick = {"measure_speed": False, "seed": 0}
@@ -368,6 +368,10 @@ def test_sketch_layers():
     assert [entry.reason.partition(":")[0] for entry in report.skipped] == ["would not shrink"]
     with pytest.raises(CompressionError, match="no layer to compress: '0' would not shrink"):
         pr.sketch_layers_(network(), pr.SketchConfig(low_rank=64))
+    with pytest.raises(ConfigError, match=r"by name: write SketchConfig\(num_terms=1, low_rank=16\)"):
+        pr.SketchConfig(1, 16)
+    with pytest.raises(ConfigError, match="'rank' is not a setting of SketchConfig: did you mean 'low_rank'"):
+        pr.SketchConfig(rank=16)
 
 
 class Raises(nn.Module):
@@ -427,6 +431,7 @@ class Listed(nn.Module):
         (network, batches_of, {"method": "svd", "allocate": "global"}, ValueError, "allocate='global' needs method"),
         (network, batches_of, {"include": 3}, TypeError, "include takes types, globs of names and functions, not int"),
         (network, batches_of, {"exclude": nn.Linear}, CompressionError, "no layer to compress: '0' is excluded"),
+        (network, batches_of, {"include": ["9"]}, CompressionError, "no layer to compress: include='9' matches"),
         (lambda: nn.Sequential(nn.ReLU()), batches_of, {}, CompressionError, "it has no weights"),
         (lambda: nn.Linear(48, 48), batches_of, {}, CompressionError, "is the model itself"),
         (lambda: Raises(0), batches_of, {}, CompressionError, "does not run on .*RuntimeError: no more"),
@@ -492,6 +497,16 @@ def test_what_forwards_count_is_put_back():
     pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(max_steps=2), **quick)
     assert model.calls == model.last == 0
     assert model.last is last
+
+
+def test_a_class_is_not_a_model():
+    with pytest.raises(TypeError, match=r"must be an nn.Module, not the class Linear: pass an instance of it"):
+        pr.compress(nn.Linear, 0.5, batches_of())
+
+
+def test_a_glob_that_matches_nothing_is_noted():
+    report = pr.compress(network(), 0.5, method="svd", include=["0", "9"], exclude="head.*", **quick)
+    assert [note.partition(" ")[0] for note in report.notes] == ["include='9'", "exclude='head.*'"]
 
 
 def test_a_lazy_layer_is_not_given_its_weights_by_calibration():

@@ -648,17 +648,19 @@ def test_a_launcher_s_process_that_heals_alone_is_told_so_at_once(monkeypatch):
     [
         ({"max_steps": 0}, "max_steps=0 must be at least 1"),
         ({"max_steps": 2.5}, "max_steps=2.5 must be a whole number, not float"),
-        ({"max_steps": None}, "max_steps=None must be a number"),
+        ({"max_steps": None}, "max_steps=None must be a whole number, not NoneType"),
         ({"validate_every_n_steps": -1}, "validate_every_n_steps=-1 must be at least 1"),
         ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive and finite"),
         ({"learning_rate": "1e-3"}, "learning_rate='1e-3' must be a number, not str"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a number, at least 0 and finite: use 0"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be at least 0 and finite: use 0"),
         ({"weight_decay": math.nan}, "weight_decay=nan must be"),
         ({"gradient_clipping": 0}, "gradient_clipping=0.0 must be positive and finite"),
         ({"mixed_precision": "fp8"}, "'fp8' is unknown: use one of"),
         ({"match": "logits"}, "match='logits' is unknown: use one of 'hidden', 'output'"),
         ({"train": "none"}, "train='none' is unknown: use one of 'factors', 'all'"),
         ({"checkpoint_dir": 3}, "checkpoint_dir=3 must be a string, not int"),
+        ({"steps": 3}, "'steps' is not a setting of HealConfig: did you mean 'max_steps'"),
+        ({"lr": 1e-3}, "did you mean 'learning_rate'"),
     ],
 )
 def test_bad_config(values, match):
