@@ -1,18 +1,21 @@
-"""Check the `layer_configs` that several of the guide's classes take."""
+"""The perceptron of sketched layers that several of the guide's classes build, and the `layer_configs` they take."""
 
-__all__ = ["check_configs"]
+__all__ = ["check_configs", "perceptron"]
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from torch import nn
+
 from panther.errors import ShapeError
+from panther.nn import SKLinear
 
 _KEYS = ("in_features", "out_features", "sketch_size")
 
 
-def check_configs(layer_configs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless every layer has its three sizes, and each layer's input is as wide as the last one's output."""
+def check_configs(layer_configs: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
+    """Return every layer's three sizes, or raise if one is missing or an input is not as wide as the last output."""
     if not layer_configs:
         raise ShapeError("layer_configs is empty and must have at least one layer")
     for index, config in enumerate(layer_configs):
@@ -24,3 +27,14 @@ def check_configs(layer_configs: Sequence[Mapping[str, Any]]) -> None:
                 f"layer_configs[{index}] gives {before['out_features']} features and layer_configs[{index + 1}] takes "
                 f"{after['in_features']}: make them equal"
             )
+    return [(config["in_features"], config["out_features"], config["sketch_size"]) for config in layer_configs]
+
+
+def perceptron(sizes: Iterable[tuple[int, int, int]]) -> nn.Sequential:
+    """Build SKLinears of the given inputs, outputs and sketch sizes, with ReLU between them."""
+    model = nn.Sequential()
+    for n_in, n_out, sketch_size in sizes:
+        if model:
+            model.append(nn.ReLU())
+        model.append(SKLinear(n_in, n_out, sketch_size))
+    return model

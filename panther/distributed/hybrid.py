@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from panther.distributed._layer_configs import check_configs
+from panther.distributed._layer_configs import check_configs, perceptron
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import require_process_group, transport
@@ -33,7 +33,6 @@ from panther.distributed.tensor.parallelize import (
     shard_model_,
 )
 from panther.errors import DistributedError, ShapeError, check_size
-from panther.nn import SKLinear
 
 _DATA_PARALLEL = ("fsdp", "replicate", "ddp")
 
@@ -291,11 +290,4 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 def _perceptron(model_config: Mapping[str, Any]) -> nn.Sequential:
     if set(model_config) != {"layers"}:
         raise ValueError(f"model_config must be a module or have the key 'layers', and has {', '.join(model_config)}")
-    layers = model_config["layers"]
-    check_configs(layers)
-    model = nn.Sequential()
-    for config in layers:
-        if model:
-            model.append(nn.ReLU())
-        model.append(SKLinear(config["in_features"], config["out_features"], config["sketch_size"]))
-    return model
+    return perceptron(check_configs(model_config["layers"]))

@@ -86,7 +86,7 @@ def test_ten_steps_are_those_of_one_process(n, sketched):
         assert report["head"].action == "replicated"
         assert (
             report["stack.4"].reason
-            == "no linear layer follows or precedes it with only elementwise functions between the two"
+            == "no linear layer is known to follow or precede it with only elementwise functions between"
         )
         owners = {name.rpartition(".")[0] for name in weights}
         assert set(report) == owners  # every module that has parameters
@@ -173,7 +173,7 @@ def test_what_is_replicated_and_what_is_refused():
         ):
             with pytest.raises(TypeError, match=re.escape(message)):
                 tensor_parallel(*arguments)
-    no_partner = "no linear layer follows or precedes it with only elementwise functions between the two"
+    no_partner = "no linear layer is known to follow or precede it with only elementwise functions between"
     assert reasons["narrow.0"] == "has only 1 features, too few for 2 ranks"
     assert reasons["twice.0"] == reasons["twice.2"] == reasons["again.2"] == "is used in several places of the model"
     assert reasons["softmax.0"] == reasons["softmax.2"] == no_partner

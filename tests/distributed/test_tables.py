@@ -141,7 +141,7 @@ def test_what_shares_a_weight():
     assert kept
     assert small == [
         "its 20 rows are fewer than 4096",
-        "no linear layer follows or precedes it with only elementwise functions between the two",
+        "no linear layer is known to follow or precede it with only elementwise functions between",
     ]
     assert block == ["shares a parameter with another layer"] * 2
     assert scaled[0] == "has max_norm, scale_grad_by_freq or sparse gradients"
@@ -212,7 +212,7 @@ def test_every_module_with_parameters_is_in_the_report(n):
         assert reasons["conv"] == reasons["sketched_conv"] == "channels of convolutions are not sharded"
         assert (
             reasons["single"]
-            == "no linear layer follows or precedes it with only elementwise functions between the two"
+            == "no linear layer is known to follow or precede it with only elementwise functions between"
         )
         assert reasons["encoder.self_attn.out_proj"] == "with 'encoder.self_attn'"
         assert reasons["recurrent"].endswith("plain tensors, because it keeps tensors in other attributes too")

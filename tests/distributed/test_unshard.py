@@ -84,3 +84,31 @@ def test_what_is_exported_is_the_plain_model(tmp_path):
     loaded = panther.load_compressed(tmp_path / "model", Kinds(7))
     for out in outputs:
         torch.testing.assert_close(out, loaded(x).detach())
+
+
+def test_replicated_sketched_layers_take_fitted_ones():
+    """Their sketches become DTensors as their factors are, and their dense weight is that of the plain layer."""
+
+    def build(seed, fitted):
+        torch.manual_seed(seed)
+        if fitted:
+            dense = nn.Conv1d(24, 24, 3), nn.Linear(24, 24)
+            return nn.Sequential(SKConv1d.from_conv(dense[0], 1, 2), SKLinear.from_linear(dense[1], 1, 2))
+        return nn.Sequential(SKConv1d(24, 24, 3, num_terms=1, low_rank=2), SKLinear(24, 24, 2).pack_())
+
+    x = torch.randn(2, 24, 26, generator=torch.Generator().manual_seed(0))
+
+    def rank():
+        model = build(dist.get_rank(), fitted=False)
+        tensor_parallel(model, make_mesh(tp=2)["tp"])
+        seeded = model(x).detach(), [layer.weight.detach() for layer in model]
+        model.load_state_dict(build(7, fitted=True).state_dict())
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        return seeded, (model(x).detach(), [model[0].to_conv().weight.detach(), model[1].to_linear().weight.detach()])
+
+    plain = [build(0, fitted=False), build(7, fitted=True)]
+    for found in on_ranks(rank):
+        for (out, weights), model in zip(found, plain, strict=True):
+            torch.testing.assert_close(out, model(x).detach())
+            for weight, layer in zip(weights, model, strict=True):
+                torch.testing.assert_close(weight, layer.weight.detach())

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from panther.distributed._layer_configs import perceptron
 from panther.errors import PerformanceWarning, ShapeError
-from panther.nn import SKLinear
 
 
 class DistributedSketchedModel(nn.Module):
@@ -38,7 +38,7 @@ class DistributedSketchedModel(nn.Module):
 
     Example:
         >>> model = DistributedSketchedModel(1024, [512, 256], 10, [0.02, 0.02, 0.01])
-        >>> [layer.low_rank for layer in model.model if isinstance(layer, SKLinear)]
+        >>> [layer.low_rank for layer in model.model[::2]]
         [20, 10, 2]
     """
 
@@ -59,29 +59,18 @@ class DistributedSketchedModel(nn.Module):
             raise ShapeError(f"sketch_ratios={list(sketch_ratios)} must all be positive numbers")
         ratios = [*sketch_ratios, sketch_ratios[-1]][:layers]
         widths = [input_size, *hidden_sizes, output_size]
-        self.model = nn.Sequential()
-        with warnings.catch_warnings():
+        sizes = [(n, m, max(1, int(n * ratio))) for n, m, ratio in zip(widths, widths[1:], ratios, strict=False)]
+        with warnings.catch_warnings():  # one warning for the model, in place of one for each layer
             warnings.simplefilter("ignore", PerformanceWarning)
-            for n_in, n_out, ratio in zip(widths, widths[1:], ratios, strict=False):
-                if self.model:
-                    self.model.append(nn.ReLU())
-                self.model.append(SKLinear(n_in, n_out, max(1, int(n_in * ratio))))
-        self._warn_of_losses()
-
-    def _warn_of_losses(self) -> None:
-        counts = [
-            (2 * (layer.S1.numel() + layer.S2.numel()), layer.in_features * layer.out_features)
-            for layer in self.model
-            if isinstance(layer, SKLinear)
-        ]
-        large = sum(ours >= dense for ours, dense in counts)
-        if large:
-            ours, dense = (sum(column) for column in zip(*counts, strict=True))
+            self.model = perceptron(sizes)
+        dense = [n * m for n, m, _ in sizes]
+        ours = [2 * (n + m) * sketch_size for n, m, sketch_size in sizes]
+        if large := sum(sketched >= plain for sketched, plain in zip(ours, dense, strict=True)):
             warnings.warn(
-                f"{large} of {len(counts)} layers multiply by no fewer numbers than dense ones; the model by {ours:,}, "
-                f"a dense one by {dense:,}: use smaller sketch_ratios",
+                f"{large} of {len(sizes)} layers multiply by no fewer numbers than dense ones; the model by "
+                f"{sum(ours):,}, a dense one by {sum(dense):,}: use smaller sketch_ratios",
                 PerformanceWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,29 +6,28 @@ Every rank projects, attends and projects back with its own heads, and the outpu
 __all__ = ["HeadwiseMultiheadAttention", "HeadwiseRandAttention", "heads_refusal", "shard_heads_"]
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from panther.distributed.comm.collectives import all_gather, all_reduce, sum_in_backward
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._module import (
     ShardedModule,
-    check_mesh,
+    become_,
     distribute,
     local_parameters,
     local_tensor,
     shard_parameter_,
 )
-from panther.distributed.tensor.unshard import remember_
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention
 from panther.nn._attention import orthogonal_gaussian
-from panther.nn._sketched import keep_own_forward
 
 
 class HeadwiseAttention(ShardedModule):
@@ -51,8 +50,8 @@ class HeadwiseAttention(ShardedModule):
 class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
     """Random-feature attention, sharded by heads. Each rank draws the random directions of its own heads."""
 
-    placements: ClassVar[dict[str, Placement]] = {
-        **dict.fromkeys(("Wq", "Wk", "Wv", "bq", "bk", "bv"), Shard(0)), "W0": Shard(1), "b0": Replicate(),
+    placements: ClassVar[Mapping[str, Placement]] = {
+        **dict.fromkeys(("Wq", "Wk", "Wv", "bq", "bk", "bv"), Shard(0)), "W0": Shard(1),
     }  # fmt: skip
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -92,6 +91,10 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
     each rank uses its heads' rows, and the gradient is summed. The output projection is sharded.
     """
 
+    placements: ClassVar[Mapping[str, Placement]] = {
+        **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), Shard(0)), "out_proj.weight": Shard(1),
+    }  # fmt: skip
+
     def forward(
         self,
         query: Tensor,
@@ -124,7 +127,10 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
             logits = q @ k.mT / math.sqrt(self.head_dim)
             weights = F.dropout((logits if mask is None else logits + mask).softmax(-1), dropout)
             attended = weights @ v
-            weights = self._of_all_heads(weights, average_attn_weights)
+            if average_attn_weights:
+                weights = all_reduce(weights.sum(1) / self.num_heads, group=self.tp_group)
+            else:
+                weights = all_gather(weights, 1, self.tp_group)
             weights = weights if batched else weights[0]
         else:
             attended = F.scaled_dot_product_attention(q, k, v, mask, dropout)
@@ -160,11 +166,6 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
             total = added if total is None else total + added
         return total
 
-    def _of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
-        if average:
-            return all_reduce(weights.sum(1) / self.num_heads, group=self.tp_group)
-        return all_gather(weights, 1, self.tp_group)
-
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Any:
     if mask.dtype is torch.bool:
@@ -173,33 +174,17 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Any:
 
 
 def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Shard an attention that is equal on all ranks of a one-dimensional mesh by heads, in place; nothing is sent.
-
-    Raises:
-        TypeError: If its heads cannot be sharded.
-        ShapeError: If its heads are not a multiple of the ranks, or the mesh has several dimensions.
-    """
-    check_mesh(mesh)
+    """Shard an attention that is equal on all ranks by heads, in place; nothing is sent."""
     if reason := heads_refusal(module, mesh.size()):
         raise (ShapeError if "ranks" in reason else TypeError)(f"{type(module).__name__} {reason}")
     heads = chunk_ranges(module.num_heads, mesh.size())[mesh.get_local_rank()]  # type: ignore[arg-type]
-    remember_(module, ("tp_mesh", "local_heads", "summed"))
-    if isinstance(module, RandMultiHeadAttention):
-        module.__class__ = HeadwiseRandAttention  # in place, see ShardedModule
-        parameters = [(module, name, placement) for name, placement in HeadwiseRandAttention.placements.items()]
-        if module.directions is not None:
-            module.directions = distribute(module.directions, mesh, Shard(0))
-    else:
-        module.__class__ = HeadwiseMultiheadAttention
-        rows: list[Any] = [(module, name, Shard(0)) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
-        packed: list[Any] = [(module, name, Replicate()) for name in ("in_proj_weight", "in_proj_bias")]
-        output: list[Any] = [(module.out_proj, "weight", Shard(1)), (module.out_proj, "bias", Replicate())]
-        parameters = rows + packed + output
-        module.register_forward_pre_hook(keep_own_forward)
-    assert isinstance(module, HeadwiseAttention)
-    module.tp_mesh, module.local_heads = mesh, heads
-    for owner, name, placement in parameters:
-        shard_parameter_(owner, name, mesh, placement)
+    kind = HeadwiseRandAttention if isinstance(module, RandMultiHeadAttention) else HeadwiseMultiheadAttention
+    become_(module, kind, mesh, local_heads=heads)
+    for name in [name for name, _ in module.named_parameters()]:
+        owner, _, own_name = name.rpartition(".")
+        shard_parameter_(module.get_submodule(owner), own_name, mesh, kind.placement(name))
+    if isinstance(module, RandMultiHeadAttention) and module.directions is not None:
+        module.directions = distribute(module.directions, mesh, Shard(0))
     return module
 
 

@@ -39,6 +39,11 @@ class Layouts:
         return _other_dim(self.output)
 
     @property
+    def shards_sequence(self) -> bool:
+        """Whether input or output is sharded along a dimension before the features."""
+        return self.input_dim is not None or self.output_dim is not None
+
+    @property
     def group(self) -> Any:
         """The ranks of the mesh."""
         return self.mesh.get_group()
@@ -47,10 +52,6 @@ class Layouts:
         """Return the local tensor of an input that is replicated, or sharded along ``input_dim``."""
         dim = self.input_dim
         return self._local(x, Replicate() if dim is None else Shard(_checked(dim, x)))
-
-    def take_indices(self, x: Tensor) -> Tensor:
-        """Return replicated indices."""
-        return self._local(x, Replicate())
 
     def gather_or_sum_in_backward(self, x: Tensor) -> Tensor:
         """Gather a tensor along ``input_dim``; without one it is replicated, and gradients are summed over the ranks.

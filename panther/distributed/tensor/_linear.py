@@ -13,7 +13,6 @@ Parameters are DTensors, so that checkpoints and gradient norms know the full te
 __all__ = [
     "ColwiseLinear",
     "ColwiseSKLinear",
-    "ReplicatedSKLinear",
     "RowwiseLinear",
     "RowwiseSKLinear",
     "ShardedLayer",
@@ -22,40 +21,38 @@ __all__ = [
 ]
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._layouts import Layouts
-from panther.distributed.tensor._module import ShardedModule, check_mesh, distribute, no_view, shard_parameter_
-from panther.distributed.tensor.unshard import remember_, unshard_module
+from panther.distributed.tensor._module import (
+    ShardedModule,
+    ShardedSketchedModule,
+    become_,
+    no_view,
+    shard_parameter_,
+)
 from panther.nn import SKLinear
-from panther.nn._sketched import keep_own_forward
-from panther.nn.functional import sketched_linear
 from panther.sketch import signs
-
-_REPLICATE = Replicate()
 
 
 class ShardedLayer(ShardedModule):
     """Base of all layers here. :func:`shard_layer_` makes them from plain layers; they are never constructed."""
 
-    placements: ClassVar[Mapping[str, Placement]]
-    """Of every parameter and sketch."""
-    size_name: ClassVar[str | None]
-    """The attribute with the size that is sharded; None if none is."""
+    size_name: ClassVar[str]
+    """The attribute with the size that is sharded."""
     local_range: range
     """This rank's outputs, inputs or rows."""
     layouts: Layouts
-
-    def parameters_to_sum(self) -> tuple[str, ...]:
-        """Return the parameters whose gradient each rank computes a part of, because the sequence is sharded."""
-        return ()
+    seen_in_parts: ClassVar[tuple[str, ...]] = ()
+    """Replicated parameters whose gradients are summed if a dimension before the features is sharded outside of the
+    layer: each rank uses them for a part of the sequence."""
 
 
 class ColwiseLinear(ShardedLayer, nn.Linear):
@@ -75,13 +72,10 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
 class RowwiseLinear(ShardedLayer, nn.Linear):
     """A dense layer whose inputs are sharded."""
 
-    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1), "bias": _REPLICATE}
+    placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
     action = "inputs sharded"
     size_name = "in_features"
-
-    def parameters_to_sum(self) -> tuple[str, ...]:
-        """Return the bias if the output's sequence is sharded: it is then added on a part of the rows."""
-        return () if self.layouts.output_dim is None else ("bias",)
+    seen_in_parts = ("bias",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
@@ -99,7 +93,7 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map indices to vectors."""
-        input = self.layouts.take_indices(input)
+        input = self.layouts.take(input)
         # An index that no rank has stays as it is, so that the lookup fails on every rank.
         elsewhere = (input >= 0) & (input < self.local_range.start)
         # Computed without branches on values, which would synchronise with the device.
@@ -112,32 +106,12 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
         return self.layouts.give(self.layouts.scatter_or_sum(partial), partial.shape)
 
 
-class ShardedSKLinear(ShardedLayer, SKLinear):
+class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
     """Base of the sketched layers. A rank draws only its shard of the sketches."""
-
-    def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
-        """Make the layer fitted, with the given full sketches, equal on every rank, which are sharded."""
-        mesh, sharded = self.tp_mesh, dict[str, Tensor]()
-        for name, value in sketches.items():
-            if isinstance(value, DTensor):
-                sharded[name] = value.redistribute(mesh, [self.placements[name]])
-            else:
-                sharded[name] = distribute(value, mesh, self.placements[name])
-        super().set_fitted_(sharded)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, also the full sketches of a fitted layer into a seeded one, whose own are not DTensors."""
-        for name, shape in self.sketch_shapes().items():
-            given, own = state_dict.get(prefix + name), getattr(self, name)
-            if isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
-                continue
-            if given.shape == torch.Size(shape):
-                state_dict[prefix + name] = distribute(given, self.tp_mesh, self.placements[name])
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows, cols = (range(size) for size in self.sketch_shapes()[name])
-        if isinstance(placement := self.placements[name], Shard):
+        if isinstance(placement := self.placement(name), Shard):
             rows, cols = (self.local_range, cols) if placement.dim == 0 else (rows, self.local_range)
         stream = self.sketch_names.index(name)
         return signs(self.seed, stream, rows, cols, dtype=dtype, device=device)  # type: ignore[arg-type]
@@ -154,30 +128,14 @@ class ShardedSKLinear(ShardedLayer, SKLinear):
         y = h1 @ (self.local("U1").to(h1.dtype) * self.scale) + h2 @ self.local("S2")
         return y if self.bias is None else y + self.local("bias").to(y.dtype)  # narrower under autocast
 
-    @property
-    def weight(self) -> Tensor:  # (out, in)
-        """The dense weight, full; every rank must ask for it."""
-        return unshard_module(self).weight  # type: ignore[return-value]
-
-    def to_linear(self) -> nn.Linear:
-        """Return the dense layer, full; every rank must call it."""
-        return unshard_module(self).to_linear()  # type: ignore[operator]
-
 
 class ColwiseSKLinear(ShardedSKLinear):
     """A sketched layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
-    placements: ClassVar[Mapping[str, Placement]] = {
-        "S1": _REPLICATE, "U2": _REPLICATE, "S2": Shard(1), "U1": Shard(1), "bias": Shard(0),
-    }  # fmt: skip
+    placements: ClassVar[Mapping[str, Placement]] = {"S2": Shard(1), "U1": Shard(1), "bias": Shard(0)}
     action = "outputs sharded"
     size_name = "out_features"
-
-    def parameters_to_sum(self) -> tuple[str, ...]:
-        """Return the factors that see a part of the sequence."""
-        if self.layouts.input_dim is None:
-            return ()
-        return ("S1", "U2") if self.is_fitted else ("S1",)
+    seen_in_parts = ("S1", "U2")
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
@@ -188,17 +146,10 @@ class ColwiseSKLinear(ShardedSKLinear):
 class RowwiseSKLinear(ShardedSKLinear):
     """A sketched layer whose inputs are sharded: this rank's part of ``(*, in)`` to ``(*, out)``."""
 
-    placements: ClassVar[Mapping[str, Placement]] = {
-        "S1": Shard(0), "U2": Shard(0), "S2": _REPLICATE, "U1": _REPLICATE, "bias": _REPLICATE,
-    }  # fmt: skip
+    placements: ClassVar[Mapping[str, Placement]] = {"S1": Shard(0), "U2": Shard(0)}
     action = "inputs sharded"
     size_name = "in_features"
-
-    def parameters_to_sum(self) -> tuple[str, ...]:
-        """Return the factors that see a part of the sequence."""
-        if self.layouts.output_dim is None:
-            return ()
-        return ("S2", "bias", "U1") if self.is_fitted else ("S2", "bias")
+    seen_in_parts = ("S2", "U1", "bias")
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
@@ -206,48 +157,23 @@ class RowwiseSKLinear(ShardedSKLinear):
         return self.layouts.give(self.expanded(self.layouts.scatter_or_sum(h)), h.shape)
 
 
-class ReplicatedSKLinear(ShardedSKLinear):
-    """A sketched layer whose factors are all replicated."""
-
-    placements: ClassVar[Mapping[str, Placement]] = dict.fromkeys(("S1", "U2", "S2", "U1", "bias"), _REPLICATE)
-    size_name = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map the full input to the full output."""
-        S1, S2, U1, U2, bias = (self.local(name) for name in ("S1", "S2", "U1", "U2", "bias"))
-        return no_view(sketched_linear(input, S1, U1.to(S1.dtype), S2, U2.to(S1.dtype), bias, scale=self.scale))
-
-
 def shard_layer_(
     layer: nn.Module, mesh: DeviceMesh, kind: type[ShardedLayer], layouts: Layouts | None = None
 ) -> ShardedLayer:
-    """Shard a layer that is equal on all ranks of a one-dimensional mesh, in place; nothing is sent.
-
-    Raises:
-        ShapeError: If there are fewer outputs, inputs or rows than ranks, or the mesh has several dimensions.
-        TypeError: If the layer is not a plain SKLinear, nn.Linear or nn.Embedding, for example sharded already.
-    """
-    if type(layer) not in (SKLinear, nn.Linear, nn.Embedding):
-        raise TypeError(f"only a plain SKLinear, Linear or Embedding can be sharded, not a {type(layer).__name__}")
-    check_mesh(mesh)
-    size = None if kind.size_name is None else getattr(layer, kind.size_name)
-    local_range = range(0) if size is None else chunk_ranges(size, mesh.size())[mesh.get_local_rank()]
+    """Shard a plain SKLinear, nn.Linear or nn.Embedding that is equal on all ranks, in place; nothing is sent."""
+    local_range = chunk_ranges(getattr(layer, kind.size_name), mesh.size())[mesh.get_local_rank()]
     if isinstance(layer, SKLinear) and layer.packed:
         layer.unpack_()  # packed signs cannot be sharded at every column
-    seed = layer.seed if isinstance(layer, SKLinear) else None
-    remember_(layer, ("tp_mesh", "local_range", "layouts", "summed"))
-    # In place: the layer stays the same object for its parents, its hooks and whoever else holds it.
-    layer.__class__ = kind
-    assert isinstance(layer, ShardedLayer)
-    layer.tp_mesh, layer.local_range, layer.layouts = mesh, local_range, layouts or Layouts(mesh)
-    layer.summed = layer.parameters_to_sum()
+    layouts = layouts or Layouts(mesh)
+    summed = kind.seen_in_parts if layouts.shards_sequence else ()
+    become_(layer, kind, mesh, local_range=local_range, layouts=layouts, summed=summed)
+    sketches = layer.sketch_names if isinstance(layer, SKLinear) else ()
     for name in tuple(layer._parameters):
-        if not (isinstance(layer, SKLinear) and name in layer.sketch_names):
-            shard_parameter_(layer, name, mesh, layer.placements[name])
-    if not isinstance(layer, SKLinear):
-        layer.register_forward_pre_hook(keep_own_forward)  # an SKLinear has one already
-    elif seed is None:
-        layer.set_fitted_({name: getattr(layer, name).detach() for name in layer.sketch_names})
-    else:
-        layer.set_seeded_(seed)
-    return layer
+        if name not in sketches:
+            shard_parameter_(layer, name, mesh, kind.placement(name))
+    if isinstance(layer, SKLinear):
+        if layer.seed is None:
+            layer.set_fitted_({name: getattr(layer, name).detach() for name in sketches})
+        else:
+            layer.set_seeded_(layer.seed)
+    return layer  # type: ignore[return-value]

@@ -1,13 +1,13 @@
 """Modules of a tensor-parallel model: their parameters are DTensors, and they compute with the local tensors.
 
-A module changes its class, not its name or place, so that references to it, its hooks and its state_dict stay valid. It
-records what it was (:func:`panther.distributed.tensor.unshard.remember_`). Nothing here sends anything: whoever calls
-these functions has made the model equal on all ranks of the mesh.
+A module changes its class, not its name or place, so that references to it, its hooks and its state_dict stay valid.
+Nothing here sends anything: whoever calls these functions has made the model equal on all ranks of the mesh.
 """
 
 __all__ = [
     "ShardedModule",
-    "check_mesh",
+    "ShardedSketchedModule",
+    "become_",
     "distribute",
     "local_parameters",
     "local_tensor",
@@ -18,10 +18,11 @@ __all__ = [
 
 import copyreg
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,8 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from panther.distributed.comm.collectives import sum_in_backward
 from panther.distributed.tensor.unshard import remember_, unshard_module
-from panther.errors import ShapeError
-from panther.nn._sketched import keep_own_forward
+from panther.nn._sketched import SketchedModule, keep_own_forward
 
 # Their own forward reads the parameters of their children.
 _READS_CHILDREN = (nn.MultiheadAttention,)
@@ -42,6 +42,8 @@ class ShardedModule(nn.Module):
 
     action: ClassVar[str] = "replicated"
     """What was done to the module, for the report."""
+    placements: ClassVar[Mapping[str, Placement]] = {}
+    """Of the parameters and sketches that are sharded; all others are replicated."""
     tp_mesh: DeviceMesh
     summed: tuple[str, ...] = ()
     """Replicated parameters whose gradient has to be summed over the ranks, because each computes a part of it."""
@@ -50,6 +52,11 @@ class ShardedModule(nn.Module):
     def tp_group(self) -> dist.ProcessGroup:
         """The ranks of the mesh."""
         return self.tp_mesh.get_group()
+
+    @classmethod
+    def placement(cls, name: str) -> Placement:
+        """Return the placement of a parameter or sketch."""
+        return cls.placements.get(name, Replicate())
 
     def local(self, name: str) -> Any:
         """Return this rank's shard of a parameter or buffer, differentiably; None if there is none."""
@@ -68,6 +75,51 @@ class ShardedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class ShardedSketchedModule(ShardedModule, SketchedModule):
+    """A sketched module: its fitted sketches are DTensors too."""
+
+    def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
+        """Make the layer fitted, with the given full sketches, equal on every rank, which are sharded."""
+        sharded = dict[str, Tensor]()
+        for name, value in sketches.items():
+            if isinstance(value, DTensor):
+                sharded[name] = value.redistribute(self.tp_mesh, [self.placement(name)])
+            else:
+                sharded[name] = distribute(value, self.tp_mesh, self.placement(name))
+        super().set_fitted_(sharded)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, also the full sketches of a fitted layer into a seeded one, whose own are not DTensors."""
+        for name, shape in self.sketch_shapes().items():
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
+                continue
+            if given.shape == torch.Size(shape):
+                state_dict[prefix + name] = distribute(given, self.tp_mesh, self.placement(name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, full; every rank must ask for it."""
+        return unshard_module(self).weight  # type: ignore[return-value]
+
+    def _to_dense(self) -> Any:
+        return unshard_module(self)._to_dense()  # type: ignore[operator]
+
+
+def become_(module: nn.Module, kind: type[ShardedModule], mesh: DeviceMesh, **attributes: Any) -> Any:
+    """Change a module's class, and record for :func:`unshard_module` what it was.
+
+    In place: the module stays the same object for its parents, its hooks and whoever else holds it.
+    """
+    remember_(module, ("tp_mesh", "summed", *attributes))
+    module.__class__ = kind
+    vars(module).update(tp_mesh=mesh, **attributes)
+    if keep_own_forward not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(keep_own_forward)
+    return module
+
+
 def local_tensor(tensor: Any) -> Any:
     """Return this rank's shard of a DTensor; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -76,14 +128,6 @@ def local_tensor(tensor: Any) -> Any:
 def no_view(output: Tensor) -> Tensor:
     """Return the output, or a copy of a view: FSDP2's backward hook is lost if a view is changed in place."""
     return output.clone() if output._is_view() else output
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise ShapeError unless the mesh has one dimension."""
-    if mesh.ndim != 1:
-        raise ShapeError(
-            f"a layer is sharded over one mesh axis, and the mesh has {mesh.mesh_dim_names}: use mesh['tp']"
-        )
 
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -120,17 +164,10 @@ def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: A
 
 
 def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str:
-    """Put a module's own parameters on the mesh, replicated, in place.
+    """Put a module's own parameters on the mesh, replicated, in place, and return what was done, for a report.
 
-    A gradient norm over all parameters of a model needs them on one mesh.
-
-    Args:
-        module: Any module.
-        mesh: Of one dimension.
-        summed: Whether gradients have to be summed over the ranks, because ranks see different inputs.
-
-    Returns:
-        What was done, for a report.
+    A gradient norm over all parameters of a model needs them on one mesh. With ``summed``, gradients are summed over
+    the ranks, because each rank sees different inputs.
     """
     if reason := _must_stay_plain(module):
         return f"replicated on every rank; its parameters stay plain tensors, because {reason}"
@@ -138,19 +175,21 @@ def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str
     for owner in owners:
         for name in tuple(owner._parameters):
             shard_parameter_(owner, name, mesh, Replicate())
-    remember_(module, ("tp_mesh", "summed"))
-    # In place: the module stays the same object for its parents, its hooks and whoever else holds it.
-    module.__class__ = _replicated_class(type(module))  # type: ignore[arg-type]  # of metaclasses, its __hash__
-    module.tp_mesh = mesh  # type: ignore[assignment]
-    module.summed = tuple(module._parameters) if summed else ()  # type: ignore[assignment]
-    module.register_forward_pre_hook(keep_own_forward)
+    kind = _replicated_class(type(module))  # type: ignore[arg-type]  # of metaclasses, its __hash__
+    become_(module, kind, mesh, summed=tuple(module._parameters) if summed else ())
     return "replicated on every rank"
 
 
 def _must_stay_plain(module: nn.Module) -> str | None:
     if type(module).forward is nn.Module.forward or "forward" in vars(module):
         return "other modules read them"
-    held = [leaf for key, value in vars(module).items() if not key.startswith("_forward") for leaf in _leaves(value)]
+    known = module.sketch_names if isinstance(module, SketchedModule) else ()  # packed ones are such tensors
+    held = [
+        leaf
+        for key, value in vars(module).items()
+        if not key.startswith("_forward") and key not in known
+        for leaf in _leaves(value)
+    ]
     own = {id(tensor) for values in (module._parameters, module._buffers) for tensor in values.values()}
     # nn.LSTM and similar modules keep their weights in a list beside _parameters, which would go stale.
     if any(isinstance(leaf, Tensor) and id(leaf) not in own for leaf in held) or "_flat_weights" in vars(module):
@@ -163,7 +202,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 @functools.cache
-def _replicated_class(plain: type[nn.Module]) -> type[nn.Module]:
+def _replicated_class(plain: type[nn.Module]) -> type[ShardedModule]:
     """Make the class whose forward sees local tensors, or, given DTensors, the DTensors."""
 
     @functools.wraps(plain.forward)
@@ -183,15 +222,9 @@ def _replicated_class(plain: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     body = {"forward": forward, "__reduce_ex__": reduce, "__doc__": plain.__doc__, "__module__": __name__}
-    if hasattr(plain, "to_conv"):  # of sketched convolutions, which reads all parameters
-        body["to_conv"] = _to_conv
-    made: type[nn.Module] = type(f"Replicated{plain.__name__}", (ShardedModule, plain), body)
+    base = ShardedSketchedModule if issubclass(plain, SketchedModule) else ShardedModule
+    made: type[ShardedModule] = type(f"Replicated{plain.__name__}", (base, plain), body)
     return made
-
-
-def _to_conv(self: Any) -> nn.Module:
-    """Return the dense convolution; every rank must call it."""
-    return unshard_module(self).to_conv()  # type: ignore[operator]
 
 
 def _new_replicated(plain: type[nn.Module]) -> nn.Module:

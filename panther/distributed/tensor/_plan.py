@@ -19,31 +19,23 @@ from torch.nn.modules.conv import _ConvNd
 
 from panther.distributed.tensor._attention import heads_refusal
 from panther.distributed.tensor._elementwise import is_elementwise, reason_against_pair
-from panther.distributed.tensor._transformers import declared_blocks, known_attention
+from panther.distributed.tensor._transformers import declared_blocks, is_linear, known_attention
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
-from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d, SKLinear
+from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
 
 # Feed-forward blocks by the names of their layers: those that widen, which are sharded column-wise, and the one that
 # narrows. Which blocks have only elementwise functions between them is known by their class (`_elementwise.py`).
 _FEED_FORWARD = (
     (("linear1",), "linear2"),  # torch
-    (("gate_proj", "up_proj"), "down_proj"),  # Llama and its relatives
-    (("up_proj",), "down_proj"),
-    (("w1", "w3"), "w2"),
-    (("w1",), "w2"),
-    (("fc1",), "fc2"),
-    (("lin1",), "lin2"),
-    (("up",), "down"),
-    (("intermediate.dense",), "output.dense"),  # BERT
-    (("dense_h_to_4h",), "dense_4h_to_h"),  # GPT-NeoX
-    (("wi_0", "wi_1"), "wo"),  # T5
+    (("fc1",), "fc2"),  # BART, CLIP, OPT, ViT, Whisper
+    (("lin1",), "lin2"),  # DistilBERT
+    (("intermediate.dense",), "output.dense"),  # BERT, ELECTRA, RoBERTa
+    (("wi_0", "wi_1"), "wo"),  # T5, with a gate and without
     (("wi",), "wo"),
-    (("c_fc",), "c_proj"),
 )
 _CONVOLUTIONS = (_ConvNd, SKConv1d, SKConv2d, SKConv3d)
-_LINEAR = (nn.Linear, SKLinear)
-_NO_PARTNER = "no linear layer follows or precedes it with only elementwise functions between the two"
+_NO_PARTNER = "no linear layer is known to follow or precede it with only elementwise functions between"
 
 _LARGE = 4096
 """Rows of an embedding, or outputs of a layer without a partner, from which sharding saves more than it costs."""
@@ -107,8 +99,7 @@ def plan_automatically(model: nn.Module, ranks: int) -> Plan:
     for planner in (_plan_attention, _plan_known_blocks, _plan_pairs, _plan_many_rows):
         plan |= planner(survey, plan)
     for name, module in modules.items():
-        # Exact types: a subclass may have a forward that the sharded layer would replace.
-        if type(module) in _LINEAR:
+        if is_linear(module):
             plan.setdefault(name, ModulePlan(_NO_PARTNER))
         elif isinstance(module, _CONVOLUTIONS):
             plan.setdefault(name, ModulePlan("channels of convolutions are not sharded"))
@@ -137,7 +128,7 @@ def _plan_known_blocks(survey: _Survey, plan: Plan) -> Plan:
         # transformers repeats the plan of a model in every model that contains it.
         if any(_is_sharded(found, name) for name in block.layers):
             continue
-        if refusal := block.reason if block.refused else survey.obstacle(*block.layers):
+        if refusal := survey.obstacle(*block.layers) if block.rowwise else block.reason:
             for name in block.layers:
                 found.setdefault(name, ModulePlan(refusal))
             continue
@@ -179,21 +170,22 @@ def _plan_pairs(survey: _Survey, plan: Plan) -> Plan:
 
 def _pairs(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Yield candidates by names: a block, its layers to shard column-wise, and last the one to shard row-wise."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
-        layers = {name: child for name, child in module.named_modules() if name.count(".") < 2}
         for firsts, last in _FEED_FORWARD:
-            if all(type(layers.get(name)) in _LINEAR for name in (*firsts, last)):
-                yield prefix, *(dot + name for name in firsts), dot + last
+            layers = [dot + name for name in (*firsts, last)]
+            if all(is_linear(modules.get(name)) for name in layers):
+                yield prefix, *layers
                 break
         if type(module).forward is nn.Sequential.forward:
             before: str | None = None
             for name, child in module.named_children():
-                if type(child) in _LINEAR and before is not None:
-                    yield prefix, dot + before, dot + name
+                if is_linear(child) and before is not None:
+                    yield prefix, before, dot + name
                     before = None
-                elif type(child) in _LINEAR:
-                    before = name
+                elif is_linear(child):
+                    before = dot + name
                 elif not is_elementwise(child):
                     before = None
 
@@ -202,9 +194,9 @@ def _plan_many_rows(survey: _Survey, plan: Plan) -> Plan:
     """Shard embeddings of many rows, and layers of many outputs, also those that share their weight."""
     found: Plan = {}
     for name, module in survey.modules.items():
-        if name in plan or type(module) not in (nn.Embedding, *_LINEAR):
-            continue
         table = type(module) is nn.Embedding
+        if name in plan or not (table or is_linear(module)):
+            continue
         places = survey.shared.get(name, [name])
         rows = module.num_embeddings if table else module.out_features
         with_ = f", with {', '.join(repr(other) for other in places if other != name)}" if len(places) > 1 else ""

@@ -7,7 +7,7 @@ class. Nothing is assumed of other classes: a forward that uses the number of al
 an error.
 """
 
-__all__ = ["Block", "declared_blocks", "known_attention"]
+__all__ = ["Block", "declared_blocks", "is_linear", "known_attention"]
 
 import fnmatch
 from collections.abc import Iterator, Mapping
@@ -34,11 +34,6 @@ _SCHEMES: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], .
         ("BertSelfAttention", "ElectraSelfAttention", "RobertaSelfAttention"),
     ),
     (("q_lin", "k_lin", "v_lin"), ("out_lin",), "", ("DistilBertSelfAttention",)),
-    (("query", "key", "value"), ("dense", "out", "out_proj", "proj"), "", ()),
-    (("attention.query", "attention.key", "attention.value"), ("output.dense",), "attention", ()),
-    (("q", "k", "v"), ("o", "out", "proj"), "", ()),
-    (("wq", "wk", "wv"), ("wo",), "", ()),
-    (("to_q", "to_k", "to_v"), ("to_out", "to_out.0"), "", ()),
 )  # fmt: skip
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
@@ -51,11 +46,10 @@ class Block:
     """An attention or feed-forward block, by the names of its layers in the model."""
 
     layers: tuple[str, ...]
-    rowwise: str
-    """The one of them whose inputs are sharded; of the others the outputs are."""
     reason: str
     """Why the layers are sharded, or why not."""
-    refused: bool = False
+    rowwise: str = ""
+    """The one of them whose inputs are sharded, while of the others the outputs are; empty if none is sharded."""
     norms: tuple[str, ...] = ()
     """Norms of single heads, which are replicated, and whose gradients are summed."""
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -93,34 +87,35 @@ def declared_blocks(model: nn.Module, ranks: int) -> Iterator[Block]:
                 _check_feed_forward(modules[parent], ins, output)
                 reason = "the model's plan"
         except _RefusedError as error:
-            yield Block(layers, "", str(error), refused=True)
+            yield Block(layers, str(error))
         else:
-            yield Block(layers, rows[0], reason, norms=norms)
+            yield Block(layers, reason, rows[0], norms)
 
 
 def known_attention(model: nn.Module, ranks: int) -> Iterator[Block]:
     """Yield attention blocks that are recognised by the names of their projections."""
-    for prefix, module in model.named_modules():
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    for prefix in modules:
+        dot = f"{prefix}." if prefix else ""
         for inputs, outputs, inner, classes in _SCHEMES:
-            output = next((name for name in outputs if _is_linear(_child(module, name))), None)
-            if output is None or not all(_is_linear(_child(module, name)) for name in inputs):
+            output = next((dot + name for name in outputs if is_linear(modules.get(dot + name))), None)
+            if output is None or not all(is_linear(modules.get(dot + name)) for name in inputs):
                 continue
-            dot = f"{prefix}." if prefix else ""
-            layers = tuple(dot + name for name in (*inputs, output))
-            block, ins = _child(module, inner), [_child(module, name) for name in inputs]
+            layers = (*(dot + name for name in inputs), output)
+            inner = f"{dot}{inner}" if inner else prefix
+            block, ins = modules[inner], [modules[name] for name in layers[:-1]]
             try:
                 if type(block).__name__ not in classes or not type(block).__module__.startswith("transformers."):
                     raise _RefusedError(
                         f"{type(block).__name__} is not known to work on some of its heads: give the model a _tp_plan"
                     )
-                heads = _check_heads(block, ins, _child(module, output), [], ranks)
+                heads = _check_heads(block, ins, modules[output], [], ranks)
             except _RefusedError as error:
-                yield Block(layers, "", str(error), refused=True)
+                yield Block(layers, str(error))
             else:
                 names = (*_COUNTS, *_KEY_COUNTS, *_ALL_HEADS)
                 counts = {key: value // ranks for key, value in vars(block).items() if key in names}
-                reason = f"{heads // ranks} of {heads} heads a rank"
-                yield Block(layers, layers[-1], reason, attributes={(dot + inner).removesuffix("."): counts})
+                yield Block(layers, f"{heads // ranks} of {heads} heads a rank", output, attributes={inner: counts})
             break
 
 
@@ -136,7 +131,7 @@ def _check_heads(block: nn.Module, ins: list[Any], output: Any, norms: list[nn.M
     if heads % ranks or key_heads % ranks:
         counts = f"{heads} heads" if heads == key_heads else f"{heads} heads and {key_heads} key heads"
         raise _RefusedError(f"its attention has {counts}, which are not a multiple of the {ranks} ranks")
-    linear = all(map(_is_linear, (*ins, output)))
+    linear = all(map(is_linear, (*ins, output)))
     if not linear or any(size % (width * ranks) for size in (*(x.out_features for x in ins), output.in_features)):
         raise _RefusedError(f"the projections are not linear layers of heads of size {width}")
     if any(tuple(p.shape) != (width,) for norm in norms for p in norm.parameters()):
@@ -148,7 +143,7 @@ def _check_heads(block: nn.Module, ins: list[Any], output: Any, norms: list[nn.M
 def _check_feed_forward(block: nn.Module, ins: list[Any], output: Any) -> None:
     """Refuse a block whose widths do not fit, or which has other than elementwise modules beside its layers."""
     layers = [*ins, output]
-    if not all(map(_is_linear, layers)) or {layer.out_features for layer in ins} != {output.in_features}:
+    if not all(map(is_linear, layers)) or {layer.out_features for layer in ins} != {output.in_features}:
         raise _RefusedError("the widths of the block's layers do not fit")
     _check_nothing_else(block, layers)
     for name, module in block.named_children():
@@ -168,12 +163,6 @@ def _first(block: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((vars(block)[name] for name in names if type(vars(block).get(name)) is int), None)
 
 
-def _child(module: nn.Module, name: str) -> Any:
-    child: Any = module
-    for part in filter(None, name.split(".")):
-        child = child._modules.get(part) if isinstance(child, nn.Module) else None
-    return child
-
-
-def _is_linear(module: Any) -> bool:
+def is_linear(module: Any) -> bool:
+    """Return whether a module is a plain linear layer: a subclass may have a forward that sharding would replace."""
     return type(module) in (nn.Linear, SKLinear)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from panther.distributed._layer_configs import _KEYS, check_configs
+from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.collectives import all_gather
 from panther.distributed.sync.replicas import broadcast_model
@@ -104,12 +104,11 @@ class TensorParallelModel(nn.Module):
         self, layer_configs: Sequence[Mapping[str, Any]], tensor_parallel_group: dist.ProcessGroup | DeviceMesh
     ) -> None:
         super().__init__()
-        check_configs(layer_configs)
+        sizes = check_configs(layer_configs)
         mesh = _as_mesh(tensor_parallel_group)
         self.tp_group = mesh.get_group()
-        self.layers = nn.ModuleList()
-        for config in layer_configs:
-            self.layers.append(SKLinear(*(config[key] for key in _KEYS), device=_device_of(mesh)))
+        device = _device_of(mesh)
+        self.layers = nn.ModuleList(SKLinear(n, m, sketch_size, device=device) for n, m, sketch_size in sizes)
         broadcast_model(self.layers, self.tp_group, "TensorParallelModel")
         for index in range(len(self.layers)):
             shard_layer_(self.layers[index], mesh, RowwiseSKLinear if index % 2 else ColwiseSKLinear)

@@ -22,13 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
 from panther.distributed.sync.replicas import broadcast_model
-from panther.distributed.tensor._linear import ReplicatedSKLinear, shard_layer_
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor._plan import ModulePlan, Plan, plan_automatically, plan_by_names, shared_parameters
 from panther.distributed.tensor.styles import PantherStyle
 from panther.distributed.tensor.unshard import remember_
 from panther.errors import DistributedError, ShapeError
-from panther.nn import SKLinear
 
 # The layers that Panther shards know their own; of torch's styles only these two change a layer.
 _ACTIONS: dict[type, str] = {ColwiseParallel: "outputs sharded", RowwiseParallel: "inputs sharded"}
@@ -189,11 +187,7 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> dict[str,
         made = decisions.get(name, ModulePlan(""))
         if made.style is not None or all(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             continue  # sharded, by itself or with the module that it belongs to; or without parameters
-        if type(module) is SKLinear:
-            shard_layer_(module, mesh, ReplicatedSKLinear)
-            done[name] = "replicated on every rank"
-        else:
-            done[name] = replicate_(module, mesh, made.summed)
+        done[name] = replicate_(module, mesh, made.summed)
     return done
 
 

@@ -27,6 +27,7 @@ from panther.distributed.tensor._linear import (
     VocabularyEmbedding,
     shard_layer_,
 )
+from panther.errors import ShapeError
 from panther.nn import SKLinear
 
 
@@ -37,12 +38,14 @@ class PantherStyle(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module)
+        if device_mesh.ndim != 1:
+            raise ShapeError(
+                f"{type(self).__name__} shards over one mesh axis, and the mesh has {device_mesh.mesh_dim_names}: use "
+                "mesh['tp']"
+            )
+        # First, so that what follows raises on all ranks or on none.
         broadcast_model(module, device_mesh.get_group(), type(self).__name__)
         return self.shard_(module, device_mesh)
-
-    def check(self, module: nn.Module) -> None:
-        """Raise if the style does not apply to such a module."""
 
     def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Shard a module that is equal on every rank, in place; nothing is sent."""
@@ -102,17 +105,13 @@ class ColwiseSKParallel(PantherStyle):
         _check_layout(self._sequence, given[self._sequence], features=False)
         self.input_layouts, self.output_layouts, self.use_local_output = input_layouts, output_layouts, use_local_output
 
-    def check(self, module: nn.Module) -> None:
-        """Raise unless the module is a plain layer that the style can shard."""
+    def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Shard a layer that is equal on every rank, in place; nothing is sent."""
         if type(module) not in self._kinds:
             raise TypeError(
                 f"{type(self).__name__} shards {' or '.join(plain.__name__ for plain in self._kinds)}, not a "
                 f"{type(module).__name__}: name its layers"
             )
-
-    def shard_(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Shard a layer that is equal on every rank, in place; nothing is sent."""
-        self.check(module)
         layouts = Layouts(mesh, self.input_layouts, self.output_layouts, self.use_local_output)
         return shard_layer_(module, mesh, self._kinds[type(module)], layouts)
 
