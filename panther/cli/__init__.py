@@ -106,7 +106,7 @@ def _explain(error: PantherError | OSError) -> int:
     """Print an error as one sentence and return the exit status that it stands for."""
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     print(f"panther: error: {text}", file=sys.stderr)
-    # For the launcher of this process, if it has one: bad input is not started again.
+    # For the launcher of this process, if it has one.
     import_module("panther.distributed._error_file").record_failure(error)
     # The classes of panther.errors that tell of work that failed are RuntimeErrors; those of bad input are ValueErrors
     # and TypeErrors, or PantherError itself, which the commands raise for their arguments.

@@ -27,10 +27,13 @@ def start(arguments: list[str], name: str | None = None) -> int:
         arguments: Those of ``panther launch``.
         name: What to call the run in place of the script's name.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     from panther.distributed.launcher.script import run_script
 
-    number, _ = run_script(arguments, name)
-    if number is None:
-        return 0
-    print(f"panther: {number.name} was passed on, and the processes have ended", file=sys.stderr, flush=True)
-    return 128 + number  # as a shell reports a process that a signal ended
+    try:
+        run_script(arguments, name)
+    except SignalException as error:
+        print(f"panther: {error.sigval.name} was passed on, and the processes have ended", file=sys.stderr, flush=True)
+        return 128 + error.sigval  # as a shell reports a process that a signal ended
+    return 0

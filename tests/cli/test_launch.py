@@ -212,14 +212,6 @@ def test_restarts_run_out(script):
         launch_distributed_training(file, max_restarts=2)
 
 
-def test_bad_input_is_not_started_again(capfd):
-    """Another attempt cannot mend it."""
-    arguments = ["--max-restarts=2", "-m", "panther", "train", "model=nowhere:model", "data=nowhere:data", "epoch=3"]
-    assert main(["launch", *arguments]) == 2
-    assert "the processes are not started again after ConfigError" in capfd.readouterr().err
-    assert not (logs() / "attempt-1").exists()
-
-
 @pytest.mark.slow
 def test_killed_worker_of_a_process_group_is_restarted(script, capfd):
     file = script("""
@@ -302,6 +294,15 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
             ["--nnodes=2:1", "--master-port=1", "work.py"],
             "does not accept these options: min_nodes must be > 0 and <= max_nodes",
         ),
+        (["--nproc-per-node=0", "work.py"], "--nproc-per-node=0 must be at least 1"),
+        (["--nproc=2", "work.py"], "--nproc is not an option of panther launch: use --nproc-per-node; panther launch"),
+        (
+            ["--no", "work.py"],
+            "--no is not an option of panther launch: use --no-python or --node-rank; panther launch",
+        ),
+        (["--frob=2", "work.py"], "unrecognized arguments: --frob=2; panther launch --help lists the options"),
+        ([], "the following arguments are required: training_script"),
+        (["--nproc-per-node", "2"], "the following arguments are required: training_script"),
         (["--nnodes=two", "work.py"], "--nnodes and --backend are not valid: invalid literal for int"),
         (["--max-restarts=-1", "work.py"], "max_restarts must be >= 0"),
         (["--backend=smoke", "work.py"], "backend='smoke' is unknown: use one of 'gloo'"),
@@ -323,17 +324,9 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, script, capfd):
     assert not Path("panther-logs").exists()
 
 
-def test_script_is_required(capsys):
-    for arguments in ([], ["--nproc-per-node", "2"]):
-        with pytest.raises(SystemExit) as exit:
-            main(["launch", *arguments])
-        assert exit.value.code == 2
-        assert "the following arguments are required: training_script" in capsys.readouterr().err
-
-
 def test_folders_that_cannot_be_written_to(script, capfd):
     assert main(["launch", "--log-dir", "work.py/logs", script("")]) == 1
-    assert "panther: error: the launcher failed: [Errno 20] Not a directory" in capfd.readouterr().err
+    assert ": Not a directory\n" in capfd.readouterr().err
 
 
 def test_a_port_in_use_is_answered_with_the_option_that_was_given(script, capfd):

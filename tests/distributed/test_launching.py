@@ -52,7 +52,7 @@ def fork(fn, *args, nproc=2, **options):
     return launch(fn, *args, nproc=nproc, start_method="fork", **options)
 
 
-def script(tmp_path, text, *options, environment=(), launcher=(), timeout=60):
+def script(tmp_path, text, *options, environment=(), launcher=(), timeout=180):
     """Run a script of its own, as a user would, and return it with its output."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(text))

@@ -5,14 +5,14 @@ The agent restarts a group of workers and ends it as a whole. Panther's subclass
 one, often not the one that failed first.
 """
 
-__all__ = ["SignalException", "contained", "run_agent"]
+__all__ = ["contained", "run_agent", "signals_followed"]
 
 import logging
 import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from panther.distributed.launcher._failures import Failure, describe
 from panther.distributed.launcher._rendezvous import LoopbackRendezvous
+from panther.errors import DistributedError
 
 _SHUTDOWN_S = 10
 
@@ -82,10 +83,9 @@ def run_agent(
     """Run ``work(job)`` in ``nproc`` workers; return how they failed, nothing if they did not.
 
     Raises:
-        KeyboardInterrupt: On SIGINT, once the workers have ended.
-        SignalException: On SIGTERM and the like, once the workers have ended.
+        SignalException: On SIGINT, SIGTERM and the like, once the workers have ended.
     """
-    with contained({}):
+    with contained():
         spec = WorkerSpec(
             role="worker",
             local_world_size=nproc,
@@ -99,21 +99,35 @@ def run_agent(
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method, shutdown_timeout=_SHUTDOWN_S)
         try:
             result = agent.run()
-        except SignalException as interrupt:
-            if interrupt.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise
         finally:
             agent.kill()
         return agent.failures(result) if result.is_failed() else []
 
 
 @contextmanager
-def contained(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables temporarily, and undo the changes that torch's launcher makes to this process.
+def signals_followed() -> Iterator[None]:
+    """Let a signal do to this process what it would have done without a launcher, once the workers have ended.
 
-    Its log stays off the terminal, where the errors are said in words; handlers that a user attaches to its loggers
-    still get it. The signal handlers and variables that it sets are put back.
+    Raises:
+        KeyboardInterrupt: On SIGINT.
+        DistributedError: If this process survives the signal.
+    """
+    try:
+        yield
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        signal.raise_signal(error.sigval)
+        text = f"the launcher was ended by {error.sigval.name}, and so were its processes"
+        raise DistributedError(text) from None
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Undo the changes that a launcher makes to this process: environment variables and signal handlers.
+
+    torch's log stays off the terminal, where the errors are said in words; handlers that a user attaches to its loggers
+    still get it.
     """
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     propagate, variables = [logger.propagate for logger in loggers], dict(os.environ)
@@ -125,7 +139,6 @@ def contained(environment: Mapping[str, str]) -> Iterator[None]:
     for logger in loggers:
         logger.propagate = False
         logger.addHandler(nothing)
-    os.environ.update(environment)
     try:
         with warnings.catch_warnings():
             # Python warns of any process with threads, such as a progress bar's; the user chose to fork.

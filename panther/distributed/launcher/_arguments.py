@@ -1,6 +1,6 @@
 """The command line of ``panther launch``: torchrun's own parser, with defaults that fit one node and several."""
 
-__all__ = ["Job", "prepare"]
+__all__ = ["prepare"]
 
 import argparse
 import logging
@@ -8,16 +8,23 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+from torch._utils import cpu_count  # private, and what torchrun counts with
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
-from torch.distributed.launcher.api import LaunchConfig as TorchConfig
-from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
+from panther._text import counted
 from panther.distributed.comm._store import Route, find_route, interface_of, listens
 from panther.distributed.comm.process_group import check_backend
-from panther.distributed.launcher._logs import RankLogs
+from panther.distributed.launcher._logs import RankLogs, new_folder
 from panther.distributed.launcher._rendezvous import BACKEND
 from panther.errors import ConfigError, DistributedError
 
@@ -32,30 +39,25 @@ _EPILOG = (
 )
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to start: the arguments of torch's ``elastic_launch``, and what surrounds it."""
-
-    config: TorchConfig
-    command: Callable[..., object] | str
-    arguments: list[str]
-    environment: dict[str, str]
-    """Of the launcher, which its workers inherit."""
-    logs: RankLogs | None
-    """None if torch's own options say where output goes."""
-
-
-def prepare(argv: Sequence[str], name: str | None = None) -> Job:
+def prepare(
+    argv: Sequence[str], name: str | None = None
+) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
     """Turn the arguments of ``panther launch`` into what torch's launcher takes, once node 0 can be reached.
+
+    Sets variables of this process, which its workers inherit.
 
     Args:
         argv: The arguments.
         name: What to call the run in place of the script's name.
 
+    Returns:
+        The configuration, the command and its arguments; the logs of the configuration are a :class:`RankLogs`, unless
+        torch's own options say where output goes.
+
     Raises:
         ConfigError: If the options cannot be met.
         DistributedError: If node 0 cannot be reached, or cannot listen.
-        SystemExit: As argparse does, with 2 on a wrong option and 0 for ``--help``.
+        SystemExit: As argparse does on ``--help``.
     """
     args = _parse(argv)
     if not args.module and not args.no_python and not Path(args.training_script).exists():
@@ -67,45 +69,38 @@ def prepare(argv: Sequence[str], name: str | None = None) -> Job:
         nodes = parse_min_max_nnodes(args.nnodes)[1]
     except ValueError as error:
         raise ConfigError(f"--nnodes and --backend are not valid: {error}") from None
-    environment = {
-        # A shared store keeps the addresses of an earlier attempt, and some restarts hang on them (2 of 8 measured).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        **({} if args.backend is None else {"PANTHER_BACKEND": args.backend}),
-    }
-    interface = _set_rendezvous(args, nodes)
+    # A shared store keeps the addresses of an earlier attempt, and some restarts hang on them (2 of 8 measured).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if args.backend is not None:
+        os.environ["PANTHER_BACKEND"] = args.backend
+    if (interface := _set_rendezvous(args, nodes)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if args.rdzv_backend != "static":
         del args.master_addr  # torch would warn that it is ignored
-    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        environment["GLOO_SOCKET_IFNAME"] = interface
-    ours = args.tee == args.redirects == "0" and args.logs_specs is None
-    ours = ours and not args.duplicate_stdout_filters and not args.duplicate_stderr_filters
-    log_dir, args.log_dir = args.log_dir or LOG_DIR, os.devnull if ours else args.log_dir or LOG_DIR
-    threads_given, threads = "OMP_NUM_THREADS" in os.environ, os.environ.setdefault("OMP_NUM_THREADS", "1")
+    log_dir = args.log_dir or LOG_DIR
+    filters = args.duplicate_stdout_filters or args.duplicate_stderr_filters
+    torchs_logs = args.logs_specs or filters or args.tee != "0" or args.redirects != "0"
+    args.log_dir = log_dir if torchs_logs else os.devnull
     try:
-        config, command, arguments = config_from_args(args)  # which warns, and sets it to 1, if it is not there
+        nproc = determine_local_world_size(args.nproc_per_node)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpu_count() or 1) // max(1, nproc))))
+        config, command, arguments = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise ConfigError(f"torchrun does not accept these options: {error}") from error
-    finally:
-        if not threads_given:
-            del os.environ["OMP_NUM_THREADS"]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment["OMP_NUM_THREADS"] = threads if threads_given else str(max(1, cores // config.nproc_per_node))
-
-    logs = None
-    script = name or args.training_script
-    text = f"{config.nproc_per_node} process{'es' if config.nproc_per_node > 1 else ''} of {script}"
-    text += f" on this node, of --nnodes {args.nnodes}" if nodes > 1 else ""
-    if ours:
+    if nproc < 1:
+        raise ConfigError(f"--nproc-per-node={args.nproc_per_node} must be at least 1")
+    if not torchs_logs:
+        script = name or args.training_script
         stem = script.rpartition(".")[2] if args.module and name is None else Path(script).stem
         stem += f"-{time.strftime('%Y%m%d-%H%M%S')}" + (f"-{socket.gethostname()}" if nodes > 1 else "")
-        local_ranks = frozenset(map(int, args.local_ranks_filter.split(","))) if args.local_ranks_filter else None
-        logs = RankLogs(
-            Path(log_dir) / stem,
-            lambda rank, local_rank: rank == 0 if local_ranks is None else local_rank in local_ranks,
-            text,
+        shown = frozenset(map(int, args.local_ranks_filter.split(","))) if args.local_ranks_filter else None
+        config.logs_specs = RankLogs(new_folder(Path(log_dir) / stem), shown)
+        which = f" on this node, of --nnodes {args.nnodes}" if nodes > 1 else ""
+        _LOGGER.info(
+            "%s of %s%s; logs in %s", counted(nproc, "process", "processes"), script, which, config.logs_specs.folder
         )
     # torch's agent takes ${local_rank} in arguments for a macro, and $$ for a $; they arrive as they are.
-    return Job(config, command, [text.replace("$", "$$") for text in arguments], environment, logs)
+    return config, command, [text.replace("$", "$$") for text in arguments]
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -118,6 +113,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for option in ("node_rank", "rdzv_backend"):  # to distinguish torchrun's defaults from given options
         if f"PET_{option.upper()}" not in os.environ:  # where torchrun finds options too
             parser.set_defaults(**{option: None})
+    parser.error = _refuse  # type: ignore[method-assign]
     args = parser.parse_args(list(argv))
     options = {option for action in parser._actions for option in action.option_strings if option.startswith("--n")}
     for option in sorted({text.partition("=")[0] for text in args.training_script_args} & options):
@@ -128,6 +124,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             args.training_script,
         )
     return args
+
+
+def _refuse(message: str) -> NoReturn:
+    """Raise argparse's error as ours; an option that stands for several is told which, each of them in one spelling."""
+    start, ambiguous, names = message.removeprefix("ambiguous option: ").partition(" could match ")
+    if ambiguous:
+        option = start.partition("=")[0]
+        full = " or ".join(name for name in names.split(", ") if "_" not in name)
+        message = f"{option} is not an option of panther launch: use {full}"
+    raise ConfigError(f"{message}; panther launch --help lists the options")
 
 
 def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:

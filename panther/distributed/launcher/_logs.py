@@ -1,46 +1,35 @@
 """Logs of the ranks of a script: a file for each rank and stream, some of them also shown on the terminal."""
 
-__all__ = ["RankLogs"]
+__all__ = ["RankLogs", "new_folder"]
 
-import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from panther import errors
 from panther.distributed.launcher._failures import recorded
-from panther.errors import ConfigError, PantherError
 
 _POLL_S = 0.1
 _LOGGER = logging.getLogger(__name__)
-# Errors of bad input, which a restart cannot fix; the other errors of panther.errors may not recur.
-_BAD_INPUT = tuple(
-    name
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, PantherError) and not issubclass(kind, RuntimeError | ImportError)
-)
 
 
 class RankLogs(LogsSpecs):
     """Sends what each rank writes to ``FOLDER/attempt-A/rank-R.out`` and ``.err``, and shows some ranks.
 
-    torch calls :meth:`reify` before each attempt, so that this is also where restarts are logged, or refused.
+    torch calls :meth:`reify` before each attempt, so that this is also where restarts are logged.
 
     Args:
-        folder: Of the run; made with the first attempt, under another name if it exists.
-        shown: Whether to show a worker, by its global and local rank.
-        title: What is started, for the log.
+        folder: Of the run.
+        shown: Local ranks to show; None means rank 0 of the run.
     """
 
-    def __init__(self, folder: Path, shown: Callable[[int, int], bool], title: str) -> None:
+    def __init__(self, folder: Path, shown: frozenset[int] | None) -> None:
         super().__init__(str(folder))
-        self.folder, self._shown, self._title = folder, shown, title
+        self.folder, self._shown = folder, shown
         self.attempts, self.world_size = 0, 0
         self.destination = LogsDest()
         self._done, self._thread = threading.Event(), threading.Thread()
@@ -53,24 +42,26 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Choose the files of an attempt."""
         self.stop()
+        attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
         if self.attempts:
-            self._check_restart(envs[0])
-        else:
-            self.folder = _new_folder(self.folder)
-            _LOGGER.info("%s; logs in %s", self._title, self.folder)
+            errors = filter(None, map(recorded, self._error_files_in_order()))
+            reason = next((f" after {message.splitlines()[0]}" for message, _ in errors), "")
+            most = envs[0]["TORCHELASTIC_MAX_RESTARTS"]
+            _LOGGER.warning("all processes start again%s (restart %s of %s)", reason, attempt, most)
         self.attempts += 1
         # A node that comes or goes makes another attempt of the same number, in a folder of its own.
-        folder = _new_folder(self.folder / f"attempt-{envs[0]['TORCHELASTIC_RESTART_COUNT']}")
+        folder = new_folder(self.folder / f"attempt-{attempt}")
         self.destination = found = LogsDest()
         self.world_size = int(envs[0]["WORLD_SIZE"])
-        shown = {int(env["RANK"]) for local_rank, env in envs.items() if self._shown(int(env["RANK"]), local_rank)}
+        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        shown = [rank for local, rank in ranks.items() if (rank == 0 if self._shown is None else local in self._shown)]
         tailed: list[tuple[str, Path, TextIO]] = []
-        for local_rank, env in envs.items():
-            stem = folder / f"rank-{env['RANK']}"
+        for local_rank, rank in ranks.items():
+            stem = folder / f"rank-{rank}"
             found.stdouts[local_rank], found.stderrs[local_rank] = f"{stem}.out", f"{stem}.err"
-            found.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = f"{stem}.error.json"
-            if int(env["RANK"]) in shown:
-                prefix = f"[rank {env['RANK']}] " if len(shown) > 1 else ""
+            found.error_files[local_rank] = envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = f"{stem}.error.json"
+            if rank in shown:
+                prefix = f"[rank {rank}] " if len(shown) > 1 else ""
                 tailed += [(prefix, Path(f"{stem}.out"), sys.stdout), (prefix, Path(f"{stem}.err"), sys.stderr)]
         self._done = threading.Event()
         self._thread = threading.Thread(target=_tail, args=(tailed, self._done), name="panther-tail", daemon=True)
@@ -83,27 +74,23 @@ class RankLogs(LogsSpecs):
         if self._thread.is_alive():
             self._thread.join()
 
-    def _check_restart(self, env: dict[str, str]) -> None:
-        files = [Path(name) for name in self.destination.error_files.values() if Path(name).is_file()]
-        first = min(files, key=lambda path: path.stat().st_mtime, default=None)
-        error = recorded(str(first)) if first else None
-        reason = f" after {error[0].splitlines()[0]}" if error else ""
-        if error and error[0].partition(":")[0] in _BAD_INPUT:
-            raise ConfigError(f"the processes are not started again{reason}")
-        count, most = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
-        _LOGGER.warning("all processes start again%s (restart %s of %s)", reason, count, most)
+    def _error_files_in_order(self) -> list[str]:
+        files = [path for path in map(Path, self.destination.error_files.values()) if path.is_file()]
+        return [str(path) for path in sorted(files, key=lambda path: path.stat().st_mtime)]
 
 
-def _new_folder(path: Path) -> Path:
-    for suffix in itertools.chain([""], (f"-{count}" for count in itertools.count(2))):
-        folder = path.with_name(path.name + suffix)
+def new_folder(path: Path) -> Path:
+    """Make a folder, with a number at the end of its name if there is one of this name."""
+    folder, number = path, 1
+    while True:
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
             if not path.parent.is_dir():
                 raise
-    raise AssertionError
+        number += 1
+        folder = path.with_name(f"{path.name}-{number}")
 
 
 def _tail(files: list[tuple[str, Path, TextIO]], done: threading.Event) -> None:

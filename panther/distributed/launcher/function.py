@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import cpu_count  # private, and what torchrun counts with
 
 from panther.distributed._error_file import record_failure
 from panther.distributed.comm._ranks import in_process_group
@@ -61,19 +62,12 @@ def launch(
 
     _check_launch(fn, nproc, max_restarts, start_method)
     forked = start_method == "fork"
-    with tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
-        threads = 1 if forked else max(1, _cores() // nproc)  # a forked OpenMP pool would hang
+    with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
+        threads = 1 if forked else max(1, (cpu_count() or 1) // nproc)  # a forked OpenMP pool would hang
         job = _Job((fn, args) if forked else _pickle_call(fn, args), Path(folder), threads, forked)
-        try:
-            failures = _agent.run_agent(_work, job, nproc, max_restarts, start_method, Path(folder))
-        except _agent.SignalException as error:
-            number = error.sigval
-        else:
-            if failures:
-                raise DistributedError(_explain(failures, nproc, max_restarts + 1))
-            return [pickle.loads(job.result_of(rank).read_bytes()) for rank in range(nproc)]
-    signal.raise_signal(number)  # as it would have been without launch, and with everything cleaned up
-    raise DistributedError(f"launch was ended by {signal.Signals(number).name}, and so were its {nproc} processes")
+        if failures := _agent.run_agent(_work, job, nproc, max_restarts, start_method, Path(folder)):
+            raise DistributedError(_explain(failures, nproc, max_restarts + 1))
+        return [pickle.loads(job.result_of(rank).read_bytes()) for rank in range(nproc)]
 
 
 @dataclass(frozen=True)
@@ -159,10 +153,6 @@ def _explain(failures: list[Any], nproc: int, attempts: int) -> str:
             '\nIt failed before it reached the function: does the script call launch under if __name__ == "__main__": ?'
         )
     return text
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_launch(fn: Callable[..., Any], nproc: int, max_restarts: int, start_method: str) -> None:

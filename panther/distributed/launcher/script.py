@@ -11,12 +11,29 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from panther.errors import ConfigError, DistributedError, PantherError
+from panther.errors import DistributedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """How to start a script: torchrun's options, under the same names.
+
+    Attributes:
+        nproc_per_node: Processes on each node; ``"auto"`` is one for each GPU, or for each core where there is none.
+        nnodes: Number of nodes, or ``"MIN:MAX"``.
+        node_rank: Number of this node, from 0. Node 0 hosts the rendezvous. None lets torch number the nodes.
+        rdzv_backend: ``"static"``, or ``"c10d"``, which restarts all nodes together; None means static if there is a
+            node_rank.
+        rdzv_endpoint: ``"HOST:PORT"`` of node 0, the same on every node. One node needs none.
+        rdzv_id: A name of the run, the same on every node, for runs that share an endpoint.
+        rdzv_timeout_s: How long to wait for the other nodes, in whole seconds.
+        max_restarts: How often to start all processes again after a failure.
+        monitor_interval_s: Time between two looks at the processes.
+        backend: What :func:`panther.distributed.init` uses in the script: ``"gloo"``, ``"nccl"``, or None, by the GPUs.
+        log_dir: Folder in which each run gets a folder for what its ranks write.
+        shutdown_timeout_s: Time that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed;
+            whole seconds.
+        module: Whether the script is the name of a module, as after ``python -m``.
 
     Example:
         >>> LaunchConfig(nproc_per_node=4, backend="gloo").arguments()
@@ -24,43 +41,18 @@ class LaunchConfig:
     """
 
     nproc_per_node: int | str = 1
-    """Processes on each node; ``"auto"`` is one for each GPU, or for each core where there is none."""
-
     nnodes: int | str = 1
-    """Number of nodes, or ``"MIN:MAX"``."""
-
     node_rank: int | None = None
-    """Number of this node, from 0. Node 0 hosts the rendezvous. None lets torch number the nodes."""
-
     rdzv_backend: str | None = None
-    """``"static"``, or ``"c10d"``, which restarts all nodes together; None means static if there is a node_rank."""
-
     rdzv_endpoint: str = ""
-    """``"HOST:PORT"`` of node 0, the same on every node. One node needs none."""
-
     rdzv_id: str = "none"
-    """A name of the run, the same on every node, for runs that share an endpoint."""
-
     rdzv_timeout_s: float = 600
-    """How long to wait for the other nodes."""
-
     max_restarts: int = 0
-    """How often to start all processes again after a failure."""
-
     monitor_interval_s: float = 0.1
-    """Time between two looks at the processes."""
-
     backend: str | None = None
-    """What :func:`panther.distributed.init` uses in the script: ``"gloo"``, ``"nccl"``, or None, by the GPUs."""
-
     log_dir: str | PathLike[str] = "panther-logs"
-    """Folder in which each run gets a folder for what its ranks write."""
-
     shutdown_timeout_s: float = 30
-    """Time that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed; whole seconds."""
-
     module: bool = False
-    """Whether the script is the name of a module, as after ``python -m``."""
 
     def arguments(self) -> list[str]:
         """Return these options as ``panther launch`` takes them, without those that have their default."""
@@ -118,80 +110,64 @@ def launch_distributed_training(
     if config is not None and options:
         raise TypeError(f"pass config or its fields ({', '.join(options)}), not both")
     config = LaunchConfig(**options) if config is None else config
-    number, folder = run_script([*config.arguments(), str(script), *map(str, args)])
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    if number is not None:
-        signal.raise_signal(number)  # as it would have been without the launcher, and with everything cleaned up
-        raise DistributedError(f"the launcher was ended by {number.name}, and so were its processes")
-    return folder
+    from panther.distributed.launcher._agent import signals_followed
+
+    with signals_followed():
+        return run_script([*config.arguments(), str(script), *map(str, args)])
 
 
-def run_script(argv: list[str], name: str | None = None) -> tuple[signal.Signals | None, Path]:
-    """Do what ``panther launch`` is asked to.
+def run_script(argv: list[str], name: str | None = None) -> Path:
+    """Do what ``panther launch`` is asked to, and return the folder of the logs.
 
     Args:
         argv: Its arguments.
         name: What to call the run; None means the script's name.
 
-    Returns:
-        The signal that ended the launcher and with it the processes, None if they ended by themselves; the folder of
-        the logs.
-
     Raises:
         DistributedError: If the script failed, or could not be started.
         ConfigError: If the options cannot be met.
+        SignalException: If a signal ended the launcher, and with it the processes.
     """
     # torch's launcher is as slow to import as torch, and LaunchConfig is needed without it.
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     from panther.distributed.launcher._agent import contained
     from panther.distributed.launcher._arguments import prepare
+    from panther.distributed.launcher._logs import RankLogs
 
-    job = prepare(argv, name)
-    folder = Path(job.config.logs_specs.root_log_dir if job.logs is None else job.logs.folder)  # type: ignore[union-attr]
-    if job.logs is not None:
-        job.config.logs_specs = job.logs
-    failure: PantherError | None = None
-    number = None
-    with contained(job.environment):
+    with contained():
+        config, command, arguments = prepare(argv, name)
+        logs = config.logs_specs
+        assert logs is not None  # prepare sets it
         try:
-            elastic_launch(job.config, job.command)(*job.arguments)
+            elastic_launch(config, command)(*arguments)
+            return Path(logs.root_log_dir)
         except ChildFailedError as error:
-            failure = _explain(error, job.logs)
-        except SignalException as interrupt:
-            number = interrupt.sigval
-        except ConfigError as error:  # of the logs, which refuse a restart
-            failure = error.with_traceback(None)
+            text = _explain(error, logs)
         except (RendezvousError, dist.DistError, OSError) as error:
             text = f"the launcher failed: {str(error.__cause__ or error).splitlines()[0]}"
-            endpoint = job.config.rdzv_endpoint
-            hint = f"; see the output of the launchers of the other nodes, which meet at {endpoint}" if endpoint else ""
-            failure = DistributedError(text + hint)
+            if config.rdzv_endpoint:
+                text += f"; see the output of the launchers of the other nodes, which meet at {config.rdzv_endpoint}"
         finally:
-            if job.logs is not None:
-                job.logs.stop()
-                folder = job.logs.folder
-    if failure is not None:  # raised here, so that no traceback keeps torch's objects
-        raise failure
-    return number, folder
+            if isinstance(logs, RankLogs):
+                logs.stop()
+    raise DistributedError(text)  # here, so that no traceback keeps torch's objects
 
 
-def _explain(error: Any, logs: Any) -> DistributedError:
+def _explain(error: Any, logs: Any) -> str:
     from panther.distributed.launcher._failures import describe, explain
+    from panther.distributed.launcher._logs import RankLogs
 
+    ours = isinstance(logs, RankLogs)
     found, begun = [], min(failure.timestamp for failure in error.failures.values())
     for place, (rank, failure) in enumerate(error.failures.items()):
         # torch lists the processes that failed by themselves first. Then it ends the others by SIGTERM, and much later
         # by SIGKILL.
         stopped = place > 0 and (failure.exitcode == -signal.SIGTERM or failure.timestamp > begun + 2)
-        log = "" if logs is None else logs.destination.stderrs[failure.local_rank]
+        log = logs.destination.stderrs[failure.local_rank] if ours else ""
         found.append(describe(rank, failure.exitcode, failure.error_file, log, stopped))
     known = [failure for failure in found if failure is not None]
-    if logs is None:
-        return DistributedError(explain(known, None, 1))
-    return DistributedError(explain(known, logs.world_size, logs.attempts, logs.folder))
+    return explain(known, logs.world_size, logs.attempts, logs.folder) if ours else explain(known, None, 1)
