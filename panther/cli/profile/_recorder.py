@@ -1,19 +1,16 @@
-"""Run a script under torch's profiler, and summarise what it recorded.
+"""What torch's profiler recorded of a script, summarised.
 
 Communication is every collective that the profiler saw: on the CPU from the call until it is done, as
 ``gloo:all_reduce``, waiting for other ranks included; on a GPU its kernels. Its share is the time in which at least one
 was in progress, divided by the whole.
 """
 
-__all__ = ["Profile", "Run", "covered", "profile_script", "run_script"]
+__all__ = ["Recorder", "covered"]
 
 import os
-import runpy
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,94 +18,29 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
-from panther.errors import PantherError
+from panther._text import format_table
 
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:")
 _KERNELS = ("ncclDevKernel", "ncclKernel")
+_Range = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Profile:
-    """What was recorded, times in ms; ``steps`` is None for the whole script."""
+class Recorder:
+    """Records a ``with`` block: all of it, or ``steps`` optimizer steps after the first ``skip``."""
 
-    wall_ms: float
-    operations: dict[str, tuple[int, float, float]]
-    """Calls, own time and time including what it calls, by operation."""
-    communication: dict[str, tuple[int, float]]
-    """Calls and the sum of their times, by collective."""
-    communication_ms: float
-    """Time with at least one collective in progress."""
-    exposed_ms: float
-    """The share of it in which nothing was computed."""
-    on_gpu: bool
-    steps: int | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """The result of a recorded script."""
-
-    profile: Profile | None
-    """None if it ended before there was anything to record."""
-    steps: int
-    """Optimizer steps that it made."""
-    status: int
-    """Its exit status."""
-    error: BaseException | None
-    """The exception that ended it, except for SystemExit."""
-
-
-class NoModuleError(PantherError):
-    """The module cannot be found, or cannot be run."""
-
-
-def covered(ranges: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of ranges.
-
-    Example:
-        >>> covered([(5, 9), (0, 2), (1, 3)])
-        7.0
-    """
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(ranges):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-def profile_script(script: str, args: list[str], *, module: bool, steps: int | None, skip: int, trace: Path) -> Run:
-    """Run a script in this process, and write a Chrome trace of what was recorded, also if the script failed.
-
-    Raises:
-        NoModuleError: If there is no such module.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints that it starts and stops
-    on_gpu = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    recorder = _Recorder(profile(activities=activities), steps, skip)
-    status, raised = 1, None
-    with recorder:
-        try:
-            status = run_script(script, args, module)
-        except NoModuleError:
-            raise
-        except BaseException as error:  # raised again by the command, after what was recorded is shown
-            raised = error
-    if not recorder.started or (steps is not None and recorder.count <= skip):
-        return Run(None, recorder.count, status, raised)
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    recorder.profiler.export_chrome_trace(str(trace))
-    return Run(_summarise(recorder, on_gpu), recorder.count, status, raised)
-
-
-class _Recorder:
-    """Starts and stops the profiler, between optimizer steps if ``steps`` are given."""
-
-    def __init__(self, profiler: profile, steps: int | None, skip: int) -> None:
-        self.profiler, self.steps, self.skip = profiler, steps, skip
-        self.count, self.wall_s = 0, 0.0
-        self.started = self.stopped = False
+    def __init__(self, steps: int | None, skip: int) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints that it starts and stops
+        self.steps, self.skip, self.count = steps, skip, 0
+        self._on_gpu = torch.cuda.is_available()
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])])
+        self._begin_s: float | None = None
+        self._wall_s: float | None = None
         self._optimizer: Any = None
+
+    @property
+    def has_recorded(self) -> bool:
+        """Return whether there was anything to record."""
+        return self._wall_s is not None and (self.steps is None or self.count > self.skip)
 
     def __enter__(self) -> None:
         self._hook = register_optimizer_step_post_hook(self._count_step)
@@ -130,82 +62,82 @@ class _Recorder:
             self._start()
 
     def _start(self) -> None:
-        self.profiler.start()
-        self.started = True
-        self._begin = time.perf_counter()
+        self._profiler.start()
+        self._begin_s = time.perf_counter()
 
     def _stop(self) -> None:
-        if self.started and not self.stopped:
-            if torch.cuda.is_available():
+        if self._begin_s is not None and self._wall_s is None:
+            if self._on_gpu:
                 torch.cuda.synchronize()
-            self.wall_s = time.perf_counter() - self._begin
-            self.profiler.stop()
-            self.stopped = True
+            self._wall_s = time.perf_counter() - self._begin_s
+            self._profiler.stop()
 
+    def write(self, trace: Path) -> None:
+        """Write a Chrome trace."""
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(trace))
 
-def run_script(script: str, args: list[str], module: bool) -> int:
-    """Run a script in this process with the arguments and the search path that Python gives; return its exit status.
-
-    Raises:
-        NoModuleError: If there is no such module.
-    """
-    before = sys.argv, list(sys.path)
-    sys.argv = [script, *args]
-    sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
-    try:
-        if module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except ImportError as error:
-        if module and _from_runpy(error):
-            raise NoModuleError(f"the module {script} cannot be run: {error}: correct its name") from None
-        raise
-    finally:
-        sys.argv, sys.path[:] = before
-    return 0
-
-
-def _from_runpy(error: BaseException) -> bool:
-    """Return whether an error was raised by the search for the module, not by the module."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and place.tb_frame.f_globals.get("__name__") == "runpy"
-
-
-def _summarise(recorder: _Recorder, on_gpu: bool) -> Profile:
-    operations: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    collectives: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    sending, computing = list[tuple[float, float]](), list[tuple[float, float]]()
-    for event in recorder.profiler.events() or ():
-        on_device = event.device_type != torch.autograd.DeviceType.CPU
-        span = (event.time_range.start, event.time_range.end)
-        length = (span[1] - span[0]) / 1e3
-        if event.name.startswith(_BACKENDS):
-            collectives[event.name][0] += not on_device
-            # NCCL's collectives appear on the CPU and on the device, where their true length is.
-            if on_device == on_gpu or not event.name.startswith("nccl:"):
-                collectives[event.name][1] += length
+    def _sums(self) -> tuple[dict[str, list[float]], dict[str, list[float]], list[_Range], list[_Range]]:
+        """Return calls, own and total ms by operation, calls and ms by collective, and when either was in progress."""
+        operations: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+        collectives: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        sending, computing = list[_Range](), list[_Range]()
+        for event in self._profiler.events() or ():
+            on_device = event.device_type != torch.autograd.DeviceType.CPU
+            span = (event.time_range.start, event.time_range.end)
+            length_ms = (span[1] - span[0]) / 1e3
+            if event.name.startswith(_BACKENDS):
+                collectives[event.name][0] += not on_device
+                # NCCL's collectives appear on the CPU and on the device, where their true length is.
+                if on_device == self._on_gpu or not event.name.startswith("nccl:"):
+                    collectives[event.name][1] += length_ms
+                    sending.append(span)
+            elif on_device and event.name.startswith(_KERNELS):
                 sending.append(span)
-        elif on_device and event.name.startswith(_KERNELS):
-            sending.append(span)
-        elif on_device == on_gpu and not (on_gpu and event.is_user_annotation):
-            own_us = event.device_time_total if on_gpu else event.self_cpu_time_total
-            entry = operations[event.name]
-            entry[:] = entry[0] + 1, entry[1] + own_us / 1e3, entry[2] + length
-            if on_gpu or event.name.startswith("aten::"):
-                computing.append(span)
-    return Profile(
-        wall_ms=recorder.wall_s * 1e3,
-        operations={name: (int(n), own, whole) for name, (n, own, whole) in operations.items()},
-        communication={name: (int(n), ms) for name, (n, ms) in collectives.items()},
-        communication_ms=covered(sending) / 1e3,
-        exposed_ms=(covered(sending + computing) - covered(computing)) / 1e3,
-        on_gpu=on_gpu,
-        steps=None if recorder.steps is None else min(recorder.steps, recorder.count - recorder.skip),
-    )
+            elif on_device == self._on_gpu and not (self._on_gpu and event.is_user_annotation):
+                own_us = event.device_time_total if self._on_gpu else event.self_cpu_time_total
+                for place, value in enumerate((1, own_us / 1e3, length_ms)):
+                    operations[event.name][place] += value
+                if self._on_gpu or event.name.startswith("aten::"):
+                    computing.append(span)
+        return operations, collectives, sending, computing
+
+    def print(self, top: int) -> None:
+        """Print the ``top`` operations by their own time, and the collectives."""
+        operations, collectives, sending, computing = self._sums()
+        wall_ms = 1e3 * (self._wall_s or 0)
+        steps = "the whole script"
+        if self.steps is not None:
+            steps = f"{min(self.steps, self.count - self.skip)} optimizer steps"
+        print(f"\nProfile of {steps}, {wall_ms:,.1f} ms" + (", rank 0" if "RANK" in os.environ else ""))
+        where = "on the GPU" if self._on_gpu else "on the CPU"
+        rows = [[f"operations {where}", "calls", "own ms", "share", "total ms"]]
+        for name, (calls, own, whole) in sorted(operations.items(), key=lambda item: -item[1][1])[:top]:
+            rows.append([name[:48], f"{calls:,}", f"{own:,.2f}", f"{own / wall_ms:.1%}", f"{whole:,.2f}"])
+        print(format_table(rows, align="<>"))
+        if not collectives:
+            print("\nNo communication was seen.")
+            return
+        rows = [["collectives", "calls", "sum of ms"]]
+        rows += [[name, f"{calls:,}", f"{ms:,.2f}"] for name, (calls, ms) in sorted(collectives.items())]
+        print("\n" + format_table(rows, align="<>"))
+        sending_ms, computing_ms = covered(sending) / 1e3, covered(computing) / 1e3
+        print(
+            f"Communication: {sending_ms / wall_ms:.1%} of the time, {sending_ms:,.2f} of {wall_ms:,.2f} ms, waiting "
+            f"for other ranks included; in {covered(sending + computing) / 1e3 - computing_ms:,.2f} ms of it nothing "
+            "was computed."
+        )
+
+
+def covered(ranges: Iterable[_Range]) -> float:
+    """Return the length of the union of ranges.
+
+    Example:
+        >>> covered([(5, 9), (0, 2), (1, 3)])
+        7.0
+    """
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(ranges):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
