@@ -14,14 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther.errors import (
-    PerformanceWarning,
-    ShapeError,
-    SketchMismatchError,
-    check_device,
-    check_flag,
-    check_floating,
-)
+from panther.errors import PerformanceWarning, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.nn._sketch_record import has_values, make_record, read_record
 from panther.sketch import check_seed, signs
 
@@ -37,8 +30,9 @@ def keep_own_forward(module: nn.Module, args: Any) -> None:
 
 
 def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return arguments of a layer's constructor as its attributes tell them, ``bias`` as whether there is one."""
-    return {name: layer.bias is not None if name == "bias" else getattr(layer, name) for name in names}
+    """Return arguments of a constructor as JSON has them, read from the attributes of a sketched or a dense layer."""
+    values = {name: getattr(layer, name) for name in names} | {"bias": layer.bias is not None}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def mode_of(seed: int | None) -> str:
@@ -105,6 +99,13 @@ class SketchedModule(nn.Module):
             )
         self.set_seeded_(seed)
         self.reset_parameters()
+
+    @classmethod
+    def _in_place_of(cls, dense: Any, size: dict[str, Any], seed: int | None) -> Self:
+        """Return a new layer with a sketch of this size and the arguments, the device and the dtype of a dense one."""
+        make: Any = cls  # a subclass, whose constructor has arguments
+        weight, arguments = dense.weight, arguments_of(dense, cls.dense_arguments)
+        return make(**arguments, **size, seed=seed, device=weight.device, dtype=weight.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # nn.Module's own error for a Parameter in the place of a property is a KeyError without a reason.

@@ -37,11 +37,13 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
         first_name[module] = name
         kind = _class_of(module)
         if kind not in _CLASSES:
-            raise FormatError(f"module {name!r} is a {kind}, which the format does not know: it knows {_known()}")
+            raise FormatError(
+                f"module {name!r} is a {kind}, which the format does not know: it knows {', '.join(_CLASSES)}"
+            )
         _check_plain(name, module)
         modules[name] = {
             "class": kind,
-            "args": _arguments(module, (*module.dense_arguments, *_SIZES)),
+            "args": arguments_of(module, (*module.dense_arguments, *_SIZES)),
             "mode": mode_of(module.seed),
             "dtype": str(module.sketch_like().dtype).removeprefix("torch."),
         }
@@ -133,7 +135,7 @@ def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type
     """Return class, arguments and dtype of a module, if they are allowed and fit the module in its place."""
     kind, args, dtype = spec.get("class"), spec.get("args"), getattr(torch, str(spec.get("dtype")), None)
     if not isinstance(kind, str) or kind not in _CLASSES:
-        raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {_known()}")
+        raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {', '.join(_CLASSES)}")
     make = _CLASSES[kind]
     names = (*make.dense_arguments, *_SIZES)
     if (
@@ -151,7 +153,7 @@ def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -
     """Return the arguments, unless the architecture has a different kind of module there, or one of other sizes."""
     found: dict[str, Any] = {}
     if isinstance(old, make | make.dense_class):
-        found = _arguments(old, make.dense_arguments)
+        found = arguments_of(old, make.dense_arguments)
     elif make is SKLinear:  # such as transformers' Conv1D, whose weight is (in, out)
         shape = tuple(getattr(old._parameters.get("weight"), "shape", ()))
         if shape == (args["out_features"], args["in_features"]):
@@ -202,12 +204,6 @@ def _finished(module: SketchedModule, spec: dict[str, Any], old: nn.Module) -> S
     return module.train(old.training)
 
 
-def _arguments(module: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return a constructor's arguments as JSON has them, read from the layer, or from the dense one in its place."""
-    values = arguments_of(module, names)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
 def place(value: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to memory that torch allocates: at a file's odd addresses, products can differ in the last bit."""
     return value.to(device, copy=True)
@@ -215,7 +211,3 @@ def place(value: Tensor, device: torch.device | str) -> Tensor:
 
 def _device_of(old: nn.Module) -> torch.device | str:
     return next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
-
-
-def _known() -> str:
-    return ", ".join(_CLASSES)

@@ -14,7 +14,7 @@ from panther.errors import ShapeError, check_size
 from panther.nn._conv import convolve, dense_kernel, is_channels_last
 from panther.nn._fitting import check_init, fittable, lstsq_by_groups, svd_by_groups
 from panther.nn._sizes import check_padding, default_low_rank, divisible, per_dim, terms_and_rank
-from panther.nn._sketched import SketchedModule, arguments_of
+from panther.nn._sketched import SketchedModule
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -96,18 +96,14 @@ class _SKConv(SketchedModule):
     @property
     def S1s(self) -> Tensor:  # (2 L K, in / groups, *kernel)
         """S by terms: rows ``i K`` to ``(i + 1) K`` are term i. A view, except with groups."""
-        S = self.S.detach()
-        return S if self.groups == 1 else self._by_terms(S)
+        return self._by_terms(self.S.detach())
 
     @property
     def U1s(self) -> Tensor:  # (2 L, K, out)
         """U by terms, scaled so that the layer's formula holds; with groups block-diagonal, with zeros elsewhere."""
         U = self.U.detach() * (2 * self.num_terms * self.scale)
-        rows, out = U.shape
-        whole = U.new_zeros(rows, self.groups, out)
-        for group, block in enumerate(U.unflatten(0, (self.groups, -1))):
-            whole.unflatten(0, (self.groups, -1))[group, :, group] = block
-        return self._by_terms(whole).reshape(2 * self.num_terms, self.low_rank, self.out_channels)
+        whole = torch.block_diag(*U.unflatten(0, (self.groups, -1)))  # (2 L K, out), rows by groups
+        return self._by_terms(whole).unflatten(0, (2 * self.num_terms, self.low_rank))
 
     def _by_terms(self, rows: Tensor) -> Tensor:
         """Reorder rows from (group, term, rank) to (term, group, rank)."""
@@ -166,13 +162,7 @@ class _SKConv(SketchedModule):
             raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
         weight = conv.weight.detach()
         A = fittable(weight).flatten(1).unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
-        layer = cls(
-            **arguments_of(conv, cls.dense_arguments),
-            **terms_and_rank(sizes, num_terms, low_rank, sketch_size),
-            seed=seed,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        layer = cls._in_place_of(conv, terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed)
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
         if init == "svd":
@@ -220,8 +210,6 @@ class _SKConv(SketchedModule):
     def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return S and U from S1s and U1s."""
         S1s, U1s = stacked["S1s"], stacked["U1s"]
-        if self.groups == 1:
-            return {"S": S1s, "U": U1s.flatten(0, 1)}
         blocks = self._by_groups(U1s.flatten(0, 1)).unflatten(1, (self.groups, -1))
         blocks = blocks.unflatten(0, (self.groups, -1)).transpose(1, 2)  # (group, group of outputs, rows, out / groups)
         own = torch.eye(self.groups, dtype=torch.bool, device=blocks.device)

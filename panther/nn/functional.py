@@ -35,7 +35,7 @@ def sketched_linear(
         S2: Trained factor of shape ``(R, out)``.
         U2: Sketch of shape ``(in, R)``, or its signs packed along the features, ``(R, ceil(in / 32))``, if those of U1
             are.
-        bias: Of shape ``(out,)``, or None.
+        bias: Bias of shape ``(out,)``, or None.
         scale: The number s.
 
     Returns:
@@ -92,7 +92,7 @@ def sketched_conv(
         x: Input of shape ``(N, in, *size)``, or ``(in, *size)`` without a batch, any floating dtype.
         S: Trained kernel of shape ``(rows, in / groups, *kernel)``; says the number of dimensions.
         U: Sketch of shape ``(rows, out / groups)``.
-        bias: Of shape ``(out,)``, or None.
+        bias: Bias of shape ``(out,)``, or None.
         stride: One integer, or one for each dimension; this and the next three are as in
             :func:`torch.nn.functional.conv2d`.
         padding: As ``stride``, or ``"same"`` or ``"valid"``.

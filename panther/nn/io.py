@@ -100,8 +100,9 @@ def write_folder(
 def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Turn a model of the original architecture into the saved one, in place.
 
-    Modules that the folder names as sketched are replaced. All weights take the saved dtype and the device they had in
-    ``model`` (the CPU, for a model on the meta device). Everything is checked before anything is changed.
+    Modules that the folder names as sketched are replaced, as in the example of :func:`save_compressed`. All weights
+    take the saved dtype and the device they had in ``model`` (the CPU, for a model on the meta device). Everything is
+    checked before anything is changed.
 
     Args:
         dir: Folder written by :func:`save_compressed`.
@@ -113,9 +114,6 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     Raises:
         FormatError: If a file is missing, damaged or of a different format, or does not fit the model.
         SketchMismatchError: If a seed is damaged.
-
-    Example:
-        See :func:`save_compressed`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

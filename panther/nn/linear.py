@@ -12,7 +12,7 @@ from panther.errors import ShapeError, check_flag, check_size
 from panther.kernels import pack_signs, unpack_signs
 from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn._sizes import default_low_rank, terms_and_rank
-from panther.nn._sketched import SketchedModule, arguments_of
+from panther.nn._sketched import SketchedModule
 from panther.nn.functional import sketched_linear
 
 torch.fx.wrap("sketched_linear")  # one node of a symbolic trace: what is inside depends on the input's dtype
@@ -228,13 +228,7 @@ class SKLinear(SketchedModule):
             raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
         check_init(init)
         weight = linear.weight.detach()
-        layer = cls(
-            **arguments_of(linear, cls.dense_arguments),
-            **terms_and_rank(sizes, num_terms, low_rank, sketch_size),
-            seed=seed,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        layer = cls._in_place_of(linear, terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed)
         if init == "svd":
             layer._fit_svd_(weight)
         else:

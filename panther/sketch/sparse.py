@@ -157,8 +157,7 @@ class SparseSketch(SketchingOperator):
 
     def _csr(self, transposed: bool = False) -> Tensor:
         """Return S or its transpose in CSR, whose products are fastest, in float32 at least."""
-        name = "transposed" if transposed else "matrix"
-        return self._keep(name, lambda: csr_tensor(*self._draw_csr(self._vectors(), transposed)))
+        return self._keep(f"csr {transposed}", lambda: csr_tensor(*self._draw_csr(self._vectors(), transposed)))
 
     def _gathered(self, transposed: bool) -> tuple[Tensor, ...]:
         """Return the CSR form with 32-bit indices, because with few columns reading them is the cost."""
@@ -167,7 +166,7 @@ class SparseSketch(SketchingOperator):
             starts, index, value, _ = self._draw_csr(self._vectors(), transposed)
             return starts, index.to(torch.int32), value
 
-        return self._keep("gathered, transposed" if transposed else "gathered", draw)
+        return self._keep(f"gathered {transposed}", draw)
 
     def _vectors(self) -> range:
         return range(self.shape[1] if self._by_column else self.shape[0])

@@ -1,13 +1,4 @@
-r"""The subsampled randomised Hadamard transform.
-
-.. math:: S = \frac{1}{\sqrt d}\, R\, H\, D,
-
-with D random signs, H the Walsh-Hadamard matrix of entries :math:`(-1)^{\mathrm{popcount}(i \,\&\, j)}`, of as many
-rows N as the least power of two no smaller than d and m (A is padded by zero rows), and R a choice of d of its rows
-without replacement. N. Ailon and B. Chazelle, "The fast Johnson-Lindenstrauss transform and approximate nearest
-neighbors", SIAM J. Comput. 39 (2009), doi:10.1137/060673096; J. A. Tropp, "Improved analysis of the subsampled
-randomized Hadamard transform", 2011, doi:10.1142/S1793536911000787.
-"""
+"""The subsampled randomised Hadamard transform."""
 
 __all__ = ["SRHT"]
 
@@ -24,9 +15,16 @@ from panther.sketch.streams import Kind, tag
 class SRHT(SketchingOperator):
     r"""A Walsh-Hadamard transform with random signs, that keeps d random rows.
 
-    Entries are :math:`\pm 1/\sqrt d` (:math:`\pm 1` with ``scale=False``). N is the least power of two no smaller than
-    d and m; for d = N the sketch is an isometry. Some sets of n columns, such as the first ones of the identity, need d
-    of the order of n log n. Arguments and errors are those of :class:`~panther.sketch.SketchingOperator`.
+    .. math:: S = \frac{1}{\sqrt d}\, R\, H\, D,
+
+    with D random signs, H the Walsh-Hadamard matrix of entries :math:`(-1)^{\mathrm{popcount}(i \,\&\, j)}`, of as many
+    rows N as the least power of two no smaller than d and m (A is padded by zero rows), and R a choice of d of its rows
+    without replacement (N. Ailon and B. Chazelle, "The fast Johnson-Lindenstrauss transform and approximate nearest
+    neighbors", SIAM J. Comput. 39, 2009, doi:10.1137/060673096; J. A. Tropp, "Improved analysis of the subsampled
+    randomized Hadamard transform", 2011, doi:10.1142/S1793536911000787). Entries are :math:`\pm 1/\sqrt d`
+    (:math:`\pm 1` with ``scale=False``); for d = N the sketch is an isometry. Some sets of n columns, such as the first
+    ones of the identity, need d of the order of n log n. Arguments and errors are those of
+    :class:`~panther.sketch.SketchingOperator`.
 
     Cost: N / 2 Philox calls and a sort of N numbers to draw the rows; to apply to an (m, n) matrix, ``8 N log2(N) n``
     flops in products with small Hadamard matrices, or ``N log2(N) n`` by the kernel of
