@@ -1,6 +1,6 @@
 """``panther train``: a model and data that functions return, trained by the Trainer on one or several processes."""
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "read_config", "run"]
 
 import argparse
 import difflib
@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and print the last record."""
-    settings = _read_settings(args.config, args.settings)
+    settings = (read_config(args.config)[0] if args.config else {}) | _given(args.settings)
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
     for name in ("model", "data"):
         if name not in functions:
@@ -75,16 +75,24 @@ def _launch(args: argparse.Namespace, directory: str | None) -> int:
     return start([*config.arguments(), "panther", "train", *given, *args.settings], name="train")
 
 
-def _read_settings(path: str | None, given: list[str]) -> dict[str, Any]:
-    from panther.train.config import asks_for_text, read_settings
+def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a TOML or JSON file, and its table ``launch``, which is for ``panther init``."""
+    from panther.train.config import read_settings
 
-    settings = {} if path is None else read_settings(path)
-    settings.pop("launch", None)  # the table of panther init
-    inner = settings.pop("train", {})
-    if not isinstance(inner, Mapping):
-        raise ConfigError(f"'train' in {path} must be a table")
-    settings |= inner
-    for item in given:
+    settings = read_settings(path)
+    launch, inner = settings.pop("launch", {}), settings.pop("train", {})
+    for name, table in (("launch", launch), ("train", inner)):
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name!r} in {path} must be a table")
+    return settings | inner, launch
+
+
+def _given(texts: list[str]) -> dict[str, Any]:
+    """Return the settings of the command line."""
+    from panther.train.config import asks_for_text
+
+    settings = {}
+    for item in texts:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise PantherError(f"{item!r} is not a setting: write key=value")

@@ -80,7 +80,7 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, text, capsys, 
     [
         (["init", "torchrun", "--out", "PATH", "t.py"], "file/below", "cannot be written to (Not a directory)"),
         (["init", "torchrun", "--out", "PATH", "t.py"], 300 * "a", "cannot be written to (File name too long)"),
-        (["init", "torchrun", "--config", "PATH"], "file/below", "cannot be read (Not a directory)"),
+        (["init", "torchrun", "--config", "PATH"], "file/below.toml", "cannot be read (Not a directory)"),
         (["train", "--config", "PATH"], "file/below.toml", "cannot be read (Not a directory)"),
     ],
 )

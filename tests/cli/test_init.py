@@ -487,39 +487,52 @@ def test_a_script_that_does_not_exist_is_noted(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--nodes", "0"], "--nodes: 0 must be at least 1"),
+        (["--time", "soon"], "--time: 'soon' must be Slurm's form"),
+        (["--time", "1:00\n#SBATCH --wrap=x"], "--time: '1:00\\n#SBATCH --wrap=x' must be Slurm's form"),
+        (["--grace", "65506"], "--grace: 65506 must be at most 65505"),
+        (["--memory", "64 GB"], "--memory: '64 GB' must be a whole number and K, M, G or T"),
+        (["--partition", "a b"], "--partition: 'a b' must be names"),
+        (["--name", "My_Job"], "--name: 'My_Job' must be lower-case letters"),
+        (["--port", "70000"], "--port: 70000 must be at most 65535"),
+        (["--backend", "mpi"], "--backend: 'mpi' must be gloo or nccl"),
+        (["--volume=runs"], "--volume: 'runs' must be a claim and a path"),
+    ],
+)
+def test_bad_flags_exit_with_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["init", "slurm", *arguments, "train.py"])
+    assert exit.value.code == 2
+    assert f"panther init slurm: error: argument {message}" in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["slurm"], "nothing to run: name a script after the options"),
         (["kubernetes", "t.py"], "kubernetes needs --image"),
         (["compose", "t.py"], "compose needs --image"),
-        (["slurm", "--nodes", "0", "t.py"], "--nodes 0 must be at least 1"),
-        (["slurm", "--time", "soon", "t.py"], "--time 'soon' must be Slurm's form"),
-        (["slurm", "--time", "1:00\n#SBATCH --wrap=x", "t.py"], "must be Slurm's form"),
         (
             ["slurm", "--time", "2", "t.py"],
             "--time 2 is 120 s and must be more than --grace 120 and 30 s for the processes to end",
         ),
-        (["slurm", "--grace", "65506", "t.py"], "--grace 65506 must be at most 65505: Slurm's signal comes at most"),
-        (["slurm", "--memory", "64 GB", "t.py"], "--memory '64 GB' must be a whole number and K, M, G or T"),
-        (["slurm", "--partition", "a b", "t.py"], "--partition 'a b' must be names"),
-        (["slurm", "--name", "My_Job", "t.py"], "--name 'My_Job' must be lower-case letters"),
         (["slurm", "--config", "dash.toml"], "the script '-t.py' must be printable"),
-        (["slurm", "--port", "70000", "t.py"], "--port 70000 must be from 1 to 65535"),
-        (["slurm", "--backend", "mpi", "t.py"], "--backend 'mpi' must be gloo or nccl"),
-        (["slurm", "--config", "no.toml"], "--config no.toml cannot be read (No such file or directory)"),
-        (["slurm", "--config", "bad.toml"], "--config bad.toml is not TOML"),
-        (
-            ["slurm", "--config", "binary.toml"],
-            "--config binary.toml is not TOML: 'utf-8' codec can't decode byte 0xff",
-        ),
+        (["slurm", "--config", "no.toml"], "no.toml cannot be read (No such file or directory)"),
+        (["slurm", "--config", "bad.toml"], "bad.toml is not valid TOML"),
+        (["slurm", "--config", "binary.toml"], "binary.toml is not valid TOML ('utf-8' codec can't decode byte 0xff"),
         (["slurm", "--config", "no-data.toml"], "--config no-data.toml has a model and no data: add data ="),
         (["slurm", "--config", "empty.toml"], "--config empty.toml has no table [launch]"),
         (
             ["slurm", "--config", "unknown.toml"],
             "--config unknown.toml has unknown keys in [launch], node: use some of args,",
         ),
-        (["slurm", "--config", "types.toml"], "--nodes 'two' must be int"),
+        (["slurm", "--config", "types.toml"], "types.toml: nodes in [launch]: 'two' is not a whole number"),
+        (["slurm", "--config", "flag.toml"], "flag.toml: nodes in [launch]: 'True' is not a whole number"),
+        (["slurm", "--config", "module.toml"], "module must be true or false, not 1"),
+        (["slurm", "--config", "list.toml"], "'launch' in list.toml must be a table"),
         (["slurm", "--config", "args.toml"], "args must be a list of strings, not 'a b'"),
         (["slurm", "--config", "model.toml"], "args must be a list of strings, not 5"),
-        (["kubernetes", "--image=x", "--volume=runs", "t.py"], "--volume 'runs' must be a claim and a path"),
     ],
 )
 def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
@@ -532,8 +545,11 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     Path("empty.toml").write_text("")
     Path("unknown.toml").write_text(f"{head}node = 2\n")
     Path("types.toml").write_text(f'{head}nodes = "two"\n')
+    Path("flag.toml").write_text(f"{head}nodes = true\n")
+    Path("module.toml").write_text(f"{head}module = 1\n")
+    Path("list.toml").write_text("launch = [1]\n")
     Path("args.toml").write_text(f'{head}args = "a b"\n')
-    Path("model.toml").write_text('model = "a:b"\ntrain = 3\n[launch]\nargs = 5\n')
+    Path("model.toml").write_text('model = "a:b"\n[launch]\nargs = 5\n')
     assert main(["init", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("panther: error: ")

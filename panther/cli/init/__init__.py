@@ -3,14 +3,14 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import tomllib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from panther.cli._arguments import check_folder, non_negative, note
+from panther.cli._arguments import check_folder, note
 from panther.cli.init._files import write_files
-from panther.cli.init._job import JobConfig
+from panther.cli.init._job import OPTIONS, JobConfig
+from panther.cli.train import read_config
 from panther.errors import PantherError
 
 _KINDS = {
@@ -19,7 +19,6 @@ _KINDS = {
     "torchrun": "a shell script for torchrun",
     "compose": "a docker compose file with two or more nodes on one machine",
 }
-_OPTIONS = [entry for entry in fields(JobConfig) if "help" in entry.metadata]
 
 
 def add_parser(commands: Any) -> None:
@@ -41,16 +40,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    hints = get_type_hints(JobConfig)
-    for entry in _OPTIONS:
-        number = hints[entry.name] in (int, int | None)
-        default = "" if entry.default is None else f" (default: {entry.default})"
-        parser.add_argument(
-            f"--{entry.name.replace('_', '-')}",
-            type=non_negative if number else str,
-            metavar="N" if number else "TEXT",
-            help=entry.metadata["help"] + default,
-        )
+    for name, entry in OPTIONS.items():
+        shown = "" if entry.default is None else f" (default: {entry.default})"
+        text = entry.metadata["help"] + shown  # the parser's own default is None, so that --config may have a value
+        parser.add_argument(_flag(name), type=entry.metadata["kind"], metavar="VALUE", help=text)
     parser.add_argument("-m", "--module", action="store_true", default=None, help="the script is a module's name")
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [launch] has the same names, and args")
     parser.add_argument("--out", default=".", metavar="DIR", help="folder to write to (default: the current one)")
@@ -59,14 +52,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Write the files and print how to start them."""
     _check_order(args)
-    values = _read_config(args) if args.config else {}
-    names = [entry.name for entry in _OPTIONS]
-    values |= {name: value for name in (*names, "module", "script") if (value := getattr(args, name)) is not None}
-    if args.args:
-        values["args"] = args.args
+    given = {field.name: getattr(args, field.name) for field in fields(JobConfig)}
+    values = (_read_config(args) if args.config else {}) | {
+        name: value for name, value in given.items() if value not in (None, [])
+    }
     if not values.get("script"):
         raise PantherError(
             "nothing to run: name a script after the options, or give a --config whose table [launch] has a script, "
@@ -95,7 +91,7 @@ def _check_order(args: argparse.Namespace) -> None:
     """Raise if options of ``panther init`` follow the script, which would silently get them."""
     if args.args[:1] == ["--"]:
         del args.args[0]
-    names = {f"--{entry.name.replace('_', '-')}" for entry in _OPTIONS} | {"--module", "--config", "--out", "--force"}
+    names = {*map(_flag, OPTIONS), "--module", "--config", "--out", "--force"}
     late = [word for word in args.args if word.partition("=")[0] in names]
     if late and "--" not in args.argv:
         raise PantherError(
@@ -122,38 +118,35 @@ def _print_notes(kind: str, job: JobConfig, folder: Path) -> None:
 def _read_config(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of --config: its table [launch], and ``panther train`` as the script if it names a model."""
     file = args.config
-    try:
-        with Path(file).open("rb") as stream:
-            content = tomllib.load(stream)
-    except OSError as error:
-        raise PantherError(f"--config {file} cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PantherError(f"--config {file} is not TOML: {error}") from None
-    settings = {key for part in (content, content.get("train")) if isinstance(part, dict) for key in part}
-    trains = "model" in settings
-    table = content.get("launch", {} if trains else None)
-    if not isinstance(table, dict):
+    settings, table = read_config(file)
+    trains = "model" in settings and "script" not in table
+    if not table and not trains:
         raise PantherError(f'--config {file} has no table [launch]: begin with [launch] and script = "train.py"')
-    known = {field.name for field in fields(JobConfig)}
-    unknown = sorted(set(table) - known)
-    if unknown:
+    known = [field.name for field in fields(JobConfig)]
+    if unknown := sorted(set(table) - set(known)):
         raise PantherError(
             f"--config {file} has unknown keys in [launch], {', '.join(unknown)}: use some of "
             f"{', '.join(sorted(known))}"
         )
-    if args.script is not None and (trains or "script" in table):  # module and args belong to the script of the file
-        return {key: value for key, value in table.items() if key not in ("script", "module", "args")}
-    if trains and "script" not in table:
+    values = dict(table)
+    for name in OPTIONS.keys() & table.keys():
+        try:
+            values[name] = OPTIONS[name].metadata["kind"](str(table[name]))
+        except argparse.ArgumentTypeError as error:
+            raise PantherError(f"--config {file}: {name} in [launch]: {error}") from None
+    if args.script is not None and ("model" in settings or "script" in table):
+        return {name: values[name] for name in OPTIONS.keys() & table.keys()}  # module and args are of another script
+    if trains:
         more = table.get("args", [])
         if not isinstance(more, list):
-            return table | {"script": "panther"}  # JobConfig refuses it, with the reason
+            return values | {"script": "panther"}  # JobConfig refuses it, with the reason
         if "data" not in settings and not any(str(part).startswith("data=") for part in more):
             raise PantherError(
                 f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a '
                 "script"
             )
-        table = table | {"script": "panther", "module": True, "args": ["train", "--config", _path_there(args), *more]}
-    return table
+        values |= {"script": "panther", "module": True, "args": ["train", "--config", _path_there(args), *more]}
+    return values
 
 
 def _path_there(args: argparse.Namespace) -> str:

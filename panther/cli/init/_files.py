@@ -17,7 +17,6 @@ from panther.cli.init._job import JobConfig
 from panther.errors import PantherError
 
 _TO_LEAVE_S = 30  # in addition to the grace time, for the processes to end and the job to be queued again
-_LONGEST_NOTICE_S = 65535  # of sbatch's --signal
 
 
 def write_files(kind: str, job: JobConfig) -> dict[str, str]:
@@ -48,11 +47,6 @@ def _fill(template: str, /, **values: Any) -> str:
 def _slurm(job: JobConfig) -> str:
     """Return an sbatch script: a launcher on each node, with time to save and a requeue before the time limit."""
     notice = job.grace + _TO_LEAVE_S
-    if notice > _LONGEST_NOTICE_S:
-        raise PantherError(
-            f"--grace {job.grace} must be at most {_LONGEST_NOTICE_S - _TO_LEAVE_S}: Slurm's signal comes at most "
-            f"{_LONGEST_NOTICE_S} s before the time limit, and {_TO_LEAVE_S} s are for the processes to end"
-        )
     limit = 0 if job.time is None else _seconds(job.time)
     if 0 < limit <= notice:  # Slurm takes 0 for no limit
         raise PantherError(
@@ -174,9 +168,6 @@ def _compose(job: JobConfig) -> str:
 
 def _sequence(words: Sequence[str], indent: int) -> str:
     """Return strings as a YAML sequence, each on a line."""
-    return "".join(f"\n{' ' * indent}- {_quoted(word)}" for word in words)
-
-
-def _quoted(word: str) -> str:
     # In ASCII, JSON writes characters beyond U+FFFF as two that YAML does not join.
-    return json.dumps(word, ensure_ascii=not word.isprintable())
+    quoted = [json.dumps(word, ensure_ascii=not word.isprintable()) for word in words]
+    return "".join(f"\n{' ' * indent}- {word}" for word in quoted)

@@ -1,93 +1,84 @@
 """The job of ``panther init``: options on the command line, and keys of ``[launch]`` in a TOML file."""
 
-__all__ = ["JobConfig"]
+__all__ = ["OPTIONS", "JobConfig"]
 
 import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any
 
+from panther.cli._arguments import non_negative, positive, whole_number
 from panther.errors import PantherError
 
 
-def _option(default: Any, text: str, *, least: int | None = None, form: tuple[str, str] | None = None) -> Any:
-    """Return a field with its help text and its rule: a least value, or a pattern and its description."""
-    return field(default=default, metadata={"help": text, "least": least, "form": form})
+def _option(default: Any, text: str, kind: Callable[[str], Any]) -> Any:
+    """Return a field with its help text and the type that its text is converted to."""
+    return field(default=default, metadata={"help": text, "kind": kind})
+
+
+def _form(pattern: str, description: str) -> Callable[[str], str]:
+    """Return the type of texts that match a pattern."""
+
+    def convert(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ArgumentTypeError(f"{text!r} must be {description}")
+        return text
+
+    return convert
+
+
+_NAME = _form(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", "lower-case letters, digits and dashes, at most 52")
+_MEMORY = _form(r"\d+[KMGT]", "a whole number and K, M, G or T, as in 64G")
+_TIME = _form(
+    r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}", "Slurm's form: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+)
+_PARTITION = _form(r"[\w.,-]+", "names of letters, digits, dots and dashes")
+_IMAGE = _form(r"[\w./:@-]+", "a container image, as in registry/name:tag")
+_VOLUME = _form(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[\w./-]+", "a claim and a path in the container, as in runs:/runs")
+_BACKEND = _form(r"gloo|nccl", "gloo or nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """What to run and on what; fields with a help text are options of ``panther init``."""
+    """What to run and on what; fields with a help text are options of ``panther init``.
+
+    Raises:
+        PantherError: If the script or its arguments break a rule.
+    """
 
     script: str
     """Path of the script where it runs, or the name of a module."""
-    args: tuple[str, ...] = ()
+    args: Sequence[str] = ()
     """Arguments of the script."""
     module: bool = False
     """Whether the script is a module, as after ``python -m``."""
-    name: str = _option(
-        "panther",
-        "name of the job",
-        form=(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", "lower-case letters, digits and dashes, at most 52"),
-    )
-    nodes: int = _option(1, "number of nodes", least=1)
-    nproc_per_node: int | None = _option(None, "processes on each node (default: one for each GPU, or 1)", least=1)
-    gpus_per_node: int = _option(0, "GPUs of each node", least=0)
-    cpus_per_node: int | None = _option(None, "cores of each node (default: chosen by the scheduler)", least=1)
-    memory: str | None = _option(
-        None, "memory of each node, as 64G", form=(r"\d+[KMGT]", "a whole number and K, M, G or T, as in 64G")
-    )
-    time: str | None = _option(
-        None,
-        "time limit of Slurm, as 24:00:00",
-        form=(
-            r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}",
-            "Slurm's form: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
-        ),
-    )
-    partition: str | None = _option(
-        None, "partition of Slurm", form=(r"[\w.,-]+", "names of letters, digits, dots and dashes")
-    )
-    image: str | None = _option(
-        None,
-        "container image with Panther in it, for kubernetes and compose",
-        form=(r"[\w./:@-]+", "a container image, as in registry/name:tag"),
-    )
+    name: str = _option("panther", "name of the job", _NAME)
+    nodes: int = _option(1, "number of nodes", positive)
+    nproc_per_node: int | None = _option(None, "processes on each node (default: one for each GPU, or 1)", positive)
+    gpus_per_node: int = _option(0, "GPUs of each node", non_negative)
+    cpus_per_node: int | None = _option(None, "cores of each node (default: chosen by the scheduler)", positive)
+    memory: str | None = _option(None, "memory of each node, as 64G", _MEMORY)
+    time: str | None = _option(None, "time limit of Slurm, as 24:00:00", _TIME)
+    partition: str | None = _option(None, "partition of Slurm", _PARTITION)
+    image: str | None = _option(None, "container image with Panther in it, for kubernetes and compose", _IMAGE)
     volume: str | None = _option(
-        None,
-        "PersistentVolumeClaim for checkpoints and its path in the pods, as runs:/runs, for kubernetes",
-        form=(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[\w./-]+", "a claim and a path in the container, as in runs:/runs"),
+        None, "PersistentVolumeClaim for checkpoints and its path in the pods, as runs:/runs, for kubernetes", _VOLUME
     )
-    backend: str | None = _option(
-        None, "gloo or nccl (default: chosen by the script)", form=(r"gloo|nccl", "gloo or nccl")
-    )
-    max_restarts: int = _option(0, "how often all processes are started again after a failure", least=0)
-    port: int = _option(29500, "port on which the first node listens", least=1)
-    grace: int = _option(120, "seconds to save in, before the time limit and after SIGTERM", least=1)
+    backend: str | None = _option(None, "gloo or nccl (default: chosen by the script)", _BACKEND)
+    max_restarts: int = _option(0, "how often all processes are started again after a failure", non_negative)
+    port: int = _option(29500, "port on which the first node listens", whole_number(1, 65535))
+    # Slurm's signal comes at most 65,535 s before the time limit, of which 30 s are for the processes to end.
+    grace: int = _option(120, "seconds to save in, before the time limit and after SIGTERM", whole_number(1, 65505))
 
     def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-            PantherError: If one breaks a rule, named with its option.
-        """
         if not isinstance(self.args, list | tuple) or not all(isinstance(word, str) for word in self.args):
             raise PantherError(f"args must be a list of strings, not {self.args!r}")
-        hints = get_type_hints(type(self))
-        for entry in fields(self):
-            value, option, kind = getattr(self, entry.name), f"--{entry.name.replace('_', '-')}", hints[entry.name]
-            if entry.name == "args":
-                continue
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise PantherError(f"{option} {value!r} must be {getattr(kind, '__name__', kind)}")
-            least, form = entry.metadata.get("least"), entry.metadata.get("form")
-            if value is not None and least is not None and value < least:
-                raise PantherError(f"{option} {value} must be at least {least}")
-            if value is not None and form is not None and not re.fullmatch(form[0], value):
-                raise PantherError(f"{option} {value!r} must be {form[1]}")
-        if self.port >= 1 << 16:
-            raise PantherError(f"--port {self.port} must be from 1 to 65535")
-        if not self.script or not self.script.isprintable() or self.script.startswith("-"):
-            raise PantherError(f"the script {self.script!r} must be printable, not empty, and not begin with a dash")
+        if not isinstance(self.module, bool):
+            raise PantherError(f"module must be true or false, not {self.module!r}")
+        script = self.script
+        if not isinstance(script, str) or not script or not script.isprintable() or script.startswith("-"):
+            raise PantherError(f"the script {script!r} must be printable, not empty, and not begin with a dash")
 
     @property
     def processes(self) -> int:
@@ -121,3 +112,6 @@ class JobConfig:
             "shutdown-timeout": self.grace,
         }
         return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+OPTIONS = {entry.name: entry for entry in fields(JobConfig) if entry.metadata}
