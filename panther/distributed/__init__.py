@@ -34,71 +34,27 @@ if TYPE_CHECKING:
 _MODULES = {
     "advisor.cluster": ("ClusterSpec",),
     "advisor.model_stats": ("ModelStats",),
-    "advisor.plan": (
-        "ParallelismPlan",
-        "plan_parallelism",
-    ),
+    "advisor.plan": ("ParallelismPlan", "plan_parallelism"),
     "advisor.rules": ("choose_parallelism_strategy",),
-    "comm.bandwidth": (
-        "CommunicationProfile",
-        "profile_communication_overhead",
-    ),
-    "comm.collectives": (
-        "all_gather",
-        "all_reduce",
-        "broadcast",
-        "reduce_scatter",
-    ),
-    "comm.mesh": (
-        "DistributedInfo",
-        "get_distributed_info",
-        "get_rank",
-        "get_world_size",
-        "make_mesh",
-    ),
+    "comm.bandwidth": ("CommunicationProfile", "profile_communication_overhead"),
+    "comm.collectives": ("all_gather", "all_reduce", "broadcast", "reduce_scatter"),
+    "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
     "comm.metrics": ("DistributedMetricsCollector",),
-    "comm.process_group": (
-        "cleanup_distributed",
-        "init",
-        "setup_distributed",
-        "shutdown",
-    ),
+    "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
     "data.advanced_trainer": ("AdvancedDistributedTrainer",),
     "data.sketched_model": ("DistributedSketchedModel",),
     "data.strategies": ("data_parallel",),
     "hybrid": ("HybridParallelTrainer",),
     "launcher.function": ("launch",),
-    "launcher.script": (
-        "LaunchConfig",
-        "launch_distributed_training",
-    ),
-    "pipeline.microbatches": (
-        "MicrobatchPipelineTrainer",
-        "PipelineParallelSketchedModel",
-    ),
-    "pipeline.schedules": (
-        "PipelineSchedule",
-        "make_schedule",
-    ),
+    "launcher.script": ("LaunchConfig", "launch_distributed_training"),
+    "pipeline.microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
+    "pipeline.schedules": ("PipelineSchedule", "make_schedule"),
     "pipeline.stages": ("split_stages",),
-    "sync.sketches": (
-        "sync_sketches",
-        "verify_sketches",
-    ),
-    "tensor.layers": (
-        "TensorParallelModel",
-        "TensorParallelSKLinear",
-    ),
-    "tensor.parallelize": (
-        "TensorParallelReport",
-        "tensor_parallel",
-    ),
-    "tensor.styles": (
-        "ColwiseSKParallel",
-        "HeadwiseParallel",
-        "RowwiseSKParallel",
-    ),
+    "sync.sketches": ("sync_sketches", "verify_sketches"),
+    "tensor.layers": ("TensorParallelModel", "TensorParallelSKLinear"),
+    "tensor.parallelize": ("TensorParallelReport", "tensor_parallel"),
+    "tensor.styles": ("ColwiseSKParallel", "HeadwiseParallel", "RowwiseSKParallel"),
     "tensor.unshard": ("unshard_module",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -165,10 +165,10 @@ def test_a_sketched_pair_sends_2r_numbers_a_row_and_a_dense_one_its_width():
     def sent(*pair):
         model = nn.Sequential(nn.LayerNorm(64), pair[0], nn.ReLU(), pair[1])
         layers = ModelStats.of(model, torch.ones(2, 64)).shard(2).layers
-        return sum(e.tp_forward.at(10) for e in layers), sum(e.tp_backward.at(10) for e in layers)
+        return sum(layer.tp_bytes.at(10) for layer in layers)
 
-    assert sent(SKLinear(64, 128, 3), SKLinear(128, 64, 3)) == (10 * 2 * 3 * 4, 10 * 2 * 3 * 4)
-    assert sent(nn.Linear(64, 128), nn.Linear(128, 64)) == (10 * 64 * 4, 10 * 64 * 4)
+    assert sent(SKLinear(64, 128, 3), SKLinear(128, 64, 3)) == 2 * (10 * 2 * 3 * 4)  # forward and backward
+    assert sent(nn.Linear(64, 128), nn.Linear(128, 64)) == 2 * (10 * 64 * 4)
 
 
 def test_ranking_explanations_and_memory():

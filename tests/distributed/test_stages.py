@@ -1,4 +1,4 @@
-"""Stages of models that are no nn.Sequential: cut at a ModuleList or at named modules, balanced by size or time."""
+"""Stages of models that are no nn.Sequential: cut at a ModuleList or at named modules, balanced by size."""
 
 import copy
 
@@ -10,7 +10,6 @@ from ranks import on_ranks, take_pipeline_steps, take_steps
 from torch import nn
 
 from panther.distributed import HybridParallelTrainer, make_mesh, make_schedule, split_stages
-from panther.distributed.pipeline._balance import _times
 from panther.distributed.pipeline._export import trace_stages
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
@@ -101,7 +100,6 @@ POINTS = ["decoder.layers.1", "decoder.layers.2.norm", "decoder.norm"]
 @pytest.mark.parametrize(
     ("name", "world", "cut"),
     [
-        pytest.param("1f1b", 2, {"layers": "decoder.layers", "balance": "time"}, marks=pytest.mark.slow),
         ("zbv", 2, {"layers": "decoder.layers"}),
         pytest.param("zero_bubble", 2, {"points": POINTS}, marks=pytest.mark.slow),
         pytest.param("gpipe", 4, {"points": POINTS}, marks=pytest.mark.slow),
@@ -229,34 +227,6 @@ def test_stages_that_end_in_a_view(name):
         torch.testing.assert_close(gradient, model.get_parameter(key).grad)
 
 
-def test_times_are_measured_and_leave_the_model_as_it_was():
-    class Slow(nn.Linear):
-        def forward(self, x):
-            for _ in range(50):
-                x = super().forward(x)
-            return x
-
-    def rank():
-        torch.manual_seed(0)
-        model = nn.Sequential(Slow(64, 64), *(nn.Linear(64, 64) for _ in range(5)), nn.BatchNorm1d(64), nn.Dropout())
-        before = torch.get_rng_state()
-        (stage,) = split_stages(model, 2, balance="time", sample_input=torch.randn(32, 64, generator=torch.Generator()))
-        assert torch.equal(torch.get_rng_state(), before)
-        assert model[6].num_batches_tracked == 0
-        assert all(parameter.grad is None for parameter in model.parameters())
-        return list(stage.submod._modules)
-
-    first, second = on_ranks(rank)
-    assert first == ["0"]  # though it has as many parameters as any other
-    assert second == [str(i) for i in range(1, 8)]
-
-
-def test_times_of_a_traced_model_have_a_place_for_every_segment():
-    model, (x, _) = build(0), data()
-    graph = trace_stages(model, POINTS, (x,))
-    assert [seconds > 0 for seconds in _times(model, graph, (x,))] == [True] * 4
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -334,9 +304,6 @@ def test_what_is_refused():
             lambda: split_stages(Tied(alias=True), 2, layers="layers", sample_input=x),
             lambda: split_stages(Tied(alias=False), 2, layers="layers", sample_input=x),
             lambda: split_stages(nn.Sequential(shared, nn.ReLU(), shared), 2, ["2"]),
-            lambda: split_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, balance="time"),
-            lambda: split_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, balance="flops"),
-            lambda: split_stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, balance="time", sample_input=x),
             lambda: split_stages(nn.LSTM(4, 4), 2, ["x"], sample_input=x, mesh=make_mesh(pp=2)["pp"]),
         ):
             with pytest.raises((ValueError, TypeError, DistributedError)) as caught:
@@ -360,9 +327,6 @@ def test_what_is_refused():
         "parameter 'embed.weight', which is also 'head.weight', is used by the stages 0 and 1, and torch's pipelines",
         "parameter 'embed.weight' is used by the stages 0 and 1, and torch's pipelines do not sum gradients",
         "parameter '0.weight', which is also '2.weight', is used by the stages 0 and 1",
-        "balance='time' needs sample_input=",
-        "balance='flops' is unknown: use one of 'parameters', 'time'",
-        "rank 0 could not run the model on sample_input to measure it (RuntimeError: ",
         "points=['x'] must be 1 different names of modules that begin stages: the model has no 'x'",
     ]
     for message, start in zip(first, starts, strict=True):

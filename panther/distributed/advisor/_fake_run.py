@@ -138,7 +138,7 @@ class Run:
 
     def __init__(self, batch: int, layers: int) -> None:
         self.batch = batch
-        self.forward, self.backward = np.zeros((2, layers, 3), dtype=np.int64)
+        self.counts = np.zeros((layers, 3), dtype=np.int64)
         """Flops, bytes that are reduced over the tp axis, and calls of these reductions."""
         self.saved = [0] * layers
         """Bytes that autograd saves first in this layer, without parameters and buffers."""
@@ -155,18 +155,20 @@ def run(
     mode: FakeTensorMode,
 ) -> Run:
     """Run a fake model forward and backward, and return the counts."""
-    n = len(layers)
-    done = Run(batch, n)
+    done = Run(batch, len(layers))
     held = (*model.parameters(), *model.buffers(), *(v for m in model.modules() for v in vars(m).values()))
     weights = {_storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
     seen: dict[int, Tensor] = {}
-    inputs_of, current = [-1] * n, 0
+    inputs_of, current = [-1] * len(layers), 0
     flops, traffic = FlopCounterMode(display=False), CommunicationCounter()
+    before = np.zeros(3, dtype=np.int64)
 
-    def totals() -> np.ndarray[Any, Any]:
-        return np.array([flops.get_total_flops(), traffic.bytes, traffic.calls])
-
-    begun, before = [totals()] * n, totals()
+    def switch_to(layer: int) -> None:
+        """Attribute what was done until now to the layer that is left."""
+        nonlocal current, before
+        now = np.array([flops.get_total_flops(), traffic.bytes, traffic.calls])
+        done.counts[current] += now - before
+        current, before = layer, now
 
     def pack(tensor: Tensor) -> Tensor:
         key = _storage(tensor)
@@ -179,8 +181,7 @@ def run(
 
     def enter(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal current
-            current, begun[i] = i, totals()
+            switch_to(i)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             inputs_of[i] = _storage(given[0]) if given else -1
 
@@ -188,21 +189,13 @@ def run(
 
     def leave(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            done.forward[i] += totals() - begun[i]
             made = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
             done.output[i] += sum(leaf.numel() * leaf.itemsize for leaf in made)
             for leaf in made:
                 if leaf.requires_grad:  # its gradient is ready just before the layer's backward pass begins
-                    leaf.register_hook(lambda gradient: backward_enters(i))
+                    leaf.register_hook(lambda gradient: switch_to(i))
 
         return hook
-
-    def backward_enters(i: int) -> None:
-        """Attribute what the backward pass did until now to the layer that it leaves."""
-        nonlocal current, before
-        now = totals()
-        done.backward[current] += now - before
-        current, before = i, now
 
     handles: list[Any] = []
     for i, (_, layer) in enumerate(layers):
@@ -213,9 +206,8 @@ def run(
         with mode, flops, traffic, saving:
             output = _call(model, inputs)
             scalar = loss_fn(output) if loss_fn is not None else _sum(output)
-            before = totals()
             scalar.backward()
-            backward_enters(0)
+            switch_to(0)
     finally:
         for handle in handles:
             handle.remove()

@@ -23,33 +23,28 @@ def explain_best(estimates: Sequence[Estimate], room: float, objective: str) -> 
         return f"No layout fits. {_needs(best, room)}, which is the closest."
     fitting = sum(e.memory.total <= room for e in estimates)
     quality = "has the shortest step" if objective == "time" else "needs the least memory"
-    won = f"{best.layout} is best: it {quality} of the {fitting} options that fit"
-    if fitting == 1:
-        won = f"{best.layout} is best: it is the only option that fits"
+    reason = f"{quality} of the {fitting} options that fit" if fitting > 1 else "is the only option that fits"
     part = max(best.seconds, key=lambda name: best.seconds[name])
     return (
-        f"{won}. A step takes {format_seconds(best.step_seconds)}, mostly {_TIMES[part]}, and a rank needs "
-        f"{format_bytes(best.memory.total)} of the {format_bytes(room)} that may be used, mostly {_largest(best)}."
+        f"{best.layout} is best: it {reason}. A step takes {format_seconds(best.step_seconds)}, mostly {_TIMES[part]}, "
+        f"and a rank needs {format_bytes(best.memory.total)} of the {format_bytes(room)} that may be used, mostly "
+        f"{_largest(best)}."
     )
 
 
 def explain_other(other: Estimate, best: Estimate, room: float, objective: str) -> str:
-    """Say why an estimate is not the best one."""
-    more_memory = other.memory.total - best.memory.total
+    """Say why an estimate is not the best one: by the objective, or else by what breaks ties."""
     if other.memory.total > room:
         return f"{other.layout} does not fit. {_needs(other, room)}."
-    if objective == "memory" and more_memory:
-        parts, least = other.memory.parts(), best.memory.parts()
-        part = max(parts, key=lambda name: parts[name] - least[name])
-        return f"{other.layout} needs {format_bytes(more_memory)} more memory per rank, mostly for {part}."
-    if other.step_seconds == best.step_seconds:
-        return f"{other.layout} takes as long, and needs {format_bytes(more_memory)} more memory per rank."
-    part = max(other.seconds, key=lambda name: other.seconds[name] - best.seconds[name])
-    more_time = format_seconds(other.seconds[part] - best.seconds[part])
-    ratio = other.step_seconds / best.step_seconds
-    longer = f"takes {ratio:.2f} times as long as" if ratio >= 1.005 else "is within 0.5 % of"
-    equal = "needs as much memory and " if objective == "memory" else ""
-    return f"{other.layout} {equal}{longer} the best: {more_time} more for {_TIMES[part]}."
+    seconds = "takes {:.2f} times as long as", other.seconds, best.seconds, format_seconds
+    memory = "needs {:.2f} times the memory of", other.memory.parts(), best.memory.parts(), format_bytes
+    for words, parts, least, format_ in (seconds, memory) if objective == "time" else (memory, seconds):
+        ratio = sum(parts.values()) / sum(least.values())
+        if ratio != 1:
+            part = max(parts, key=lambda name: parts[name] - least[name])
+            more = format_(parts[part] - least[part])
+            return f"{other.layout} {words.format(ratio)} the best: {more} more for {_TIMES.get(part, part)}."
+    return f"{other.layout} takes as long as the best and needs as much memory."
 
 
 def _needs(e: Estimate, room: float) -> str:

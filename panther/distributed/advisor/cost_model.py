@@ -14,14 +14,14 @@ gradients are sent at the end.
 __all__ = ["Estimate", "Layout", "MemoryEstimate", "Traffic", "estimate"]
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.model_stats import ModelStats, TensorStats
 from panther.distributed.data.precision import compute_dtype
-from panther.distributed.pipeline._balance import balance_stages
+from panther.distributed.pipeline._balance import balance_stages, stages_of_rank
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError
 
@@ -81,7 +81,7 @@ class MemoryEstimate:
 
     def parts(self) -> dict[str, float]:
         """Return each part by its name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,8 @@ class _Rank:
     ) -> None:
         self.stats, self.layout, self.stages, self.rank = stats, layout, stages, rank
         self.samples, self.order, self.optimizer_states = samples, order, optimizer_states
-        n = len(stages)
-        in_v = layout.schedule is not None and SCHEDULES[layout.schedule].order == "v"
-        # A V schedule gives a rank one stage of the first half and its mirror image of the second.
-        self.mine = ([rank, n - 1 - rank] if in_v else list(range(rank, n, layout.pp))) if layout.pp > 1 else [0]
+        kind = SCHEDULES[layout.schedule].order if layout.schedule else "loop"
+        self.mine = stages_of_rank(rank, layout.pp, len(stages), kind)
         own = {layer for stage in self.mine for layer in stages[stage]}
         self.tensors = [tensor for tensor in stats.tensors if tensor.layer in own]
         self.layers = [stats.layers[i] for i in sorted(own)]
@@ -235,7 +233,7 @@ class _Rank:
 
     def flops(self) -> float:
         """Return the flops of a microbatch."""
-        return sum(e.forward_flops.at(self.samples) + e.backward_flops.at(self.samples) for e in self.layers)
+        return sum(layer.flops.at(self.samples) for layer in self.layers)
 
     def memory(self) -> MemoryEstimate:
         """Return the memory of the rank."""
@@ -315,31 +313,26 @@ class _Rank:
         """Return the traffic along tp or pp."""
         layout, m = self.layout, self.layout.num_microbatches
         if axis == "tp":
-            n = layout.tp
-            payload = m * sum(e.tp_forward.at(self.samples) + e.tp_backward.at(self.samples) for e in self.layers)
+            payload = m * sum(layer.tp_bytes.at(self.samples) for layer in self.layers)
             # Small messages: latency counts, so the number of calls does.
-            calls = m * sum(e.tp_calls for e in self.layers)
-            sent = 2 * (n - 1) / n * payload
-            rounds, span = 2 * (n - 1) * calls, n
-        else:
-            # A stage sends its output forward and the gradient of its input back. With V schedules neighbouring stages
-            # can be on one rank, which sends nothing.
-            last, mine = len(self.stages) - 1, set(self.mine)
-            out = [self._output(s) for s in self.mine if s < last and s + 1 not in mine]
-            back = [self._input(s) for s in self.mine if s > 0 and s - 1 not in mine]
-            sent = payload = m * (sum(out) + sum(back))
-            rounds = m * (len(out) + len(back))
-            span = layout.pp * layout.tp
-        return _traffic(axis, cluster, span, payload, sent, rounds)
+            calls = m * sum(layer.tp_calls for layer in self.layers)
+            return _all_reduce(axis, cluster, layout.tp, layout.tp, payload, calls)
+        # A stage sends its output forward and the gradient of its input back. With V schedules neighbouring stages
+        # can be on one rank, which sends nothing.
+        last, mine = len(self.stages) - 1, set(self.mine)
+        messages = [self._output(s) for s in self.mine if s < last and s + 1 not in mine]
+        messages += [self._input(s) for s in self.mine if s > 0 and s - 1 not in mine]
+        sent = m * sum(messages)
+        return _traffic(axis, cluster, layout.pp * layout.tp, sent, sent, m * len(messages))
 
     def data_parallel(self, cluster: ClusterSpec) -> tuple[Traffic, ...]:
         """Return the traffic along dp and replicate."""
-        layout = self.layout
-        inner = layout.dp * layout.pp * layout.tp
-        trained = sum(t.nbytes for t in self.tensors if t.trained)
-        if layout.strategy == "fsdp" and layout.dp > 1:
-            n, payload, whole = layout.dp, 0.0, 0.0
-            units = self._units()
+        layout, n, units = self.layout, self.layout.dp, self._units()
+        span = n * layout.pp * layout.tp
+        if n == 1:
+            return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
+        if layout.strategy == "fsdp":
+            payload, whole = 0.0, 0.0
             for name, unit in units.items():
                 # A block is gathered for its forward and again for its backward pass.
                 gathers = 2 if name and layout.pp == 1 else 1  # the root unit and stages stay gathered
@@ -347,27 +340,21 @@ class _Rank:
                 payload += gathers * full / n + summed
                 whole += gathers * full + summed
             # Two gathers and one scatter, in n - 1 rounds each.
-            rounds = (n - 1) * 3 * len(units)
-            sent = (n - 1) / n * whole
-            dp = _traffic("dp", cluster, inner, payload, sent, rounds)
-            if layout.replicate == 1:
-                return (dp,)
+            dp = _traffic("dp", cluster, span, payload, (n - 1) / n * whole, (n - 1) * 3 * len(units))
             shard = sum(self._full(unit, reduced=True) for unit in units.values()) / n
-            copies = layout.replicate
-            # An all-reduce of the shards over the replicas.
-            rounds = 2 * (copies - 1) * len(units)
-            sent = 2 * (copies - 1) / copies * shard
-            return dp, _traffic("replicate", cluster, layout.world, shard, sent, rounds)
-        if layout.dp == 1:
-            return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
-        n = layout.dp
-        # DDP sends a bucket at a time, FSDP2's engine a unit.
-        calls = -(-trained // _BUCKET) if layout.strategy == "ddp" else len(self._units())
-        sent, payload = 2 * (n - 1) / n * trained, float(trained)
-        if layout.strategy == "ddp":  # it also broadcasts buffers in every forward, except for sketches
-            buffers = [t for t in self.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed")]
-            payload += sum(t.nbytes for t in buffers)
-        return (_traffic("dp", cluster, inner, payload, sent, 2 * (n - 1) * calls),)
+            replicas = _all_reduce("replicate", cluster, layout.replicate, layout.world, shard, len(units))
+            return (dp, replicas) if layout.replicate > 1 else (dp,)
+        trained = float(sum(t.nbytes for t in self.tensors if t.trained))
+        if layout.strategy == "replicate":  # FSDP2's engine sends a unit at a time
+            return (_all_reduce("dp", cluster, n, span, trained, len(units)),)
+        dp = _all_reduce("dp", cluster, n, span, trained, -(-int(trained) // _BUCKET))
+        # DDP also broadcasts buffers in every forward, except for sketches.
+        buffers = sum(t.nbytes for t in self.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed"))
+        return (replace(dp, payload=dp.payload + buffers),)
+
+
+def _all_reduce(axis: str, cluster: ClusterSpec, n: int, span: int, payload: float, calls: int) -> Traffic:
+    return _traffic(axis, cluster, span, payload, 2 * (n - 1) / n * payload, 2 * (n - 1) * calls)
 
 
 def _traffic(axis: str, cluster: ClusterSpec, span: int, payload: float, sent: float, rounds: float) -> Traffic:

@@ -80,16 +80,15 @@ class LayerStats:
     """A layer that a pipeline does not split, with flops and bytes as functions of the number of samples."""
 
     name: str
-    forward_flops: Line
-    backward_flops: Line
+    flops: Line
+    """Flops of the forward and backward pass."""
     activations: Line
     """Bytes that autograd saves for the backward pass."""
     output: Line
-    tp_forward: Line
-    """Bytes that its sharded layers reduce over the tp axis in the forward pass."""
-    tp_backward: Line
+    tp_bytes: Line
+    """Bytes that its sharded layers reduce over the tp axis, forward and backward."""
     tp_calls: int
-    """Number of all-reduces over the tp axis, forward and backward."""
+    """Number of these reductions."""
     saves_input: bool
     """Whether ``activations`` include its input; otherwise those of the layer before do."""
 
@@ -327,7 +326,7 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
         held = [(name, p, "parameter") for name, p in module._parameters.items()]
         held += [(name, b, "sketch" if name in sketches else "buffer") for name, b in module._buffers.items()]
         # Packed signs are plain attributes of the module, not buffers.
-        held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]  # packed signs
+        held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]
         for name, tensor, role in held:
             if tensor is None or id(tensor) in seen:
                 continue
@@ -363,12 +362,10 @@ def _layer(i: int, name: str, runs: list[Run]) -> LayerStats:
 
     return LayerStats(
         name=name,
-        forward_flops=line(lambda done: done.forward[i, FLOPS]),
-        backward_flops=line(lambda done: done.backward[i, FLOPS]),
+        flops=line(lambda done: done.counts[i, FLOPS]),
         activations=line(lambda done: done.saved[i]),
         output=line(lambda done: done.output[i]),
-        tp_forward=line(lambda done: done.forward[i, BYTES]),
-        tp_backward=line(lambda done: done.backward[i, BYTES]),
-        tp_calls=int(runs[0].forward[i, CALLS] + runs[0].backward[i, CALLS]),
+        tp_bytes=line(lambda done: done.counts[i, BYTES]),
+        tp_calls=int(runs[0].counts[i, CALLS]),
         saves_input=runs[0].saves_input[i],
     )

@@ -23,7 +23,7 @@ from panther.errors import DistributedError, ShapeError, check_size
 
 _OBJECTIVES = ("time", "memory")
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
-_MAX_PP = 32  # computing the order of a longer pipeline's schedule takes seconds
+_MAX_PP = 32  # simulating the schedule of a longer pipeline takes seconds
 
 
 @dataclass(frozen=True)

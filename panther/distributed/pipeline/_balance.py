@@ -1,22 +1,14 @@
-"""Where the stages of a model begin: balanced by parameters, or by measured time."""
+"""Where the stages of a model begin, balanced by parameters, and which of them a rank has."""
 
-__all__ = ["Blocks", "balance_by_time", "balance_stages", "check_shared", "sizes_in_parameters", "stages_of_rank"]
+__all__ = ["Blocks", "balance_stages", "check_shared", "sizes_in_parameters", "stages_of_rank"]
 
-import copy
-import statistics
-import time
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol
+from itertools import accumulate, pairwise
+from typing import Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from panther.distributed.comm._diagnostics import watched
-from panther.errors import DistributedError, ShapeError
-
-_REPEATS = 5
+from panther.errors import ShapeError
 
 
 class Blocks(Protocol):
@@ -90,57 +82,3 @@ def check_shared(model: nn.Module, blocks: Blocks, begins: list[int]) -> None:
                     f"parameter {other!r}{alias} is used by the stages {first} and {stage}, and torch's pipelines do "
                     "not sum gradients across stages: put all its uses into one stage, or untie it"
                 )
-
-
-def balance_by_time(
-    model: nn.Module, blocks: Blocks, n: int, sample: tuple[Tensor, ...], group: dist.ProcessGroup
-) -> list[int]:
-    """Return where stages begin, balanced by the times that the first rank measures; all raise if it fails."""
-    answer: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            # One rank measures for all: times differ between ranks, and stages must not.
-            answer = [balance_stages(_times(model, blocks, sample), n)]
-        except Exception as error:
-            answer = [f"{type(error).__name__}: {str(error) or 'no message'}"]
-    src = dist.get_process_group_ranks(group)[0]
-    with watched("split_stages, which waits for the times that its first rank measures,", group):
-        dist.broadcast_object_list(answer, src, group=group)
-    if isinstance(answer[0], str):
-        raise DistributedError(
-            f"rank {src} could not run the model on sample_input to measure it ({answer[0].splitlines()[0]}): pass the "
-            "inputs of one microbatch as sample_input=, or balance='parameters'"
-        )
-    return answer[0]
-
-
-def _times(model: nn.Module, blocks: Blocks, sample: tuple[Tensor, ...]) -> list[float]:
-    """Return median seconds of each block, forward and backward; buffers and random states are not changed."""
-    device = next((x.device for x in chain(sample, model.parameters())), torch.device("cpu"))
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []):
-        inputs, medians = sample, []
-        for i in range(len(blocks)):
-            # A copy, so that buffers such as BatchNorm's statistics stay as they are.
-            part = copy.deepcopy(blocks.module(model, i, i + 1))
-            seconds = []
-            for _ in range(_REPEATS + 1):
-                given = tuple(x.detach().requires_grad_(i > 0 and x.is_floating_point()) for x in inputs)
-                begun = _now(device)
-                outputs = part(*given)
-                results = outputs if isinstance(outputs, tuple | list) else (outputs,)
-                wanted = [x for x in (*given, *part.parameters()) if x.requires_grad]
-                ends = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
-                if wanted and ends:
-                    ones = [torch.ones_like(x) for x in ends]
-                    torch.autograd.grad(ends, wanted, ones, allow_unused=True)
-                seconds.append(_now(device) - begun)
-            inputs = tuple(x.detach() for x in results)
-            medians.append(statistics.median(seconds[1:]))  # the first warms up
-    return medians
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

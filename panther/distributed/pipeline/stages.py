@@ -23,7 +23,6 @@ from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.pipeline._balance import (
     Blocks,
-    balance_by_time,
     balance_stages,
     check_shared,
     sizes_in_parameters,
@@ -34,7 +33,6 @@ from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import ShapeError, check_size
 
 _ORDERS = ("loop", "v")
-_BALANCES = ("parameters", "time")
 
 
 def split_stages(
@@ -45,7 +43,6 @@ def split_stages(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     order: str = "loop",
     layers: str | None = None,
-    balance: str = "parameters",
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
 ) -> list[PipelineStage]:
     """Split a model into n stages, and return those of this rank. Every rank of the axis must call it.
@@ -63,16 +60,13 @@ def split_stages(
     Args:
         model: Built equally on every rank, on its device. It is not changed; its layers are shared with the stages.
         n: Number of stages, a multiple of the ranks.
-        points: Names of the modules at which stages begin, except the first stage, such as ``["layers.4"]``.
+        points: Names of the modules at which stages begin, except the first stage, such as ``["layers.4"]``. None makes
+            the largest stage as small as possible, in parameters.
         mesh: The pp axis, a one-dimensional mesh or a process group; None is the world.
         order: ``"loop"``: rank r has the stages r, r + ranks, ...; ``"v"``: r and 2 ranks - 1 - r, which the
             schedules ``"zbv"`` and ``"dualpipev"`` need.
         layers: Name of the ModuleList, or nn.Sequential, between whose children to split; instead of ``points``.
-        balance: What to balance when ``points`` is not given; the largest stage is made as small as possible.
-            ``"parameters"``, or ``"time"`` of forward and backward on ``sample_input``, which the first rank of the
-            axis measures for all.
-        sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential, and for
-            ``"time"``.
+        sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential.
 
     Returns:
         This rank's stages, in the order of their indices.
@@ -82,7 +76,7 @@ def split_stages(
             names the wrong modules, the model cannot be traced, or several stages would train one parameter.
         TypeError: If the model is not an nn.Sequential and ``sample_input``, or both ``points`` and ``layers``, are
             missing.
-        ValueError: If ``order`` or ``balance`` is unknown.
+        ValueError: If ``order`` is unknown.
         DistributedError: On every rank, if models or arguments differ between ranks, or there is no process group.
 
     Cost: a broadcast of the model; the trace runs it twice, on fake tensors.
@@ -103,23 +97,17 @@ def split_stages(
     group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
     if group is None and in_process_group():
         group = dist.group.WORLD
-    inputs = (sample_input,) if isinstance(sample_input, Tensor) else sample_input
     plans: list[StagePlan] = []
 
     def check() -> dict[str, Any]:
         ranks = dist.get_world_size(group) if group else 1
-        plan = plan_stages(model, n, ranks, points, order=order, layers=layers, balance=balance, sample_input=inputs)
-        plans[:] = [plan]
+        plans[:] = [plan_stages(model, n, ranks, points, order=order, layers=layers, sample_input=sample_input)]
         settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
-        return settings | {"balance": balance, "sample_input": plan.sample}
+        return settings | {"sample_input": plans[0].sample}
 
     broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
     assert group is not None
-    plan = plans[0]
-    if balance == "time" and points is None:
-        plan.begins = balance_by_time(model, plan.blocks, n, inputs or (), group)
-        check_shared(model, plan.blocks, plan.begins)
-    return plan.stages(model, group)
+    return plans[0].stages(model, group)
 
 
 @dataclass
@@ -206,15 +194,23 @@ def plan_stages(
     *,
     order: str = "loop",
     layers: str | None = None,
-    balance: str = "parameters",
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
 ) -> StagePlan:
     """Check the arguments of :func:`split_stages` for ``ranks`` ranks, trace the model, and choose where stages begin.
 
-    Ranks with equal models and arguments get equal plans: nothing is communicated, and times are not measured.
+    Nothing is communicated: ranks with equal models and arguments get equal plans.
     """
+    if order not in _ORDERS:
+        raise ValueError(f"order={order!r} is unknown: use one of {', '.join(map(repr, _ORDERS))}")
+    check_size("n", n, least=1)
+    if n % ranks or (order == "v" and n != 2 * ranks):
+        rule = f"twice the ranks of the axis ({ranks})" if order == "v" else f"a multiple of the ranks ({ranks})"
+        raise ShapeError(f"n={n} stages must be {rule}: use n={2 * ranks if order == 'v' else -(-n // ranks) * ranks}")
+    if points is not None and layers is not None:
+        raise TypeError("split_stages takes points or layers, not both: points are the names at which stages begin")
     inputs = (sample_input,) if isinstance(sample_input, Tensor) else sample_input
-    _check_arguments(n, ranks, points, order, layers, balance, inputs)
+    if inputs is not None and not (isinstance(inputs, tuple) and all(isinstance(x, Tensor) for x in inputs)):
+        raise TypeError(f"sample_input must be a tensor or a tuple of tensors, not {type(sample_input).__name__}")
     blocks: Blocks
     if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
         names = list(model._modules)
@@ -235,36 +231,9 @@ def plan_stages(
     if points is None:
         begins = balance_stages(sizes_in_parameters(model, blocks), n)
     # After the balance: whether a shared parameter is in one stage depends on where stages begin.
-    if points is not None or balance == "parameters":
-        check_shared(model, blocks, begins)
+    check_shared(model, blocks, begins)
     sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]
     return StagePlan(blocks, begins, order, sample)
-
-
-def _check_arguments(
-    n: int,
-    ranks: int,
-    points: Sequence[str] | None,
-    order: str,
-    layers: str | None,
-    balance: str,
-    sample_input: tuple[Tensor, ...] | None,
-) -> None:
-    for name, value, known in (("order", order, _ORDERS), ("balance", balance, _BALANCES)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
-    check_size("n", n, least=1)
-    if n % ranks or (order == "v" and n != 2 * ranks):
-        rule = f"twice the ranks of the axis ({ranks})" if order == "v" else f"a multiple of the ranks ({ranks})"
-        raise ShapeError(f"n={n} stages must be {rule}: use n={2 * ranks if order == 'v' else -(-n // ranks) * ranks}")
-    if points is not None and layers is not None:
-        raise TypeError("split_stages takes points or layers, not both: points are the names at which stages begin")
-    if sample_input is not None and not (
-        isinstance(sample_input, tuple) and all(isinstance(x, Tensor) for x in sample_input)
-    ):
-        raise TypeError(f"sample_input must be a tensor or a tuple of tensors, not {type(sample_input).__name__}")
-    if balance == "time" and points is None and sample_input is None:
-        raise TypeError("balance='time' needs sample_input=, the inputs of one microbatch, to be measured with")
 
 
 def _starts(model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None) -> list[str]:
