@@ -35,7 +35,7 @@ LEVELS = {
     "advisor": 4,
     "": 5,
 }  # fmt: skip
-MAXIMUM_FILES = 15
+MAXIMUM_FILES = 14
 
 
 def module_files() -> dict[str, Path]:

@@ -315,8 +315,9 @@ class SketchedModule(nn.Module):
         if fitted:
             expected |= {name: torch.Size(shape) for name, shape in self.sketch_shapes().items()}
 
-        for name in [name for name in expected if name in state and not isinstance(state[name], Tensor)]:
-            error_msgs.append(f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}.")
+        strange = [name for name in expected if name in state and not isinstance(state[name], Tensor)]
+        if strange:
+            error_msgs += [f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}." for name in strange]
             return
         missing = [prefix + name for name in expected if name not in state]
         unexpected = [

@@ -22,7 +22,7 @@ torch.fx.wrap("convolve")  # one node of a symbolic trace: the way it takes depe
 
 
 class _SKConv(SketchedModule):
-    """Everything but the number of dimensions."""
+    """Everything except the number of dimensions."""
 
     factor_names = ("S",)
     sketch_names = ("U",)

@@ -184,7 +184,7 @@ def sparse_sketch_operator(
     """Return a sparse sketch as a coalesced COO tensor of shape (m, n), entries +1 and -1, not scaled.
 
     Along the short axis each vector of the shorter dimension (a column where m <= n, a row otherwise) has exactly
-    ``vec_nnz`` entries, along the long axis each vector of the other one. :class:`SparseSketch` is the operator.
+    ``vec_nnz`` entries, along the long axis each vector of the longer one. :class:`SparseSketch` is the operator.
 
     Raises:
         ShapeError: If ``vec_nnz`` is below 1 or above the length of the vectors.
