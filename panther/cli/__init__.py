@@ -116,7 +116,8 @@ def _explain(error: PantherError | OSError) -> int:
 @contextmanager
 def _logs_shown() -> Iterator[None]:
     """Print what the library logs to standard error."""
-    handler = _StandardError()
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("panther: %(message)s"))
     logger = logging.getLogger("panther")
     level = logger.level
     logger.addHandler(handler)
@@ -126,10 +127,3 @@ def _logs_shown() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-
-
-class _StandardError(logging.Handler):
-    """A stream that prints to the current ``sys.stderr``, which scripts and tests replace."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"panther: {self.format(record)}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import counted
+from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -35,7 +36,7 @@ def load_model(folder: Path) -> nn.Module:
     saved = "give a folder that save_pretrained of transformers wrote"
     if not (folder / "config.json").is_file():
         raise PantherError(f"{folder} holds no config.json: {saved}")
-    with _explained(f"{folder / 'config.json'} cannot be used"):
+    with _quietly(f"{folder / 'config.json'} cannot be used"):
         config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
     name = next(iter(config.architectures or ()), "AutoModel")
     make: Any = getattr(transformers, name, None)
@@ -53,7 +54,7 @@ def load_model(folder: Path) -> nn.Module:
                 f".save_pretrained({str(folder)!r})"
             )
         raise PantherError(f"{folder} holds no model.safetensors: {saved}")
-    with _explained(f"the weights in {folder} cannot be loaded"):
+    with _quietly(f"the weights in {folder} cannot be loaded"):
         model, info = make.from_pretrained(
             folder,
             local_files_only=True,
@@ -99,12 +100,12 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
             "--calibration module:function"
         )
     transformers = require_extra("transformers", "transformers")
-    with _explained(f"the tokenizer in {folder} cannot be loaded"):
+    with _quietly(f"the tokenizer in {folder} cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
     lines = _lines(text)
     positions = getattr(model.config, "max_position_embeddings", None) or max_length
     length = min(max_length, tokenizer.model_max_length, positions)
-    with _explained(f"the tokenizer does not run on {text}"):
+    with _quietly(f"the tokenizer does not run on {text}"):
         if type(model).__name__.endswith(_CAUSAL) or tokenizer.pad_token is None:
             return _windows(text, lines, tokenizer, length, batch_size)
         if len(lines) < _LEAST_SAMPLES:
@@ -161,19 +162,15 @@ def copy_beside(folder: Path, out: Path) -> None:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn errors of transformers, of many types, into one sentence, and stop it from printing bars and tables."""
+def _quietly(what: str) -> Iterator[None]:
+    """Keep transformers from printing bars and tables, and turn its errors into one sentence."""
     logging = require_extra("transformers", "transformers").utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
-    except PantherError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise PantherError(f"{what}: {type(error).__name__}: {reason}") from error
+        with explained(what):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:

@@ -1,6 +1,6 @@
 """Functions that users name on the command line, as ``module:function``."""
 
-__all__ = ["call", "current_folder_importable", "find", "names_function"]
+__all__ = ["call", "current_folder_importable", "explained", "find", "names_function", "wrong_return"]
 
 import importlib
 import os
@@ -49,25 +49,38 @@ def find(spec: str) -> Callable[..., Any]:
     return function
 
 
-def call(spec: str, **arguments: Any) -> Any:
+def call(spec: str) -> Any:
     """Call ``module:function``.
 
     Raises:
         PantherError: If there is no such function, or it fails.
     """
     function = find(spec)
+    with explained(f"{spec} failed"):
+        return function()
+
+
+def wrong_return(spec: str, made: Any, wanted: str) -> PantherError:
+    """Return the error of a function that returns something different from what it must."""
+    return PantherError(f"{spec} returns a value of type {type(made).__name__}: it must return {wanted}")
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn errors of any type, except Panther's own, into one sentence that begins with what failed."""
     try:
-        return function(**arguments)
+        yield
     except PantherError:
         raise
     except Exception as error:
-        raise PantherError(f"{spec} failed: {_described(error)}") from error
+        raise PantherError(f"{what}: {_described(error)}") from error
 
 
 def _described(error: Exception) -> str:
-    """Return an exception in one line, with the file and line that raised it."""
+    """Return the first line of an exception, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import json
 import re
 from typing import Any
 
-from panther.cli._arguments import positive, positive_float
-from panther.cli._user_function import call, current_folder_importable, names_function
+from panther.cli._arguments import add_option, positive, positive_float
+from panther.cli._user_function import call, current_folder_importable, explained, names_function, wrong_return
 from panther.errors import PantherError
 
 # Table 2.1 of T. Brown et al., "Language models are few-shot learners", 2020, arXiv:2005.14165: layers, hidden, heads.
@@ -22,7 +22,7 @@ _SIZES = {
     "13b": (40, 5120, 40),
     "175b": (96, 12288, 96),
 }
-_VOCABULARY, _SEQUENCE = 50257, 2048
+_VOCABULARY = 50257
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SHOWN = 10
 _DEVICES = ("h100-80gb", "a100-80gb", "h200", "cpu")
@@ -34,29 +34,19 @@ def add_parser(commands: Any) -> None:
         "advise",
         description="Predict memory, bytes sent and time of every way to train a model on a cluster, and rank them.",
     )
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help=f"transformer/SIZE, one of {', '.join(_SIZES)}; or module:function, which returns a model and a batch",
-    )
-    default = "(default: %(default)s)"
+    models = f"transformer/SIZE, one of {', '.join(_SIZES)}; or module:function, which returns a model and a batch"
+    parser.add_argument("--model", required=True, metavar="MODEL", help=models)
     parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="devices, one for each process")
-    parser.add_argument(
-        "--memory", type=_memory, metavar="BYTES", help="memory of a device, as 80GB (default: --device's)"
-    )
+    add_option(parser, "--memory", _memory, "memory of a device, as 80GB (default: --device's)", metavar="BYTES")
+    default = "(default: %(default)s)"
     parser.add_argument("--device", choices=_DEVICES, default=_DEVICES[0], help=f"kind of device {default}")
-    parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help=f"devices of a node {default}")
-    parser.add_argument("--batch", type=positive, metavar="N", help="samples per step (default: one for each device)")
+    add_option(parser, "--gpus-per-node", positive, "devices of a node", 8)
+    add_option(parser, "--batch", positive, "samples per step (default: one for each device)")
     parser.add_argument("--objective", choices=("time", "memory"), default="time", help=f"what to minimise {default}")
-    parser.add_argument("--sketch", type=positive, metavar="R", help="sketch size of a transformer's linear layers")
-    parser.add_argument(
-        "--sequence", type=positive, default=_SEQUENCE, metavar="N", help=f"tokens per sample {default}"
-    )
+    add_option(parser, "--sketch", positive, "sketch size of a transformer's linear layers", metavar="R")
+    add_option(parser, "--sequence", positive, "tokens per sample", 2048)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
-    parser.add_argument(
-        "--efficiency", type=positive_float, metavar="X", help="share of the peak speed that is reached"
-    )
+    add_option(parser, "--efficiency", positive_float, "share of the peak speed that is reached", metavar="X")
     parser.add_argument("--json", action="store_true", help="print all options as JSON")
     parser.set_defaults(run=run)
 
@@ -94,7 +84,7 @@ def _stats(args: argparse.Namespace) -> Any:
     from panther.distributed import ModelStats
 
     half = "bf16" if args.bf16 else None
-    kind, _, size = args.model.partition("/")
+    kind, _, size = args.model.lower().partition("/")
     if kind == "transformer":
         if size not in _SIZES:
             raise PantherError(f"--model {args.model} is unknown: use transformer/ and one of {', '.join(_SIZES)}")
@@ -117,16 +107,9 @@ def _stats(args: argparse.Namespace) -> Any:
     with current_folder_importable():
         made = call(args.model)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            raise PantherError(
-                f"{args.model} returns a value of type {type(made).__name__}: it must return an nn.Module and a "
-                "batch, the arguments of its forward"
-            )
-        try:
+            raise wrong_return(args.model, made, "an nn.Module and a batch, the arguments of its forward")
+        with explained(f"{args.model}: the model does not run on its batch"):
             return ModelStats.of(*made, mixed_precision=half)
-        except PantherError:
-            raise
-        except Exception as error:
-            raise PantherError(f"{args.model}: the model does not run on its batch: {error}") from error
 
 
 def _memory(text: str) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import panther as pr
 from panther.cli._arguments import add_option, check_folder, note, positive, positive_float, seed, whole_number
-from panther.cli._user_function import call, current_folder_importable, names_function
+from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
 from panther.errors import NumericalWarning, PantherError, PerformanceWarning, require_extra
 
 if TYPE_CHECKING:
@@ -148,10 +148,7 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
         made = call(args.model)
         model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
-            raise PantherError(
-                f"{args.model} returns a value of type {type(made).__name__}: it must return an nn.Module, or a "
-                "pair of one and a list of batches"
-            )
+            raise wrong_return(args.model, made, "an nn.Module, or a pair of one and a list of batches")
         module, _, function = args.model.partition(":")
         imports, architecture = f"; from {module} import {function}", f"{function}(){'' if made is model else '[0]'}"
     if args.calibration is not None:

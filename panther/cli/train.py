@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from panther.cli._arguments import check_folder, non_negative, positive
-from panther.cli._user_function import call, current_folder_importable, find, names_function
+from panther.cli._arguments import add_option, check_folder, non_negative, positive
+from panther.cli._user_function import call, current_folder_importable, find, names_function, wrong_return
 from panther.errors import ConfigError, PantherError
 
 _FUNCTIONS = ("model", "data", "loss_fn", "optimizer", "metrics")
@@ -29,13 +29,10 @@ settings are key=value: model, data, loss_fn, optimizer and metrics, and those o
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser("train", epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = "(default: %(default)s)"
-    parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with settings")
-    parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=f"processes of this machine {default}")
-    parser.add_argument(
-        "--max-restarts", type=non_negative, default=0, metavar="N", help=f"restarts after a crash {default}"
-    )
-    parser.add_argument("--export", metavar="FOLDER", help="folder to write the trained model to, for inference")
+    add_option(parser, "--config", str, "TOML or JSON file with settings", metavar="FILE")
+    add_option(parser, "--nproc", positive, "processes of this machine", 1)
+    add_option(parser, "--max-restarts", non_negative, "restarts after a crash", 0)
+    add_option(parser, "--export", str, "folder to write the trained model to, for inference", metavar="FOLDER")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
     parser.set_defaults(run=run)
 
@@ -159,9 +156,7 @@ def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: st
     torch.manual_seed(config.seed)
     model, data = call(functions["model"]), call(functions["data"])
     if not isinstance(model, nn.Module):
-        raise PantherError(
-            f"{functions['model']} returns a value of type {type(model).__name__}: it must return an nn.Module"
-        )
+        raise wrong_return(functions["model"], model, "an nn.Module")
     train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     metrics = call(functions["metrics"]) if "metrics" in functions else None
     loss_fn, optimizer = (_find_in_torch(name, functions.get(name)) for name in ("loss_fn", "optimizer"))

@@ -26,30 +26,27 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("init", description="Write launch files.")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", dest="kind", required=True)
     for kind, text in _KINDS.items():
-        _add_options(
-            kinds.add_parser(
-                kind,
-                help=text,
-                usage=f"panther init {kind} [options] script.py [arguments of the script]\n"
-                f"       panther init {kind} --config FILE.toml [options]",
-                description=f"Write {text} that starts a script, or panther train if FILE.toml names a model. "
-                "Options come before the script.",
-            )
+        options = kinds.add_parser(
+            kind,
+            help=text,
+            usage=f"panther init {kind} [options] script.py [arguments of the script]\n"
+            f"       panther init {kind} --config FILE.toml [options]",
+            description=f"Write {text} that starts a script, or panther train if FILE.toml names a model. "
+            "Options come before the script.",
         )
+        for name, entry in OPTIONS.items():
+            shown = "" if entry.default is None else f" (default: {entry.default})"
+            meaning = entry.metadata["help"] + shown  # the parser's own default is None: --config may have a value
+            options.add_argument(_flag(name), type=entry.metadata["kind"], metavar="VALUE", help=meaning)
+        module = "the script is a module's name"
+        options.add_argument("-m", "--module", action="store_true", default=None, help=module)
+        config = "TOML file whose table [launch] has the same names, and args"
+        options.add_argument("--config", metavar="FILE", help=config)
+        options.add_argument("--out", default=".", metavar="DIR", help="folder to write to (default: the current one)")
+        options.add_argument("--force", action="store_true", help="overwrite existing files")
+        options.add_argument("script", nargs="?", help="script to run: its path where it runs")
+        options.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    for name, entry in OPTIONS.items():
-        shown = "" if entry.default is None else f" (default: {entry.default})"
-        text = entry.metadata["help"] + shown  # the parser's own default is None, so that --config may have a value
-        parser.add_argument(_flag(name), type=entry.metadata["kind"], metavar="VALUE", help=text)
-    parser.add_argument("-m", "--module", action="store_true", default=None, help="the script is a module's name")
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [launch] has the same names, and args")
-    parser.add_argument("--out", default=".", metavar="DIR", help="folder to write to (default: the current one)")
-    parser.add_argument("--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("script", nargs="?", help="script to run: its path where it runs")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def _flag(name: str) -> str:
@@ -128,25 +125,27 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
             f"--config {file} has unknown keys in [launch], {', '.join(unknown)}: use some of "
             f"{', '.join(sorted(known))}"
         )
-    values = dict(table)
+    args_there = table.get("args", [])
+    if not isinstance(args_there, list) or not all(isinstance(word, str) for word in args_there):
+        raise PantherError(f"--config {file}: args must be a list of strings, not {args_there!r}")
+    if not isinstance(table.get("module", False), bool):
+        raise PantherError(f"--config {file}: module must be true or false, not {table['module']!r}")
+    values = {}
     for name in OPTIONS.keys() & table.keys():
         try:
             values[name] = OPTIONS[name].metadata["kind"](str(table[name]))
         except argparse.ArgumentTypeError as error:
-            raise PantherError(f"--config {file}: {name} in [launch]: {error}") from None
+            raise PantherError(f"--config {file}: {name}: {error}") from None
     if args.script is not None and ("model" in settings or "script" in table):
-        return {name: values[name] for name in OPTIONS.keys() & table.keys()}  # module and args are of another script
-    if trains:
-        more = table.get("args", [])
-        if not isinstance(more, list):
-            return values | {"script": "panther"}  # JobConfig refuses it, with the reason
-        if "data" not in settings and not any(str(part).startswith("data=") for part in more):
-            raise PantherError(
-                f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a '
-                "script"
-            )
-        values |= {"script": "panther", "module": True, "args": ["train", "--config", _path_there(args), *more]}
-    return values
+        return values  # without module and args, which are for another script
+    if not trains:
+        return table | values
+    if "data" not in settings and not any(word.startswith("data=") for word in args_there):
+        raise PantherError(
+            f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a script'
+        )
+    words = ["train", "--config", _path_there(args), *args_there]
+    return values | {"script": "panther", "module": True, "args": words}
 
 
 def _path_there(args: argparse.Namespace) -> str:

@@ -44,7 +44,7 @@ class JobConfig:
     """What to run and on what; fields with a help text are options of ``panther init``.
 
     Raises:
-        PantherError: If the script or its arguments break a rule.
+        PantherError: If the script cannot be one.
     """
 
     script: str
@@ -72,10 +72,6 @@ class JobConfig:
     grace: int = _option(120, "seconds to save in, before the time limit and after SIGTERM", whole_number(1, 65505))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.args, list | tuple) or not all(isinstance(word, str) for word in self.args):
-            raise PantherError(f"args must be a list of strings, not {self.args!r}")
-        if not isinstance(self.module, bool):
-            raise PantherError(f"module must be true or false, not {self.module!r}")
         script = self.script
         if not isinstance(script, str) or not script or not script.isprintable() or script.startswith("-"):
             raise PantherError(f"the script {script!r} must be printable, not empty, and not begin with a dash")
