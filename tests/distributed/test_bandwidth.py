@@ -10,14 +10,13 @@ pytestmark = pytest.mark.distributed
 def test_every_operation_at_every_size():
     def rank():
         profile = profile_communication_overhead([1000, 4096], repetitions=2)
-        some = profile_communication_overhead([12], operations=["broadcast"], repetitions=1)
-        return profile, str(profile), some
+        return profile, str(profile)
 
-    (first, text, some), (second, *_), (third, *_) = on_ranks(rank, 3)
+    (first, text), (second, _), (third, _) = on_ranks(rank, 3)
     assert first == second == third  # the slowest rank's times, everywhere
     assert [(row.operation, row.message_bytes) for row in first.timings] == [
         (name, size)
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+        for name in ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
         for size in (1008, 4104)  # multiples of 4 bytes for each of 3 ranks
     ]
     factors = {"all_reduce": 4 / 3, "all_gather": 2 / 3, "reduce_scatter": 2 / 3}
@@ -28,17 +27,14 @@ def test_every_operation_at_every_size():
         assert ratio == pytest.approx(factors.get(row.operation, 1.0))
     assert text.splitlines()[0] == "3 ranks, gloo"
     assert len(text.splitlines()) == 10
-    assert len(some.timings) == 1
 
 
 def test_one_rank_and_bad_input():
     def rank():
-        with pytest.raises(ValueError, match="operation 'gather' is unknown: use some of 'all_reduce'"):
-            profile_communication_overhead(operations=["gather"])
         with pytest.raises(ShapeError, match="message_sizes=0 must be at least 1"):
             profile_communication_overhead([0])
         return {row.operation for row in profile_communication_overhead([64], repetitions=1).timings}
 
-    assert on_ranks(rank, 1) == [{"all_reduce", "all_gather", "reduce_scatter", "broadcast"}]
+    assert on_ranks(rank, 1) == [{"all_gather", "all_reduce", "broadcast", "reduce_scatter"}]
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         profile_communication_overhead()

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from panther import errors
 from panther.distributed.comm._diagnostics import gather_all, watched
 from panther.distributed.comm._ranks import Group, in_process_group, is_fake, name_ranks, ranks_of, transport
 from panther.distributed.comm.mesh import get_rank, get_world_size
@@ -51,7 +50,6 @@ def agree(
         described = dict(describe())
     except Exception as error:  # raised below: the other ranks are about to wait for this one
         failure = error
-    told = None if failure is None else (type(failure).__name__, str(failure))
     # Python's own hash differs between processes.
     digest = hashlib.blake2b(json.dumps([what, list(described.items())]).encode(), digest_size=8).digest()
     mine = torch.tensor(
@@ -66,20 +64,16 @@ def agree(
         if all(print_ == prints[0] for print_ in prints) and not prints[0][1]:
             return
         answers: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(answers, (what, told, described), group=group)
-    failures = {rank: told for rank, (_, told, _) in zip(ranks, answers, strict=True) if told is not None}
+        dist.all_gather_object(answers, (what, _told(failure), described), group=group)
+    by_rank = dict(zip(ranks, answers, strict=True))
+    failures = {rank: told for rank, (_, told, _) in by_rank.items() if told is not None}
     if failure is not None and len(failures) == len(ranks) and len(set(failures.values())) == 1:
         raise failure
     if failures:
-        names = {name for name, _ in failures.values()}
-        kind = getattr(errors, names.pop(), DistributedError) if len(names) == 1 else DistributedError
-        raise kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
-    if len({call for call, _, _ in answers}) > 1:
-        calls = {rank: {"the call": call} for rank, (call, _, _) in zip(ranks, answers, strict=True)}
-        raise DistributedError(
-            f"ranks make different calls: {'; '.join(_differences(calls).values())}: make the same call on every rank"
-        )
-    differences = _differences({rank: found for rank, (_, _, found) in zip(ranks, answers, strict=True)})
+        raise common_error(failures, len(ranks))
+    if calls := _differences({rank: {"the call": call} for rank, (call, _, _) in by_rank.items()}):
+        raise DistributedError(f"ranks make different calls: {calls['the call']}: make the same call on every rank")
+    differences = _differences({rank: found for rank, (_, _, found) in by_rank.items()})
     sketches = any(name.startswith(LAYER) for name in differences)
     parts = list(differences.values())
     # A model of thousands of layers may differ in all of them.
@@ -102,38 +96,38 @@ def _differences(described: dict[int, dict[str, str]]) -> dict[str, str]:
     """Return, by name, the values of each rank where they differ."""
     parts = {}
     for name in dict.fromkeys(name for descriptions in described.values() for name in descriptions):
-        by_value: dict[str, list[int]] = {}
-        for rank, descriptions in described.items():
-            by_value.setdefault(descriptions.get(name, "missing"), []).append(rank)
+        by_value = _ranks_by_value({rank: found.get(name, "missing") for rank, found in described.items()})
         if len(by_value) > 1:
             found = " and ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
             parts[name] = f"{name}{'' if name.endswith('=') else ' is '}{found}"
     return parts
 
 
+def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
+
+
 def run_on_all_ranks(work: Callable[[], _T], group: Group) -> _T:
     """Do the work on every rank, and raise on all of them if it fails on one."""
     result, error = _attempt(work)  # a rank that raised here would leave the others waiting in the gather
-    if get_world_size(group) == 1:
-        if error is not None:
-            raise error from error.__cause__
-        return result  # type: ignore[return-value]
-    errors = gather_objects(None if error is None else (type(error), str(error)), group)
-    if failed := {rank: found for rank, found in enumerate(errors) if found is not None}:
+    errors = gather_objects(_told(error), group)
+    if failed := {rank: told for rank, told in enumerate(errors) if told is not None}:
         raise common_error(failed, len(errors)) from error
     return result  # type: ignore[return-value]
 
 
 def run_on_first_rank(work: Callable[[], _T], group: Group) -> _T:
     """Do the work on the first rank, and give all of them its result, or its error."""
-    if get_world_size(group) == 1:
-        return run_on_all_ranks(work, group)
     result, error = _attempt(work) if get_rank(group) == 0 else (None, None)
-    told: list[Any] = [(result, None if error is None else (type(error), str(error)))]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    result, found = told[0]
-    if found is not None:
-        raise common_error({0: found}, 1) from error
+    answer: list[Any] = [(result, _told(error))]
+    if get_world_size(group) > 1:
+        dist.broadcast_object_list(answer, group=group, group_src=0)
+    result, told = answer[0]
+    if told is not None:
+        raise common_error({0: told}, 1) from error
     return result
 
 
@@ -148,11 +142,16 @@ def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return None, CheckpointError(f"{type(error).__name__}: {error}")
 
 
+def _told(error: Exception | None) -> tuple[type[Exception], str] | None:
+    """Return an error in the form that is sent; other ranks need not be able to import a class that is not ours."""
+    if error is None:
+        return None
+    return type(error) if isinstance(error, PantherError) else DistributedError, str(error)
+
+
 def common_error(failed: Mapping[int, tuple[type[Exception], str]], world: int) -> Exception:
     """Return one error for all ranks: of the first's class, with every message and the ranks that had it."""
-    by_text: dict[str, list[int]] = {}
-    for rank, (_, text) in failed.items():
-        by_text.setdefault(text, []).append(rank)
+    by_text = _ranks_by_value({rank: text for rank, (_, text) in failed.items()})
     kind = next(iter(failed.values()))[0]
     if len(by_text) == 1 and len(failed) == world:
         return kind(next(iter(by_text)))

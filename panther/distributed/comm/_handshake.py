@@ -6,7 +6,7 @@ with a *nonce* of its own; rank 0's decision, under the token too, counts for ra
 The process group then uses keys with that token only.
 """
 
-__all__ = ["Agreement", "RankInfo", "check_in", "decide", "own_gpu"]
+__all__ = ["Agreement", "RankInfo", "check_in", "decide", "meet", "own_gpu"]
 
 import json
 import os
@@ -153,9 +153,8 @@ def _lead(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadlin
         return agreement
     except DistributedError as error:
         store.set(f"go/{token}", json.dumps({"nonces": nonces, "error": str(error)}))
-        end = time.monotonic() + _GRACE_S
-        while len(_read(store, f"read/{token}", list(hellos))) < len(hellos) and time.monotonic() < end:
-            time.sleep(_POLL_S[0])  # this rank may host the store, and must not end before they have read it
+        # This rank may host the store, and must not end before they have read it.
+        meet(store, f"read/{token}", 1 + len(hellos), time.monotonic() + _GRACE_S)
         raise
 
 
@@ -176,13 +175,22 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadl
         if time.monotonic() > deadline + _GRACE_S:  # rank 0 answers at the deadline, if it is there
             present = _read(store, f"hello/{token}", range(1, info.world_size))
             _raise_missing(list(present), info.world_size, timeout_s, meeting)
-    store.set(f"read/{token}/{rank}", "true")
     if "error" in answer:
+        store.add(f"read/{token}", 1)
         raise DistributedError(answer["error"])
     return Agreement(**answer["agreement"])
 
 
-def _read(store: dist.Store, name: str, ranks: range | list[int]) -> dict[int, Any]:
+def meet(store: dist.Store, key: str, count: int, deadline: float) -> bool:
+    """Wait until as many ranks have come to the key, a counter in the store; return whether they did."""
+    came = store.add(key, 1)
+    while came < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+        came = store.add(key, 0)
+    return came >= count
+
+
+def _read(store: dist.Store, name: str, ranks: range) -> dict[int, Any]:
     """Return what ranks have stored under this name, by rank, without those that have stored nothing."""
     return {rank: json.loads(store.get(f"{name}/{rank}")) for rank in ranks if store.check([f"{name}/{rank}"])}
 

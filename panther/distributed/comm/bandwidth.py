@@ -31,7 +31,6 @@ from panther._text import format_table
 from panther.distributed.comm._ranks import Group, require_process_group, transport
 from panther.errors import check_size
 
-_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 _WARM_UP = 2  # the first calls also open connections
 
@@ -70,17 +69,12 @@ class CommunicationProfile:
 
 
 def profile_communication_overhead(
-    message_sizes: Sequence[int] = _SIZES,
-    *,
-    operations: Sequence[str] = _NAMES,
-    repetitions: int = 10,
-    group: Group = None,
+    message_sizes: Sequence[int] = _SIZES, *, repetitions: int = 10, group: Group = None
 ) -> CommunicationProfile:
     """Time collective operations over sizes. Every rank of the group must call it.
 
     Args:
         message_sizes: Sizes in bytes, rounded up to multiples of four times the number of ranks.
-        operations: Some of ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` and ``"broadcast"``.
         repetitions: Timed repetitions of each, after two that do not count.
         group: Process group; None means all ranks.
 
@@ -88,7 +82,6 @@ def profile_communication_overhead(
         Times and bandwidths; see the module for the formulas.
 
     Raises:
-        ValueError: If an operation is unknown.
         ShapeError: If a size or ``repetitions`` is not positive.
         DistributedError: If there is no process group, or this rank is not in it.
 
@@ -97,7 +90,7 @@ def profile_communication_overhead(
     Example:
         >>> import panther as pr
         >>> pr.distributed.init()
-        >>> profile = profile_communication_overhead([1024], operations=["all_reduce"])
+        >>> profile = profile_communication_overhead([1024])
         >>> profile.timings[0].message_bytes
         1024
         >>> pr.distributed.shutdown()
@@ -105,19 +98,15 @@ def profile_communication_overhead(
     require_process_group(group)
     n, backend = dist.get_world_size(group), dist.get_backend(group)
     check_size("repetitions", repetitions, least=1)
-    for name in operations:
-        if name not in _NAMES:
-            raise ValueError(f"operation {name!r} is unknown: use some of {', '.join(map(repr, _NAMES))}")
     device = transport(group)
     timings = []
-    for name in operations:
-        for size in message_sizes:
-            size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
-            run, bus_factor = _operations(torch.zeros(size // 4, device=device), group)[name]
+    for size in message_sizes:
+        size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
+        for name, (run, bus_factor) in _operations(torch.zeros(size // 4, device=device), group).items():
             seconds = _time(run, repetitions, device, group)
             bandwidth = size / seconds / 1e9
             timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
-    return CommunicationProfile(n, backend, tuple(timings))
+    return CommunicationProfile(n, backend, tuple(sorted(timings, key=lambda timing: timing.operation)))
 
 
 def _time(run: Callable[[], object], repetitions: int, device: torch.device, group: Group) -> float:

@@ -74,14 +74,13 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
     Args:
         x: A tensor of the same dtype on every rank, and of the same shape except along ``dim``.
         dim: Dimension to concatenate along.
-        group: Process group; None means all ranks.
-        grad: ``"replicate"`` or ``"partial"``; see the module.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`.
 
     Raises:
         ShapeError: If ``dim`` is not a dimension of ``x``; on every rank, if shapes differ along another one.
         ValueError: If ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
-            settings differ (compared once for each combination); if a rank is gone or late.
+        DistributedError: As :func:`all_reduce`.
 
     Cost: the bytes of ``x`` to every other rank, and first those of its shape.
     """
@@ -106,8 +105,7 @@ def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
 
     Raises:
         ShapeError: If ``dim`` is not a dimension of ``x``, or has fewer chunks than ranks.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
-            settings differ (compared once for each combination); if a rank is gone or late.
+        DistributedError: As :func:`all_reduce`.
 
     Cost: the bytes of ``x``; the same in backward, which gathers the gradients of all chunks.
     """
@@ -124,13 +122,12 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
     Args:
         x: The tensor to send; on the other ranks one of the same shape and dtype, whose values do not matter.
         src: Global rank.
-        group: Process group; None means all ranks.
-        grad: ``"replicate"`` or ``"partial"``; see the module. ``src`` gets the gradient, other ranks zeros.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`. ``src`` gets the gradient, other ranks zeros.
 
     Raises:
         ValueError: If ``grad`` is unknown.
-        DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
-            settings differ (compared once for each combination); if a rank is gone or late.
+        DistributedError: As :func:`all_reduce`.
     """
     if src not in (ranks := ranks_of(group)):
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")

@@ -7,7 +7,6 @@ __all__ = [
     "check_backend",
     "cleanup_distributed",
     "init",
-    "leave_group",
     "setup_distributed",
     "shutdown",
     "start_group",
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from panther.distributed._error_file import record_uncaught_exceptions
-from panther.distributed.comm._handshake import Agreement, check_in, own_gpu
+from panther.distributed.comm._handshake import Agreement, check_in, meet, own_gpu
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting, find_route, interface_of, open_store
 from panther.errors import DistributedError, ShapeError, check_size
@@ -41,7 +40,8 @@ class _Session:
     """What shutdown undoes, apart from the process group."""
 
     store: dist.Store
-    token: str
+    farewell: str
+    """Key of the store at which the ranks meet before they leave."""
     world_size: int
     set_interface: bool
 
@@ -62,12 +62,12 @@ def start_group(
     deadline = time.monotonic() + timeout_s
     meeting = opener(rank, world_size, timeout_s, deadline)
     agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
-    _session = _Session(meeting.store, agreement.token, world_size, _choose_interface(agreement))
-    device = None
-    if "nccl" in agreement.backend and (gpu := own_gpu(rank)) is not None:
-        device = torch.device("cuda", gpu[0])
-        torch.cuda.set_device(device)  # before NCCL starts, which would take memory on GPU 0 for every rank
+    _session = _Session(meeting.store, f"leave/{agreement.token}", world_size, _choose_interface(agreement))
     try:
+        device = None
+        if "nccl" in agreement.backend and (gpu := own_gpu(rank)) is not None:
+            device = torch.device("cuda", gpu[0])
+            torch.cuda.set_device(device)  # before NCCL starts, which would take memory on GPU 0 for every rank
         dist.init_process_group(
             agreement.backend,
             store=dist.PrefixStore(agreement.token, meeting.store),
@@ -77,15 +77,12 @@ def start_group(
             device_id=device,
         )
         # A rank that is connected and fails at once would close the connection on one that still connects.
-        if not _meet(_session, "connected", deadline):
-            raise DistributedError(
-                f"some of {world_size} ranks checked in and then ended or stalled, and rank {rank} waited for them to "
-                "connect: see their errors"
-            )
+        if not meet(meeting.store, f"connected/{agreement.token}", world_size, deadline):
+            raise RuntimeError("some of them checked in and then ended or stalled")
     except BaseException as error:
         interface = os.environ.get(_INTERFACE, "of its host name")
-        leave_group()
-        if isinstance(error, DistributedError) or not isinstance(error, RuntimeError):
+        shutdown()
+        if not isinstance(error, RuntimeError):
             raise
         raise DistributedError(
             f"rank {rank} of {world_size} could not connect to the others over {agreement.backend}, on interface "
@@ -107,32 +104,6 @@ def _choose_interface(agreement: Agreement) -> bool:
     if name is not None:
         os.environ[_INTERFACE] = name
     return name is not None
-
-
-def leave_group() -> None:
-    """Undo start_group; does nothing outside of a group."""
-    global _session
-    session, _session = _session, None
-    try:
-        # After an exception the others may never come, and its message must not wait for them.
-        if session is not None and sys.exc_info()[0] is None:
-            with suppress(RuntimeError):  # the host of the store may go first
-                _meet(session, "leave", time.monotonic() + _FAREWELL_S)
-        if in_process_group():
-            dist.destroy_process_group()
-    finally:
-        if session is not None and session.set_interface:
-            os.environ.pop(_INTERFACE, None)
-
-
-def _meet(session: _Session, occasion: str, deadline: float) -> bool:
-    """Wait until every rank has come here; return whether they all did."""
-    key = f"{occasion}/{session.token}"  # a counter that earlier attempts in the same store cannot have touched
-    came = session.store.add(key, 1)
-    while came < session.world_size and time.monotonic() < deadline:
-        time.sleep(0.01)
-        came = session.store.add(key, 0)
-    return came >= session.world_size
 
 
 def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: float) -> None:
@@ -238,7 +209,18 @@ def shutdown() -> None:
         >>> torch.distributed.is_initialized()
         False
     """
-    leave_group()
+    global _session
+    session, _session = _session, None
+    try:
+        # After an exception the others may never come, and its message must not wait for them.
+        if session is not None and sys.exc_info()[0] is None:
+            with suppress(RuntimeError):  # the host of the store may go first
+                meet(session.store, session.farewell, session.world_size, time.monotonic() + _FAREWELL_S)
+        if in_process_group():
+            dist.destroy_process_group()
+    finally:
+        if session is not None and session.set_interface:
+            os.environ.pop(_INTERFACE, None)
 
 
 def cleanup_distributed() -> None:

@@ -10,7 +10,6 @@ __all__ = ["contained", "run_agent", "signals_followed"]
 import logging
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,10 +130,7 @@ def contained() -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     propagate, variables = [logger.propagate for logger in loggers], dict(os.environ)
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    on_main_thread = threading.current_thread() is threading.main_thread()  # only there may handlers be set
-    handlers = {number: signal.getsignal(number) for number in numbers} if on_main_thread else {}
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     nothing = logging.NullHandler()  # without any handler Python would show warnings
     for logger in loggers:
         logger.propagate = False
@@ -151,7 +147,7 @@ def contained() -> Iterator[None]:
             logger.propagate = before
             logger.removeHandler(nothing)
         for number, handler in handlers.items():
-            if handler is not None:
+            if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         for key in os.environ.keys() - variables.keys():
             del os.environ[key]
