@@ -19,14 +19,9 @@ __all__ = [
 # imports this folder under that name. It then stays empty: operators can be registered once a process only.
 if __name__ != "kernels":
     from ._backend import backend
-    from .ops import (
-        causal_linear_attention,
-        csr_matmul,
-        hadamard_transform,
-        normal_block,
-        sign_block,
-        sketched_matmul,
-        uniform_block,
-        word_block,
-    )
+    from .ops.attention import causal_linear_attention
+    from .ops.hadamard import hadamard_transform
+    from .ops.philox import normal_block, sign_block, uniform_block, word_block
+    from .ops.sketched import sketched_matmul
+    from .ops.sparse import csr_matmul
     from .reference import pack_signs, philox_4x32, unpack_signs

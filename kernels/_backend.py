@@ -53,15 +53,9 @@ def backend() -> str:
 
 
 def use_triton(kernel: str, device: torch.device, refusal: str | None = None) -> bool:
-    """Return whether the Triton kernel takes this call.
+    """Return whether the Triton kernel takes this call, or raise RuntimeError if Triton is demanded and cannot.
 
-    Args:
-        kernel: Name of the operation, for the error.
-        device: Where the operands are.
-        refusal: The rule of the kernel that the operands break, as the end of a sentence that begins with its name.
-
-    Raises:
-        RuntimeError: If Triton is demanded and cannot take the call.
+    ``refusal`` is the rule of the kernel that the operands break, as the end of a sentence that begins with its name.
     """
     if backend() == "torch" or device.type == "meta":
         return False

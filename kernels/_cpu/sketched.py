@@ -16,13 +16,7 @@ _UNPACKED = 1 << 17
 def chained_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """Return the reference's four products, and ``scale x [S1 | U2]``, scaled before it is rounded.
-
-    Example:
-        >>> ones = torch.ones(1, 2)
-        >>> chained_matmul(ones, ones.mT, ones, ones, ones.mT, scale=0.5)
-        (tensor([[2., 2.]]), tensor([[1., 1.]]))
-    """
+    """Return the reference's four products, and ``scale x [S1 | U2]``, scaled before it is rounded."""
     left, right = _scaled_product(x, S1, scale), _scaled_product(x, U2, scale)
     out = left @ U1 if bias is None else torch.addmm(bias, left, U1)
     return torch.addmm(out, right, S2), torch.cat((left, right), 1)
@@ -31,13 +25,7 @@ def chained_matmul(
 def joined_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """Return the product, as two on concatenated factors, and ``scale x [S1 | U2]``, scaled before it is rounded.
-
-    Example:
-        >>> ones = torch.ones(1, 2)
-        >>> joined_matmul(ones, ones.mT, ones, ones, ones.mT, scale=0.5)
-        (tensor([[2., 2.]]), tensor([[1., 1.]]))
-    """
+    """Return the product, as two on concatenated factors, and ``scale x [S1 | U2]``, scaled before it is rounded."""
     inner = _scaled_product(x, torch.cat((S1, U2), 1), scale)
     outer = torch.cat((U1, S2), 0)
     return (inner @ outer if bias is None else torch.addmm(bias, inner, outer)), inner
@@ -55,11 +43,6 @@ def packed_matmul(
     """Return the product and ``scale x [S1 | U2]`` for signs as :func:`~panther.kernels.pack_signs` packs them.
 
     They are unpacked block by block.
-
-    Example:
-        >>> ones, plus = torch.ones(1, 2), torch.zeros(1, 1, dtype=torch.int32)
-        >>> packed_matmul(ones, ones.mT, plus, ones, plus, scale=0.5)
-        (tensor([[2., 2.]]), tensor([[1., 1.]]))
     """
     (rows, n_in), (R, n_out) = x.shape, S2.shape
     right = x.new_zeros(rows, R, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -49,10 +49,7 @@ def pipeline_stages(stages: int) -> int:
 def autotuned(cuda: Sequence[triton.Config], hip: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
     """Apply ``triton.autotune`` to the configurations meant for the device; when interpreting, the first for NVIDIA's.
 
-    Args:
-        cuda: Configurations for NVIDIA's GPUs.
-        hip: Those for AMD's, which have less shared memory.
-        key: Arguments whose change calls for tuning again.
+    AMD's GPUs have less shared memory. ``key`` names the arguments whose change calls for tuning again.
     """
 
     def suitable(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:

@@ -281,7 +281,7 @@ def attention_forward(
     y = torch.empty_like(v)
     den = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if den.numel():
-        r = _running_maximum(c)
+        r = None if c is None else c.cummax(-1).values  # the running maximum
         _attend(q, k, v, None, None, c, r, _states(k, v, None, c, r, suffix=False), y, den)
     return y, den
 
@@ -302,7 +302,7 @@ def attention_backward(
     dc = None if c is None else torch.empty(parts, batch, n, dtype=torch.float32, device=q.device)
     if not den.numel():
         return dq, dk, dv, None if dc is None else dc.sum(0)
-    r = _running_maximum(c)
+    r = None if c is None else c.cummax(-1).values
     nu = torch.empty(v.shape, dtype=_inner(v), device=v.device)
     delta = torch.empty_like(den)
     rows = 32
@@ -404,7 +404,3 @@ def _padded(size: int) -> int:
 def _inner(x: Tensor) -> torch.dtype:
     """Return the dtype that sums are rounded to between two products: half precision, with the range float16 lacks."""
     return torch.float32 if x.dtype is torch.float32 or INTERPRETED.value else torch.bfloat16
-
-
-def _running_maximum(c: Tensor | None) -> Tensor | None:
-    return None if c is None else c.cummax(-1).values

@@ -1,9 +1,9 @@
-"""Signs in registers: drawn from the Philox stream, or expanded from one bit an entry.
+"""Signs drawn from the Philox stream, and signs expanded from one bit an entry.
 
 Bit for bit those of :func:`panther.kernels.sign_block`: 128 entries of a row a call, a set bit a minus sign.
 """
 
-__all__ = ["draw_tile", "draw_words", "expand", "fill_signs_"]
+__all__ = ["expand", "fill_signs_"]
 
 import triton
 import triton.language as tl
@@ -22,21 +22,13 @@ def expand(words, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def draw_words(seed, stream, tag, row, call):
+def _draw_words(seed, stream, tag, row, call):
     """Draw words (ROWS, 4 CALLS) of the counters ``(row, call, stream, tag)``; row (ROWS, 1), call (1, CALLS)."""
     zero = (row * 0 + call * 0).to(tl.uint64)  # whatever the width of the scalars, counters have 32 bits
     c0, c1 = (zero + row).to(tl.uint32), (zero + call).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, (zero + stream).to(tl.uint32), (zero + tag).to(tl.uint32))
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (ROWS, CALLS, 2, 2), the fastest index first over w0, w1
     return tl.reshape(words, (row.shape[0], 4 * call.shape[1]))
-
-
-@triton.jit
-def draw_tile(seed, stream, tag, row0, col0, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Draw float32 signs (ROWS, COLS) from row ``row0`` and column ``col0``, both COLS and it multiples of 128."""
-    row = row0 + tl.arange(0, ROWS)[:, None]
-    call = col0 // 128 + tl.arange(0, COLS // 128)[None, :]
-    return expand(draw_words(seed, stream, tag, row, call), ROWS, COLS // 32)
 
 
 @triton.jit(do_not_specialize=("seed", "stream", "tag", "row0", "call0"))
@@ -47,8 +39,9 @@ def _fill_signs_kernel(
     row_tiles = tl.cdiv(rows, ROWS)  # one axis, because only the first of a grid has room for 2^31 programs
     row = (tl.program_id(0) % row_tiles) * ROWS
     call = (tl.program_id(0) // row_tiles).to(tl.int64) * CALLS
-    tile = draw_tile(seed, stream, tag, row0 + row, (call0 + call) * 128, ROWS, CALLS * 128)
     i = row + tl.arange(0, ROWS)[:, None]
+    words = _draw_words(seed, stream, tag, row0 + i, call0 + call + tl.arange(0, CALLS)[None, :])
+    tile = expand(words, ROWS, CALLS * 4)
     j = call * 128 - skip + tl.arange(0, CALLS * 128)[None, :]
     mask = (i < rows) & (j >= 0) & (j < cols)
     tl.store(out + i.to(tl.int64) * cols + j, tile.to(out.dtype.element_ty), mask=mask)

@@ -30,39 +30,19 @@ _BLOCK = 256
 
 
 @triton.jit
-def _input_signs(
-    U2, k0, r0, K, R, stride_k, stride_r, like, BK: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """Load the tile (BK, RP) of the signs on the input side."""
-    k = k0 + tl.arange(0, BK)
-    r = r0 + tl.arange(0, RP)
-    if PACKED:
-        w = k0 // 32 + tl.arange(0, BK // 32)
-        inside = (w[None, :] * 32 < K) & (r[:, None] < R)
-        words = tl.load(U2 + r[:, None].to(tl.int64) * tl.cdiv(K, 32) + w[None, :], mask=inside, other=0)
-        tile = tl.trans(expand(words, RP, BK // 32))
-    else:
-        inside = (k[:, None] < K) & (r[None, :] < R)
-        tile = tl.load(U2 + k[:, None].to(tl.int64) * stride_k + r[None, :] * stride_r, mask=inside, other=0.0)
-    return tile.to(like)
+def _load(A, i, j, I, J, stride_i, stride_j):  # noqa: E741
+    """Load the entries in rows ``i`` and columns ``j`` of a matrix (I, J); those outside are 0."""
+    inside = (i[:, None] < I) & (j[None, :] < J)
+    return tl.load(A + i[:, None].to(tl.int64) * stride_i + j[None, :] * stride_j, mask=inside, other=0.0)
 
 
 @triton.jit
-def _output_signs(
-    U1, n0, r0, N, R, stride_r, stride_n, like, BN: tl.constexpr, RP: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """Load the tile (RP, BN) of the signs on the output side."""
-    n = n0 + tl.arange(0, BN)
-    r = r0 + tl.arange(0, RP)
-    if PACKED:
-        w = n0 // 32 + tl.arange(0, BN // 32)
-        inside = (w[None, :] * 32 < N) & (r[:, None] < R)
-        words = tl.load(U1 + r[:, None].to(tl.int64) * tl.cdiv(N, 32) + w[None, :], mask=inside, other=0)
-        tile = expand(words, RP, BN // 32)
-    else:
-        inside = (r[:, None] < R) & (n[None, :] < N)
-        tile = tl.load(U1 + r[:, None].to(tl.int64) * stride_r + n[None, :] * stride_n, mask=inside, other=0.0)
-    return tile.to(like)
+def _unpack(U, f0, r, F, R, BF: tl.constexpr, RP: tl.constexpr):
+    """Unpack the signs (RP, BF) of ranks ``r`` and of the features from ``f0``, of F in all."""
+    w = f0 // 32 + tl.arange(0, BF // 32)
+    inside = (w[None, :] * 32 < F) & (r[:, None] < R)
+    words = tl.load(U + r[:, None].to(tl.int64) * tl.cdiv(F, 32) + w[None, :], mask=inside, other=0)
+    return expand(words, RP, BF // 32)
 
 
 @triton.jit
@@ -77,11 +57,10 @@ def _inner_tile(
     right = tl.zeros((BM, RP), tl.float32)
     for k0 in range(k_start, k_stop, BK):
         k = k0 + tl.arange(0, BK)
-        x_inside = (m[:, None] < M) & (k[None, :] < K)
-        a = tl.load(x + m[:, None].to(tl.int64) * sx_m + k[None, :] * sx_k, mask=x_inside, other=0.0)
-        s_inside = (k[:, None] < K) & (r[None, :] < R)
-        s = tl.load(S1 + k[:, None].to(tl.int64) * s1_k + r[None, :] * s1_r, mask=s_inside, other=0.0)
-        u = _input_signs(U2, k0, r0, K, R, u2_k, u2_r, a.dtype, BK, RP, PACKED)
+        a = _load(x, m, k, M, K, sx_m, sx_k)
+        s = _load(S1, k, r, K, R, s1_k, s1_r)
+        u = tl.trans(_unpack(U2, k0, r, K, R, BK, RP)) if PACKED else _load(U2, k, r, K, R, u2_k, u2_r)
+        u = u.to(a.dtype)
         a = dot_operand(a)
         left = tl.dot(a, dot_operand(s), left, input_precision=PRECISION)
         right = tl.dot(a, dot_operand(u), right, input_precision=PRECISION)
@@ -96,9 +75,8 @@ def _outer_tile(
     """Return ``acc + left U1 + right S2`` for the output features from ``n0``."""
     n = n0 + tl.arange(0, BN)
     r = r0 + tl.arange(0, RP)
-    inside = (r[:, None] < R) & (n[None, :] < N)
-    s = tl.load(S2 + r[:, None].to(tl.int64) * s2_r + n[None, :] * s2_n, mask=inside, other=0.0)
-    u = _output_signs(U1, n0, r0, N, R, u1_r, u1_n, left.dtype, BN, RP, PACKED)
+    s = _load(S2, r, n, R, N, s2_r, s2_n)
+    u = (_unpack(U1, n0, r, N, R, BN, RP) if PACKED else _load(U1, r, n, R, N, u1_r, u1_n)).to(left.dtype)
     acc = tl.dot(dot_operand(left), dot_operand(u), acc, input_precision=PRECISION)
     return tl.dot(dot_operand(right), dot_operand(s), acc, input_precision=PRECISION)
 

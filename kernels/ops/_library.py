@@ -1,6 +1,6 @@
 """Registration of Panther's operators with torch, under the namespace ``panther``."""
 
-__all__ = ["define", "needs_torch"]
+__all__ = ["check_one_device", "define", "needs_torch"]
 
 from collections.abc import Callable
 from typing import Any
@@ -24,19 +24,11 @@ def define(
     vmap: Callable[..., Any] | None = None,
     autocast: bool = False,
 ) -> Any:
-    """Define an operator for every device, at a third of the cost a call of ``torch.library.custom_op``.
+    """Define an operator for every device and return it: a third of the cost a call of ``torch.library.custom_op``.
 
-    Args:
-        schema: Name, arguments and results, in torch's schema language.
-        implementation: Chooses between Triton and torch by its operands.
-        fake: Returns empty results of the right shapes, dtypes and devices.
-        setup_context: Saves what ``backward`` needs.
-        backward: Made of differentiable operations, so that it can be differentiated again.
-        vmap: torch.library's batching rule.
-        autocast: Whether floating operands are cast under autocast, as a matrix product's are.
-
-    Returns:
-        The operator, to be called.
+    The parts are those of ``torch.library``. The implementation chooses between Triton and torch by its operands,
+    ``backward`` is made of differentiable operations, so that it can be differentiated again, and with ``autocast``
+    floating operands are cast under autocast, as a matrix product's are.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -51,6 +43,13 @@ def define(
         for key, device in _AUTOCAST.items():
             _LIBRARY.impl(name, _casting(operator, key, device), key)
     return operator
+
+
+def check_one_device(name: str, operands: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError unless the operands of an operation are on one device."""
+    if len({operand.device for operand in operands.values()}) > 1:
+        places = ", ".join(f"{key} on {operand.device}" for key, operand in operands.items())
+        raise ValueError(f"{name} takes operands on one device, not {places}: move them")
 
 
 def needs_torch() -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from .._backend import use_triton
 from ..reference.attention import attention_backward, attention_forward
-from ._library import define, needs_torch
+from ._library import check_one_device, define, needs_torch
 
 _NAME = "causal_linear_attention"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -85,10 +85,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
         raise TypeError(
             f"q, k and v of {_NAME} must have one floating dtype, not {q.dtype}, {k.dtype} and {v.dtype}: cast them"
         )
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v of {_NAME} must be on one device, not {q.device}, {k.device} and {v.device}: move them"
-        )
+    check_one_device(_NAME, {"q": q, "k": k, "v": v} | ({} if log_scale is None else {"log_scale": log_scale}))
     if log_scale is None:
         return
     if log_scale.shape != q.shape[:-1]:
@@ -98,8 +95,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> None:
         )
     if not log_scale.is_floating_point():
         raise TypeError(f"log_scale of {_NAME} must be floating, not {log_scale.dtype}: cast it to float32")
-    if log_scale.device != q.device:
-        raise ValueError(f"log_scale of {_NAME} must be on {q.device}, not {log_scale.device}: move it")
 
 
 def _takes(q: Tensor, v: Tensor) -> bool:
@@ -113,14 +108,9 @@ def _takes(q: Tensor, v: Tensor) -> bool:
     return use_triton(_NAME, q.device, refusal)
 
 
-def _flat(x: Tensor, dims: int) -> Tensor:
-    """Return the tensor contiguous, with its batch dimensions merged."""
-    kept = x.shape[x.ndim - dims :]
-    return x.reshape(x.shape[: x.ndim - dims].numel(), *kept).contiguous()
-
-
-def _flat_scale(log_scale: Tensor | None) -> Tensor | None:
-    return None if log_scale is None else _flat(log_scale.to(torch.float32), 1)
+def _flat(batch: torch.Size, *operands: Tensor | None) -> list[Any]:
+    """Return operands contiguous, with their batch dimensions merged."""
+    return [x if x is None else x.reshape(batch.numel(), *x.shape[len(batch) :]).contiguous() for x in operands]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,7 +119,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple
         return y.contiguous(), den.contiguous()
     from .._triton import attention
 
-    y, den = attention.attention_forward(_flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale))
+    c = None if log_scale is None else log_scale.to(torch.float32)
+    y, den = attention.attention_forward(*_flat(q.shape[:-2], q, k, v, c))
     return y.view(v.shape), den.view(q.shape[:-1])
 
 
@@ -141,11 +132,9 @@ def _backward(
     else:
         from .._triton import attention
 
-        dq, dk, dv, dc = attention.attention_backward(
-            _flat(grad.to(v.dtype), 2), _flat(q, 2), _flat(k, 2), _flat(v, 2), _flat_scale(log_scale),
-            _flat(y, 2), _flat(den, 1),
-        )  # fmt: skip
-    dq, dk, dv = dq.reshape(q.shape).contiguous(), dk.reshape(k.shape).contiguous(), dv.reshape(v.shape).contiguous()
+        c = None if log_scale is None else log_scale.to(torch.float32)
+        dq, dk, dv, dc = attention.attention_backward(*_flat(q.shape[:-2], grad.to(v.dtype), q, k, v, c, y, den))
+    dq, dk, dv = (part.reshape(like.shape).contiguous() for part, like in ((dq, q), (dk, k), (dv, v)))
     if log_scale is None or dc is None:
         return dq, dk, dv, q.new_empty(0)
     return dq, dk, dv, dc.reshape(log_scale.shape).to(log_scale.dtype).contiguous()
@@ -163,18 +152,10 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dc
 
 
-def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
 def _differentiate_forward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, log_scale, y, den = ctx.saved_tensors
     dq, dk, dv, dc = _causal_linear_attention_backward(grad, q, k, v, log_scale, y, den)
     return dq, dk, dv, None if log_scale is None else dc
-
-
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5])
 
 
 def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -207,7 +188,7 @@ _causal_linear_attention_backward: Any = define(
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
-    setup_context=_save_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:5]),
     backward=_differentiate_backward,
     vmap=_batched(lambda: _causal_linear_attention_backward),
 )
@@ -215,7 +196,7 @@ _causal_linear_attention: Any = define(
     f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor? log_scale) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
-    setup_context=_save_forward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
     backward=_differentiate_forward,
     vmap=_batched(lambda: _causal_linear_attention),
 )

@@ -60,18 +60,10 @@ def _transform(x: Tensor) -> Tensor:
     return hadamard.hadamard_transform(x)
 
 
-def _fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _backward(ctx: Any, grad: Tensor) -> Tensor:
-    return _hadamard_transform(grad)
-
-
-def _vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
-    return _hadamard_transform(x.movedim(in_dims[0], 0)), 0
-
-
-_hadamard_transform = define(
-    "hadamard_transform(Tensor x) -> Tensor", _transform, _fake, backward=_backward, vmap=_vmap
+_hadamard_transform: Any = define(
+    "hadamard_transform(Tensor x) -> Tensor",
+    _transform,
+    lambda x: x.new_empty(x.shape),
+    backward=lambda ctx, grad: _hadamard_transform(grad),
+    vmap=lambda info, in_dims, x: (_hadamard_transform(x.movedim(in_dims[0], 0)), 0),
 )

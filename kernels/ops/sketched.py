@@ -2,15 +2,19 @@
 
 __all__ = ["sketched_matmul"]
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import reference
 from .._backend import use_triton
-from .._cpu.sketched import JoinedProduct
+from .._cpu import sketched as torch_orders
 from ._crossover import choose_path
-from ._library import needs_torch
-from ._sketched_operator import check_signs, dense_signs, sketched_matmul_operator
+from ._library import check_one_device, define, needs_torch
+
+_NAME = "sketched_matmul"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def sketched_matmul(
@@ -56,14 +60,11 @@ def sketched_matmul(
     # A compiled graph may serve any batch, so it must not branch on one: on a GPU the operator chooses its kernel when
     # it runs. On the CPU Inductor fuses what the chain writes twice.
     compiling = torch.compiler.is_compiling()
-    if compiling:
-        to_operator = packed or x.is_cuda
-    else:
-        to_operator = (packed or use_triton("sketched_matmul", x.device)) and not needs_torch()
-    if to_operator:
-        return sketched_matmul_operator(x, S1, U1, S2, U2, bias, scale)[0]
+    to_operator = packed or (x.is_cuda if compiling else use_triton(_NAME, x.device))
+    if to_operator and (compiling or not needs_torch()):
+        return _sketched_matmul(x, S1, U1, S2, U2, bias, scale)[0]
     if packed:
-        check_signs(S1, U1, S2, U2)
+        _check_signs(S1, U1, S2, U2)
         U1, U2 = dense_signs(S1, U1, S2, U2)
     if compiling or choose_path(x.shape[0], S1.shape[1], triton=False) == "chain":
         if x.dtype is torch.float16 and scale != 1.0:
@@ -71,5 +72,159 @@ def sketched_matmul(
             # too, so the signs are scaled and not the input.
             U1, U2, scale = U1 * scale, U2 * scale, 1.0
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
-    product = JoinedProduct.apply if torch.is_grad_enabled() else JoinedProduct.forward
+    product = torch_orders.JoinedProduct.apply if torch.is_grad_enabled() else torch_orders.JoinedProduct.forward
     return product(x, S1, U1, S2, U2, bias, scale)[0]
+
+
+def _check_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> None:
+    """Raise ValueError unless U1 and U2 are packed signs of the shapes that S1 and S2 call for."""
+    if U1.dtype is not torch.int32 or U2.dtype is not torch.int32:
+        raise ValueError(
+            f"U1 and U2 must both be dense or both int32 words, not {U1.dtype} and {U2.dtype}: use pack_signs for "
+            "both, or for neither"
+        )
+    R = S1.shape[1]
+    expected = (R, -(-S2.shape[1] // 32)), (R, -(-S1.shape[0] // 32))
+    if (tuple(U1.shape), tuple(U2.shape)) != expected:
+        raise ValueError(
+            f"U1 and U2 as words must have the shapes {expected[0]} and {expected[1]} for in = {S1.shape[0]}, "
+            f"out = {S2.shape[1]} and R = {R}, not {tuple(U1.shape)} and {tuple(U2.shape)}: pack U1 and U2.mT"
+        )
+
+
+def dense_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U1 (R, out) and U2 (in, R) as numbers, unpacked if they are words."""
+    if U1.is_floating_point():
+        return U1, U2
+    return reference.unpack_signs(U1, S2.shape[1], S2.dtype), reference.unpack_signs(U2, S1.shape[0], S1.dtype).mT
+
+
+def _refusal(x: Tensor, *factors: Tensor) -> str | None:
+    """Return the rule of the Triton kernels that the operands break."""
+    if x.dtype not in _DTYPES:
+        return f"takes float32, float16 and bfloat16, not {x.dtype}"
+    if any(factor.is_floating_point() and factor.dtype is not x.dtype for factor in factors):
+        return f"takes factors of the input's dtype, {x.dtype}, not {[factor.dtype for factor in factors]}"
+    return None
+
+
+def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError where the kernels would read beyond their operands."""
+    tensors = {"x": x, "S1": S1, "U1": U1, "S2": S2, "U2": U2} | ({} if bias is None else {"bias": bias})
+    dense = U1.is_floating_point() and U2.is_floating_point()
+    matrices = (x, S1, S2, U1, U2) if dense else (x, S1, S2)
+    if (
+        any(matrix.dim() != 2 for matrix in matrices)
+        or not x.shape[1] == S1.shape[0]
+        or S1.shape[1] != S2.shape[0]
+        or (dense and (U1.shape != S2.shape or U2.shape != S1.shape))
+        or (bias is not None and bias.shape != S2.shape[1:])
+    ):
+        raise ValueError(
+            "sketched_matmul takes x (rows, in), S1 and U2 (in, R), U1 and S2 (R, out) and bias (out,), not "
+            + ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        )
+    if not dense:
+        _check_signs(S1, U1, S2, U2)
+    check_one_device(_NAME, tensors)
+
+
+def _implementation(
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output and ``scale x [S1 | U2]``, which backward needs."""
+    _check(x, S1, U1, S2, U2, bias)
+    packed = not U1.is_floating_point()
+    triton = use_triton(_NAME, x.device, _refusal(x, S1, U1, S2, U2)) and 0 not in (*x.shape, *S2.shape)
+    aligned = triton and _aligned(x, S1, U1, S2, U2)
+    path = choose_path(x.shape[0], S1.shape[1], triton=triton, aligned=aligned)
+    if path in ("pair", "fused"):
+        from .._triton import sketched
+
+        kernel = sketched.pair_matmul if path == "pair" else sketched.fused_matmul
+        if packed:
+            U1, U2 = U1.contiguous(), U2.contiguous()
+        return kernel(x, S1, U1, S2, U2, None if bias is None else bias.contiguous(), scale)
+    if packed and not x.is_cuda:
+        return torch_orders.packed_matmul(x, S1, U1, S2, U2, bias, scale)
+    U1, U2 = dense_signs(S1, U1, S2, U2)
+    product = torch_orders.chained_matmul if path == "chain" else torch_orders.joined_matmul
+    return product(x, S1, U1, S2, U2, bias, scale)
+
+
+def _aligned(x: Tensor, S1: Tensor, *others: Tensor) -> bool:
+    """Return whether sizes and strides are multiples of 16, so that Triton may load several entries at once."""
+    dense = [operand for operand in (x, S1, *others) if operand.is_floating_point()]
+    steps = [stride for operand in dense for stride in operand.stride() if stride != 1]
+    sizes = (*S1.shape, *(operand.shape[1] for operand in others if operand.is_floating_point()))
+    return all(n % 16 == 0 for n in (*steps, *sizes)) and all(operand.data_ptr() % 16 == 0 for operand in dense)
+
+
+def _fake(
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], S2.shape[1]), x.new_empty(x.shape[0], 2 * S1.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, _, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients; that of x is a sketched product again, of transposed factors in exchanged places."""
+    x, S1, U1, S2, U2, inner = ctx.saved_tensors
+    need_x, need_S1, need_U1, need_S2, need_U2, need_bias, _ = ctx.needs_input_grad
+    R, scale = S1.shape[1], ctx.scale
+    if grad is None:
+        grad = x.new_zeros(x.shape[0], S2.shape[1])
+    dx = d_left = d_right = None
+    if need_x:
+        V1, V2 = (U2.mT, U1.mT) if U1.is_floating_point() else (U2, U1)  # words lie along the features in both
+        dx, d_inner = _sketched_matmul(grad, S2.mT, V1, S1.mT, V2, None, scale)
+        d_right, d_left = d_inner[:, :R], d_inner[:, R:]
+    elif need_S1 or need_U2:
+        d_left = (grad @ dense_signs(S1, U1, S2, U2)[0].mT) * scale if need_S1 else None
+        d_right = (grad @ S2.mT) * scale if need_U2 else None
+    if grad_inner is not None:
+        d_left = torch_orders.add(d_left, grad_inner[:, :R] * scale)
+        d_right = torch_orders.add(d_right, grad_inner[:, R:] * scale)
+        if need_x:
+            dense_U2 = dense_signs(S1, U1, S2, U2)[1]
+            dx = dx + (grad_inner[:, :R] @ S1.mT + grad_inner[:, R:] @ dense_U2.mT) * scale
+    return (
+        dx,
+        x.mT @ d_left if need_S1 else None,
+        inner[:, :R].mT @ grad if need_U1 else None,
+        inner[:, R:].mT @ grad if need_S2 else None,
+        x.mT @ d_right if need_U2 else None,
+        grad.sum(0) if need_bias else None,
+        None,
+    )
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, tuple[int, int]]:
+    """Turn a batch of inputs into more rows; run batches of factors, an ensemble, one by one."""
+    x, *rest = args
+    if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
+        x = x.movedim(in_dims[0], 0)
+        outputs = _sketched_matmul(x.flatten(0, 1), *rest)
+        return tuple(out.unflatten(0, x.shape[:2]) for out in outputs), (0, 0)
+    one_by_one = [
+        _sketched_matmul(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return tuple(torch.stack(outputs) for outputs in zip(*one_by_one, strict=True)), (0, 0)
+
+
+_sketched_matmul: Any = define(
+    "sketched_matmul(Tensor x, Tensor S1, Tensor U1, Tensor S2, Tensor U2, Tensor? bias, float scale)"
+    " -> (Tensor, Tensor)",
+    _implementation,
+    _fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    vmap=_vmap,
+    autocast=True,
+)

@@ -30,15 +30,7 @@ def causal_linear_attention(
     v: Tensor,  # (*batch, n, E)
     log_scale: Tensor | None = None,  # (*batch, n)
 ) -> Tensor:  # (*batch, n, E)
-    """Compute :func:`panther.kernels.causal_linear_attention` in torch, differentiable any number of times.
-
-    Example:
-        >>> ones = torch.ones(3, 2)
-        >>> causal_linear_attention(ones, ones, torch.arange(3.0)[:, None])
-        tensor([[0.0000],
-                [0.5000],
-                [1.0000]])
-    """
+    """Compute :func:`panther.kernels.causal_linear_attention` in torch, differentiable any number of times."""
     return attention_forward(q, k, v, log_scale)[0]
 
 

@@ -77,12 +77,7 @@ def random_block(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:  # (len(rows), len(cols))
-    """Compute a block of ``kind`` "sign", "word", "uniform" or "normal", as ``sign_block`` and its like define it.
-
-    Example:
-        >>> random_block("sign", 0, 0, 0, range(1), range(3), dtype=torch.float32, device="cpu").abs()
-        tensor([[1., 1., 1.]])
-    """
+    """Compute a block of ``kind`` "sign", "word", "uniform" or "normal", as ``sign_block`` and its like define it."""
     out = torch.empty(len(rows), len(cols), dtype=dtype, device=device)
     per_call = SIGNS_PER_CALL if kind == "sign" else 4
     for i, j, part in _slabs(out, cols, per_call):

@@ -18,12 +18,6 @@ def sketched_matmul(
     """Return the product as four matrix products, in an order for which autograd counts no product too many.
 
     Gradients of U1 and U2 are computed only if they require them, so fixed sketches cost no product backward.
-
-    Example:
-        >>> ones = torch.ones(2, 2)
-        >>> sketched_matmul(ones, ones, ones, ones, ones, scale=0.5)
-        tensor([[4., 4.],
-                [4., 4.]])
     """
     left, right = x @ S1, x @ U2
     if bias is None:

@@ -188,12 +188,13 @@ def test_operator_passes_opcheck(device, dtype):
         torch.library.opcheck(torch.ops.panther.hadamard_transform.default, (x.detach().requires_grad_(),))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles(device, dynamic):
+def test_compiles(device, dynamic, backend):
     def function(x):
         return hadamard_transform(x * 2) + 1
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
     for N, n in [(16, 3), (32, 5)]:
         x = draw(2, N, n, device=device).requires_grad_()
         y, z = function(x), compiled(x)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from panther.kernels import pack_signs, reference, sketched_matmul, unpack_signs
-from panther.kernels.ops import _sketched_operator as ops
-from panther.kernels.ops._crossover import GPU_RULES, PATHS, choose_path, using_path
+from panther.kernels.ops import sketched as ops
+from panther.kernels.ops._crossover import PATHS, choose_path, using_path
 from tolerances import KERNEL_RMS, rms_error
 from torch.func import grad, jvp, vmap
 
@@ -319,7 +319,7 @@ def test_shapes_are_checked_before_a_kernel_reads(device, name, shape, form):
 
 def test_operands_on_several_devices():
     args = operands(3, 40, 70, 5, form="words")
-    with pytest.raises(ValueError, match="operands on one device, not on cpu, meta: move them"):
+    with pytest.raises(ValueError, match=r"operands on one device, not x on meta, S1 on cpu, .*: move them"):
         ops._implementation(args[0].to("meta"), *args[1:])
 
 
@@ -355,9 +355,7 @@ def test_what_is_aligned():
     assert not ops._aligned(x, S1, U1[:, :31].contiguous(), S2[:, :31].contiguous(), U2)
 
 
-def test_the_rules_have_a_path_for_every_shape():
-    assert {rule.path for rule in GPU_RULES} <= set(PATHS)
-    assert all(rule.why for rule in GPU_RULES)
+def test_every_shape_has_a_path():
     for rows in (1, 16, 64, 65, 512, 8192, 1 << 20):
         for rank in (1, 16, 64, 65, 1024):
             assert choose_path(rows, rank, triton=True) != "fused" or rank <= 64
