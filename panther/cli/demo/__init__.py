@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from panther._text import counted, format_table
-from panther.cli._arguments import check_folder, note_if_wide, positive, seed
+from panther.cli._arguments import add_option, check_folder, note_if_wide, positive, seed
 from panther.errors import FormatError, PantherError, require_extra
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
-        "demo",
-        description="Train dense, sketched and low-rank networks on handwritten digits, and compare them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "demo", description="Train dense, sketched and low-rank networks on handwritten digits, and compare them."
     )
-    parser.add_argument("--nproc", type=positive, default=2, help="processes; with --device cuda, each has a GPU")
-    parser.add_argument("--epochs", type=positive, default=20, help="epochs of each network")
-    parser.add_argument("--hidden", type=positive, default=512, help="width of the hidden layers")
-    parser.add_argument("--sketch-size", type=positive, default=8, help="rank of sketched and low-rank layers")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on")
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the first run")
-    parser.add_argument("--runs", type=positive, default=4, help="seeds to average over")
-    parser.add_argument("--out", default="panther-demo", help="folder for the models and the plot")
+    add_option(parser, "--nproc", positive, "processes; with --device cuda, each has a GPU", 2)
+    add_option(parser, "--epochs", positive, "epochs of each network", 20)
+    add_option(parser, "--hidden", positive, "width of the hidden layers", 512)
+    add_option(parser, "--sketch-size", positive, "rank of sketched and low-rank layers", 8)
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default: %(default)s)"
+    )
+    add_option(parser, "--seed", seed, "seed of the first run", 0)
+    add_option(parser, "--runs", positive, "seeds to average over", 4)
+    add_option(parser, "--out", str, "folder for the models and the plot", "panther-demo", metavar="DIR")
     parser.set_defaults(run=run)
 
 
@@ -109,40 +109,33 @@ def _verdict(columns: dict[str, dict[str, Any]]) -> str:
 
 
 def _plot(columns: dict[str, dict[str, Any]], path: Path) -> None:
-    """Plot loss curves, and bars of the table's rows."""
-    figure = require_extra("matplotlib.figure", "demo").Figure(figsize=(14, 6.5), layout="constrained")
-    colors = dict(zip(columns, ("#7f7f7f", "#d1495b", "#30638e"), strict=True))
-    axes = figure.subplot_mosaic("LLAPW;LLGKS", width_ratios=(1, 1, 0.8, 0.8, 0.8))
-    for kind, column in columns.items():
+    """Plot loss curves, and bars of accuracy, bytes and time."""
+    figure = require_extra("matplotlib.figure", "demo").Figure(figsize=(14, 4), layout="constrained")
+    loss, *bars = figure.subplots(1, 4, width_ratios=(2, 1, 1, 1))
+    colors = ("#7f7f7f", "#d1495b", "#30638e")
+    for (kind, column), color in zip(columns.items(), colors, strict=True):
         epochs = range(1, len(column["losses"][0]) + 1)
         for losses in column["losses"]:
-            axes["L"].plot(epochs, losses, color=colors[kind], alpha=0.25, linewidth=1)
+            loss.plot(epochs, losses, color=color, alpha=0.25, linewidth=1)
         mean = [statistics.mean(losses) for losses in zip(*column["losses"], strict=True)]
-        axes["L"].plot(epochs, mean, color=colors[kind], linewidth=2, label=kind)
-    axes["L"].set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training loss, each seed and their mean")
-    axes["L"].xaxis.get_major_locator().set_params(integer=True)
-    axes["L"].legend()
-    bars = {
-        "A": ("accuracy", "Test accuracy, %", "{:.1f}"),
-        "P": ("parameters", "Parameters", "{:,.0f}"),
-        "W": ("weight_bytes", "Bytes of the saved weights", "{:,.0f}"),
-        "G": ("gradient_bytes", "Gradient bytes per step", "{:,.0f}"),
-        "K": ("sketch_bytes", "Sketch bytes, once", "{:,.0f}"),
-        "S": ("seconds_per_epoch", "Seconds per epoch", "{:.3f}"),
-    }
-    for place, (key, title, form) in bars.items():
-        axis, values = axes[place], [column[key] for column in columns.values()]
-        drawn = axis.bar(list(columns), values, color=list(colors.values()))
-        axis.bar_label(drawn, [form.format(value) for value in values], fontsize=8)
-        axis.margins(y=0.15)
-        if key == "accuracy":  # from the lowest seed, or the bars would look equal
-            low = max(0.0, min(value for column in columns.values() for value in column["accuracies"]) - 2)
-            axis.set_ylim(low, 100.5)
-            title = f"{title} (axis starts at {low:.0f})"
+        loss.plot(epochs, mean, color=color, linewidth=2, label=kind)
+    loss.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Training loss, each seed and their mean")
+    loss.xaxis.get_major_locator().set_params(integer=True)
+    loss.legend()
+    # From the lowest seed, or the bars would look equal.
+    low = max(0.0, min(value for column in columns.values() for value in column["accuracies"]) - 2)
+    bars[0].set_ylim(low, 100.5)
+    figures = (
+        ("accuracy", f"Test accuracy, % (axis starts at {low:.0f})", "{:.1f}"),
+        ("weight_bytes", "Bytes of the saved weights", "{:,.0f}"),
+        ("seconds_per_epoch", "Seconds per epoch", "{:.3f}"),
+    )
+    for axis, (key, title, form) in zip(bars, figures, strict=True):
+        drawn = axis.bar(list(columns), [column[key] for column in columns.values()], color=colors)
+        axis.bar_label(drawn, fmt=form)
         axis.set_title(title, fontsize=10)
-        axis.tick_params(labelsize=8)
         axis.set_yticks([])
-    for axis in axes.values():
+    for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
