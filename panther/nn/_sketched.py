@@ -4,11 +4,12 @@
 Parameters like any other. ``sketch_seed``, in the state_dict, says which.
 """
 
-__all__ = ["SketchedModule", "arguments_of", "keep_own_forward", "mode_of"]
+__all__ = ["SketchedModule", "arguments_of", "keep_own_forward"]
 
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
@@ -33,11 +34,6 @@ def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     """Return arguments of a constructor as JSON has them, read from the attributes of a sketched or a dense layer."""
     values = {name: getattr(layer, name) for name in names} | {"bias": layer.bias is not None}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def mode_of(seed: int | None) -> str:
-    """Return the name of the mode of a layer with this seed."""
-    return "fitted" if seed is None else "seeded"
 
 
 class SketchedModule(nn.Module):
@@ -221,24 +217,6 @@ class SketchedModule(nn.Module):
             place.pop(name, None)
         self._non_persistent_buffers_set.discard(name)  # torch's own list, which must not name a Parameter
 
-    def refresh_sketches_(self) -> bool:
-        """Adopt ``sketch_seed`` if it was changed in place, as by a broadcast; return whether it was.
-
-        Raises SketchMismatchError if it is not a valid record, or says fitted for a seeded layer or the reverse.
-        """
-        if not has_values(self.sketch_seed):
-            return False
-        seed = read_record(self.sketch_seed, self.num_terms, "sketch_seed")
-        if seed == self.seed:
-            return False
-        if seed is None or self.seed is None:
-            raise SketchMismatchError(
-                f"sketch_seed says {mode_of(seed)} and the layer is {mode_of(self.seed)}: load a state_dict to change "
-                "the mode"
-            )
-        self.set_seeded_(seed)
-        return True
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if has_values(self.sketch_seed) and self.sketch_seed.tolist() != make_record(self.seed, self.num_terms):
             self._settle_record()
@@ -247,19 +225,24 @@ class SketchedModule(nn.Module):
     def _settle_record(self) -> None:
         """Make ``sketch_seed`` and the layer consistent again, if possible.
 
-        A valid record was written by a broadcast, and is adopted. Averages of models with one seed (SWA and EMA with
-        their buffers) leave a rounded record beside valid sketches: it is rewritten. Where the sketches were
-        averaged over different seeds the record stays broken, so that loading it fails.
+        A valid record of the layer's mode was written by a broadcast: its seed is adopted, and its sketches are drawn.
+        Averages of models with one seed (SWA and EMA with their buffers) leave a rounded record beside valid sketches:
+        it is rewritten. Where the sketches were averaged over different seeds the record stays broken, so that loading
+        it fails.
         """
-        try:
-            self.refresh_sketches_()
-        except SketchMismatchError:
-            if self.is_fitted:
-                sound = int(self.sketch_seed[0]) == make_record(None, self.num_terms)[0]
-            else:
-                sound = all(torch.equal(getattr(self, name), self.draw_sketch(name)) for name in self.sketch_names)
-            if sound:
-                self._mirror_seed()
+        with suppress(SketchMismatchError):
+            seed = read_record(self.sketch_seed, self.num_terms, "sketch_seed")
+            if seed == self.seed:
+                return
+            if seed is not None and self.seed is not None:
+                self.set_seeded_(seed)
+                return
+        if self.is_fitted:
+            sound = int(self.sketch_seed[0]) == make_record(None, self.num_terms)[0]
+        else:
+            sound = all(torch.equal(getattr(self, name), self.draw_sketch(name)) for name in self.sketch_names)
+        if sound:
+            self._mirror_seed()
 
     def _mirror_seed(self) -> None:
         record = make_record(self.seed, self.num_terms)

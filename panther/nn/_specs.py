@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
-from panther.nn._sketched import SketchedModule, arguments_of, mode_of
+from panther.nn._sketched import SketchedModule, arguments_of
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.linear import SKLinear
 
@@ -44,7 +44,7 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
         modules[name] = {
             "class": kind,
             "args": arguments_of(module, (*module.dense_arguments, *_SIZES)),
-            "mode": mode_of(module.seed),
+            "mode": _mode_of(module),
             "dtype": str(module.sketch_like().dtype).removeprefix("torch."),
         }
         if getattr(module, "packed", False):  # how signs are held, which does not change the function: optional
@@ -118,7 +118,7 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise FormatError(f"module {name!r} cannot be built from the folder: {error}") from error
-    dtypes, mode = {parameter.dtype for parameter in module.parameters()}, mode_of(module.seed)
+    dtypes, mode = {parameter.dtype for parameter in module.parameters()}, _mode_of(module)
     if mode != spec.get("mode") or dtypes != {dtype}:
         found = ", ".join(sorted(map(str, dtypes)))
         raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
@@ -211,3 +211,7 @@ def place(value: Tensor, device: torch.device | str) -> Tensor:
 
 def _device_of(old: nn.Module) -> torch.device | str:
     return next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
+
+
+def _mode_of(module: SketchedModule) -> str:
+    return "fitted" if module.is_fitted else "seeded"

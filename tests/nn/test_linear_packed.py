@@ -176,7 +176,7 @@ def test_stacked_keys_load_into_a_packed_layer():
 def test_a_changed_seed_is_adopted_in_bits():
     layer, other = layer_of(40, 70, 5, packed=True), layer_of(40, 70, 5, seed=8, packed=True)
     layer.sketch_seed.copy_(other.sketch_seed)
-    assert layer.refresh_sketches_()
+    layer.check_record()
     assert torch.equal(layer.U1, other.U1)
 
 
