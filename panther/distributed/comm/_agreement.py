@@ -26,18 +26,14 @@ def agree(
 ) -> None:
     """Raise the same error on every rank unless all give the same description.
 
+    An agreement costs a gather of 16 bytes a rank; descriptions are sent only where they differ.
+
     Args:
         what: The call, for errors.
         describe: Checks and describes the arguments of this rank. An error that it raises is raised on every rank.
-        group: Process group; None means all ranks.
+        group: The ranks that make the call together.
         fix: The advice of the message if ranks differ.
         noun: The noun for what is compared, for the message.
-
-    Raises:
-        DistributedError: If descriptions differ, or ``describe`` fails on some ranks; differences and ranks are named.
-            SketchMismatchError, if sketched layers do. The error of ``describe``, if it is the same on all ranks.
-
-    Cost: a gather of 16 bytes a rank; the descriptions only where they differ.
     """
     if is_fake(group):
         describe()  # no other rank exists, but this one's arguments are checked all the same

@@ -26,11 +26,7 @@ _gatherings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
-    """Wait in the store until every rank of the group is here; for NCCL, whose watchdog ends processes that wait.
-
-    Raises:
-        DistributedError: If a rank does not come within the group's timeout.
-    """
+    """Wait in the store until every rank of the group is here; for NCCL, whose watchdog ends processes that wait."""
     found = group or dist.group.WORLD
     assert found is not None
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
@@ -52,15 +48,7 @@ def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
 
 @contextmanager
 def watched(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn an error of the transport into one that names ranks; other errors pass.
-
-    Args:
-        doing: What is done, in a few words, such as ``"data_parallel"``.
-        group: The ranks that do it together; None is the world.
-
-    Raises:
-        DistributedError: If a rank is gone, or does not come within the timeout of :func:`init`.
-    """
+    """Turn an error of the transport while ``doing`` something into one that names ranks; other errors pass."""
     begun = time.monotonic()
     try:
         yield

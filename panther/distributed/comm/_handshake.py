@@ -63,12 +63,7 @@ def check_in(
     timeout_s: float,
     deadline: float,  # on time.monotonic's clock
 ) -> Agreement:
-    """Wait for every rank and agree on the backend.
-
-    Raises:
-        DistributedError: If ranks are missing at the deadline, which are named, or ask for different things; the same
-            on every rank that is there.
-    """
+    """Wait for every rank and agree on the backend, or raise the same error on every rank that is there."""
     name = f"{socket.gethostname()} {_machine()}"
     gpu = own_gpu(rank)
     info = RankInfo(name, world_size, backend, None if gpu is None else gpu[1], meeting.own_address)
@@ -94,15 +89,7 @@ def own_gpu(rank: int) -> tuple[int, str] | None:
 
 
 def decide(token: str, infos: list[RankInfo]) -> Agreement:
-    """Choose the backend: the one that was asked for, else nccl if every rank has a GPU of its own, else gloo.
-
-    Raises:
-        DistributedError: If ranks ask for different backends or world sizes, or for nccl without the GPUs.
-
-    Example:
-        >>> decide("token", [RankInfo("here", 2, None, gpu) for gpu in ("0", "1")]).backend
-        'nccl'
-    """
+    """Choose the backend: the one that was asked for, else nccl if every rank has a GPU of its own, else gloo."""
     world_size = infos[0].world_size
     taken: set[tuple[str, str | None]] = set()
     poor = []

@@ -29,22 +29,13 @@ def require_process_group(group: Group = None) -> None:
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Name a few ranks in words.
-
-    Example:
-        >>> name_ranks([1]), name_ranks([0, 2])
-        ('rank 1', 'ranks 0, 2')
-    """
+    """Name a few ranks in words, such as "rank 1" and "ranks 0, 2"."""
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def ranks_of(group: Group) -> list[int]:
-    """Return the global ranks of the group, in its order.
-
-    Raises:
-        DistributedError: If there is no process group, or this rank is not in it.
-    """
+    """Return the global ranks of the group, in its order, if this rank is in it."""
     require_process_group(group)
     return dist.get_process_group_ranks(group)
 

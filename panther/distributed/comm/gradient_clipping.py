@@ -22,19 +22,8 @@ def gradient_norm(
 
     Args:
         parameters: The parameters of this rank, after backward.
-        group: The ranks over which the model is distributed; None means all ranks.
+        group: The ranks over which the model is distributed.
         stages: Number of pipeline stages over the ranks of the group.
-
-    Returns:
-        A tensor without dimensions, on the gradients' device; 0 where there is no gradient.
-
-    Cost: a pass over this rank's gradients, and an all-reduce of one number.
-
-    Example:
-        >>> layer = nn.Linear(2, 1, bias=False)
-        >>> layer(torch.tensor([3.0, 4.0])).backward()
-        >>> gradient_norm(layer.parameters()).item()
-        5.0
     """
     parameters = list(parameters)
     by_shards: dict[int, list[Tensor]] = defaultdict(list)

@@ -123,14 +123,10 @@ def make_mesh(
 
 
 def chunk_sizes(size: int, n: int) -> list[int]:
-    """Return the sizes of the n chunks of :func:`torch.chunk`.
+    """Return the sizes of the n chunks of :func:`torch.chunk`: 3, 3, 3, 1 for 10 and 4.
 
     Raises:
         ShapeError: If there are fewer than n.
-
-    Example:
-        >>> chunk_sizes(10, 4)
-        [3, 3, 3, 1]
     """
     step = -(-size // n) if size else 0
     sizes = [max(0, min(step, size - i * step)) for i in range(n)]
@@ -140,25 +136,13 @@ def chunk_sizes(size: int, n: int) -> list[int]:
 
 
 def chunk_ranges(size: int, n: int) -> list[range]:
-    """Return the ranges of the n chunks of :func:`torch.chunk`.
-
-    Raises:
-        ShapeError: If there are fewer than n.
-
-    Example:
-        >>> chunk_ranges(10, 4)
-        [range(0, 3), range(3, 6), range(6, 9), range(9, 10)]
-    """
+    """Return the ranges of the chunks of :func:`chunk_sizes`."""
     ends = list(itertools.accumulate(chunk_sizes(size, n)))
     return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the process group of this rank along each axis of a mesh.
-
-    Raises:
-        DistributedError: If there is no process group, or that of the mesh is gone.
-    """
+    """Return the process group of this rank along each axis of a mesh."""
     require_process_group()
     try:
         return [mesh.get_group(axis) for axis in range(mesh.ndim)]

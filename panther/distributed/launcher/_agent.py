@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from panther.distributed.launcher._failures import Failure, describe
+from panther.distributed.launcher._failures import Failure, describe, explain
 from panther.distributed.launcher._rendezvous import LoopbackRendezvous
 from panther.errors import DistributedError
 
@@ -78,11 +78,10 @@ class _Agent(LocalElasticAgent):
 
 def run_agent(
     work: Callable[[Any], None], job: object, nproc: int, max_restarts: int, start_method: str, folder: Path
-) -> list[Failure]:
-    """Run ``work(job)`` in ``nproc`` workers; return how they failed, nothing if they did not.
+) -> None:
+    """Run ``work(job)`` in ``nproc`` workers, and raise DistributedError if they fail.
 
-    Raises:
-        SignalException: On SIGINT, SIGTERM and the like, once the workers have ended.
+    On SIGINT, SIGTERM and the like, torch's SignalException is raised once the workers have ended.
     """
     with contained():
         spec = WorkerSpec(
@@ -100,17 +99,13 @@ def run_agent(
             result = agent.run()
         finally:
             agent.kill()
-        return agent.failures(result) if result.is_failed() else []
+        if result.is_failed():
+            raise DistributedError(explain(agent.failures(result), nproc, max_restarts + 1))
 
 
 @contextmanager
 def signals_followed() -> Iterator[None]:
-    """Let a signal do to this process what it would have done without a launcher, once the workers have ended.
-
-    Raises:
-        KeyboardInterrupt: On SIGINT.
-        DistributedError: If this process survives the signal.
-    """
+    """Let a signal do to this process what it would have done without a launcher, once the workers have ended."""
     try:
         yield
     except SignalException as error:

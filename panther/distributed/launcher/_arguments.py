@@ -44,20 +44,8 @@ def prepare(
 ) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
     """Turn the arguments of ``panther launch`` into what torch's launcher takes, once node 0 can be reached.
 
-    Sets variables of this process, which its workers inherit.
-
-    Args:
-        argv: The arguments.
-        name: What to call the run in place of the script's name.
-
-    Returns:
-        The configuration, the command and its arguments; the logs of the configuration are a :class:`RankLogs`, unless
-        torch's own options say where output goes.
-
-    Raises:
-        ConfigError: If the options cannot be met.
-        DistributedError: If node 0 cannot be reached, or cannot listen.
-        SystemExit: As argparse does on ``--help``.
+    Sets variables of this process, which its workers inherit. A run without a name is called by that of its script.
+    The logs of the configuration are a :class:`RankLogs`, unless torch's own options say where output goes.
     """
     args = _parse(argv)
     if not args.module and not args.no_python and not Path(args.training_script).exists():
@@ -78,8 +66,8 @@ def prepare(
     if args.rdzv_backend != "static":
         del args.master_addr  # torch would warn that it is ignored
     log_dir = args.log_dir or LOG_DIR
-    filters = args.duplicate_stdout_filters or args.duplicate_stderr_filters
-    torchs_logs = args.logs_specs or filters or args.tee != "0" or args.redirects != "0"
+    torchs_logs = args.tee != "0" or args.redirects != "0" or args.logs_specs or args.local_ranks_filter
+    torchs_logs = torchs_logs or args.duplicate_stdout_filters or args.duplicate_stderr_filters
     args.log_dir = log_dir if torchs_logs else os.devnull
     try:
         nproc = determine_local_world_size(args.nproc_per_node)
@@ -93,8 +81,7 @@ def prepare(
         script = name or args.training_script
         stem = script.rpartition(".")[2] if args.module and name is None else Path(script).stem
         stem += f"-{time.strftime('%Y%m%d-%H%M%S')}" + (f"-{socket.gethostname()}" if nodes > 1 else "")
-        shown = frozenset(map(int, args.local_ranks_filter.split(","))) if args.local_ranks_filter else None
-        config.logs_specs = RankLogs(new_folder(Path(log_dir) / stem), shown)
+        config.logs_specs = RankLogs(new_folder(Path(log_dir) / stem))
         which = f" on this node, of --nnodes {args.nnodes}" if nodes > 1 else ""
         _LOGGER.info(
             "%s of %s%s; logs in %s", counted(nproc, "process", "processes"), script, which, config.logs_specs.folder

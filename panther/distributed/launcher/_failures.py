@@ -34,12 +34,8 @@ class Failure:
 def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", stopped: bool = False) -> Failure | None:
     """Describe how a worker ended; None if the launcher ended it, or it is still there.
 
-    Args:
-        rank: Of the worker.
-        exit_code: Of the worker; negative for a signal.
-        error_file: Where the worker may have recorded an exception.
-        log: The file with its standard error, if there is one.
-        stopped: Whether the launcher had begun to end the workers.
+    It may have recorded an exception in the error file, and ``log`` has its standard error. ``stopped`` says that the
+    launcher had begun to end the workers.
     """
     path = Path(log) if log else None
     if error := recorded(error_file):
@@ -62,7 +58,7 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
     return Failure(rank, (1 + lost, written), f"left with exit code {exit_code} and no traceback", details, path)
 
 
-def recorded(error_file: str) -> tuple[str, str] | None:
+def recorded(error_file: str | Path) -> tuple[str, str] | None:
     """Return the message and the traceback that a worker recorded; None if it recorded nothing."""
     try:
         message: Any = json.loads(Path(error_file).read_text())["message"]
@@ -74,14 +70,7 @@ def recorded(error_file: str) -> tuple[str, str] | None:
 
 
 def explain(failures: Sequence[Failure], world_size: int | None, attempts: int, folder: Path | None = None) -> str:
-    """Return all failures as text, the probable cause first and its traceback last.
-
-    Args:
-        failures: How the workers failed.
-        world_size: Number of ranks; None if unknown.
-        attempts: How often the workers were started.
-        folder: Of the logs.
-    """
+    """Return all failures as text, the probable cause first and its traceback last."""
     if not failures:
         return "the processes failed, and none says why: see the launchers of the other nodes"
     first, *others = sorted(failures, key=lambda failure: failure.order)

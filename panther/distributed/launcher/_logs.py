@@ -18,18 +18,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RankLogs(LogsSpecs):
-    """Sends what each rank writes to ``FOLDER/attempt-A/rank-R.out`` and ``.err``, and shows some ranks.
+    """Sends what each rank writes to ``FOLDER/attempt-A/rank-R.out`` and ``.err``, and shows rank 0.
 
     torch calls :meth:`reify` before each attempt, so that this is also where restarts are logged.
-
-    Args:
-        folder: Of the run.
-        shown: Local ranks to show; None means rank 0 of the run.
     """
 
-    def __init__(self, folder: Path, shown: frozenset[int] | None) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
-        self.folder, self._shown = folder, shown
+        self.folder = self._attempt_folder = folder
         self.attempts, self.world_size = 0, 0
         self.destination = LogsDest()
         self._done, self._thread = threading.Event(), threading.Thread()
@@ -44,27 +40,24 @@ class RankLogs(LogsSpecs):
         self.stop()
         attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
         if self.attempts:
-            errors = filter(None, map(recorded, self._error_files_in_order()))
-            reason = next((f" after {message.splitlines()[0]}" for message, _ in errors), "")
+            files = sorted(self._attempt_folder.glob("*.error.json"), key=lambda path: path.stat().st_mtime)
+            reason = f" after {error[0].splitlines()[0]}" if files and (error := recorded(files[0])) else ""
             most = envs[0]["TORCHELASTIC_MAX_RESTARTS"]
             _LOGGER.warning("all processes start again%s (restart %s of %s)", reason, attempt, most)
         self.attempts += 1
-        # A node that comes or goes makes another attempt of the same number, in a folder of its own.
-        folder = new_folder(self.folder / f"attempt-{attempt}")
-        self.destination = found = LogsDest()
         self.world_size = int(envs[0]["WORLD_SIZE"])
-        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
-        shown = [rank for local, rank in ranks.items() if (rank == 0 if self._shown is None else local in self._shown)]
-        tailed: list[tuple[str, Path, TextIO]] = []
-        for local_rank, rank in ranks.items():
-            stem = folder / f"rank-{rank}"
+        # A node that comes or goes makes another attempt of the same number, in a folder of its own.
+        self._attempt_folder = new_folder(self.folder / f"attempt-{attempt}")
+        self.destination = found = LogsDest()
+        shown: list[tuple[Path, TextIO]] = []
+        for local_rank, env in envs.items():
+            stem = self._attempt_folder / f"rank-{env['RANK']}"
             found.stdouts[local_rank], found.stderrs[local_rank] = f"{stem}.out", f"{stem}.err"
-            found.error_files[local_rank] = envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = f"{stem}.error.json"
-            if rank in shown:
-                prefix = f"[rank {rank}] " if len(shown) > 1 else ""
-                tailed += [(prefix, Path(f"{stem}.out"), sys.stdout), (prefix, Path(f"{stem}.err"), sys.stderr)]
+            found.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = f"{stem}.error.json"
+            if env["RANK"] == "0":
+                shown = [(Path(f"{stem}.out"), sys.stdout), (Path(f"{stem}.err"), sys.stderr)]
         self._done = threading.Event()
-        self._thread = threading.Thread(target=_tail, args=(tailed, self._done), name="panther-tail", daemon=True)
+        self._thread = threading.Thread(target=_tail, args=(shown, self._done), name="panther-tail", daemon=True)
         self._thread.start()
         return found
 
@@ -73,10 +66,6 @@ class RankLogs(LogsSpecs):
         self._done.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def _error_files_in_order(self) -> list[str]:
-        files = [path for path in map(Path, self.destination.error_files.values()) if path.is_file()]
-        return [str(path) for path in sorted(files, key=lambda path: path.stat().st_mtime)]
 
 
 def new_folder(path: Path) -> Path:
@@ -93,26 +82,22 @@ def new_folder(path: Path) -> Path:
         folder = path.with_name(f"{path.name}-{number}")
 
 
-def _tail(files: list[tuple[str, Path, TextIO]], done: threading.Event) -> None:
+def _tail(files: list[tuple[Path, TextIO]], done: threading.Event) -> None:
     """Show files while they grow, in whole lines; torch's TailLog turns a progress bar into a line per update."""
     offsets = dict.fromkeys(files, 0)
     while True:
         last = done.is_set()
-        for key in files:
-            prefix, path, stream = key
+        for path, stream in files:
             data = b""
             if path.exists():
                 with path.open("rb") as file:
-                    file.seek(offsets[key])
+                    file.seek(offsets[path, stream])
                     data = file.read()
             if not last:  # a progress bar ends its line with a carriage return
                 data = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
-            offsets[key] += len(data)
-            text = data.decode(errors="replace")
-            if prefix:
-                text = "".join(prefix + line for line in text.splitlines(keepends=True))
+            offsets[path, stream] += len(data)
             with suppress(OSError, ValueError):  # the terminal is closed; the files have the output
-                stream.write(text)
+                stream.write(data.decode(errors="replace"))
                 stream.flush()
         if last:
             return

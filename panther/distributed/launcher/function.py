@@ -65,8 +65,7 @@ def launch(
     with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
         threads = 1 if forked else max(1, (cpu_count() or 1) // nproc)  # a forked OpenMP pool would hang
         job = _Job((fn, args) if forked else _pickle_call(fn, args), Path(folder), threads, forked)
-        if failures := _agent.run_agent(_work, job, nproc, max_restarts, start_method, Path(folder)):
-            raise DistributedError(_explain(failures, nproc, max_restarts + 1))
+        _agent.run_agent(_work, job, nproc, max_restarts, start_method, Path(folder))
         return [pickle.loads(job.result_of(rank).read_bytes()) for rank in range(nproc)]
 
 
@@ -142,17 +141,6 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             f"{fix}"
         )
     return data
-
-
-def _explain(failures: list[Any], nproc: int, attempts: int) -> str:
-    from panther.distributed.launcher._failures import explain
-
-    text = explain(failures, nproc, attempts)
-    if not any(failure.details for failure in failures) and "no traceback" in text:
-        text += (
-            '\nIt failed before it reached the function: does the script call launch under if __name__ == "__main__": ?'
-        )
-    return text
 
 
 def _check_launch(fn: Callable[..., Any], nproc: int, max_restarts: int, start_method: str) -> None:

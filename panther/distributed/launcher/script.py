@@ -119,14 +119,7 @@ def launch_distributed_training(
 def run_script(argv: list[str], name: str | None = None) -> Path:
     """Do what ``panther launch`` is asked to, and return the folder of the logs.
 
-    Args:
-        argv: Its arguments.
-        name: What to call the run; None means the script's name.
-
-    Raises:
-        DistributedError: If the script failed, or could not be started.
-        ConfigError: If the options cannot be met.
-        SignalException: If a signal ended the launcher, and with it the processes.
+    Raises torch's SignalException if a signal ended the launcher, and with it the processes.
     """
     # torch's launcher is as slow to import as torch, and LaunchConfig is needed without it.
     import torch.distributed as dist
