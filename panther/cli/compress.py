@@ -122,7 +122,10 @@ def _check_outputs(args: argparse.Namespace, out: Path) -> None:
     if out.is_dir() and any(out.iterdir()):
         raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
     for flag, path in (("--report", args.report), ("--plot", args.plot)):
-        if path and (not os.access(Path(path).parent, os.W_OK) or Path(path).is_dir()):
+        if path is None:
+            continue
+        parent = Path(path).parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
             raise PantherError(
                 f"{flag} {path} cannot be written: name a file in an existing folder that you may write to"
             )

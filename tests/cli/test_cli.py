@@ -81,6 +81,11 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, text, capsys, 
         (["init", "torchrun", "--out", "PATH", "t.py"], "file/below", "cannot be written to (Not a directory)"),
         (["init", "torchrun", "--out", "PATH", "t.py"], 300 * "a", "cannot be written to (File name too long)"),
         (["init", "torchrun", "--config", "PATH"], "file/below.toml", "cannot be read (Not a directory)"),
+        (
+            ["compress", "m:f", "--budget=1", "--out=o", "--report", "PATH"],
+            "file/below",
+            "cannot be written: name a file",
+        ),
         (["train", "--config", "PATH"], "file/below.toml", "cannot be read (Not a directory)"),
     ],
 )

@@ -119,13 +119,14 @@ def print_training(settings: Settings, sent_bytes: int) -> list[str]:
         "all ranks end with the same parameters": (max(_apart(r.parameters, ranks[0].parameters) for r in ranks), 0),
         "one process ends with the same parameters": (_apart(single.parameters, ranks[0].parameters), _ROUNDING),
     }
+    failed = [name for name, (difference, most) in differences.items() if not difference <= most]  # NaN fails, too
     rows = [
-        [name, "yes" if difference <= most else "NO", f"difference {difference:.2g}"]
-        for name, (difference, most) in differences.items()
+        [name, "NO" if name in failed else "yes", f"difference {difference:.2g}"]
+        for name, (difference, _) in differences.items()
     ]
     print("\n5. Checks\n" + format_table(rows))
     print("The processes share this machine, so their speed does not predict that of several machines.")
-    return [name for name, (difference, most) in differences.items() if difference > most]
+    return failed
 
 
 def _print_gradients(settings: Settings, ranks: list[Run], mean: Tensor, single: Run) -> None:
