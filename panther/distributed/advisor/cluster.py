@@ -101,11 +101,10 @@ class ClusterSpec:
 
 _HOPPER = {"peak_flops": 989.4e12, "peak_flops_fp32": 66.9e12, "intra_bandwidth": 450e9, "inter_bandwidth": 50e9}
 _A100 = {"peak_flops": 312e12, "peak_flops_fp32": 19.5e12, "intra_bandwidth": 300e9, "inter_bandwidth": 25e9}
-_CPU_FLOPS = {"peak_flops": 5e10, "peak_flops_fp32": 5e10}
-_CPU_LINKS = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e9, "intra_latency": 1e-4, "inter_latency": 1e-4}
+_CPU = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e9, "intra_latency": 1e-4, "inter_latency": 1e-4}
 _PRESETS: dict[str, dict[str, Any]] = {
     "a100-80gb": {"memory_bytes": 80e9, **_A100},
     "h100-80gb": {"memory_bytes": 80e9, **_HOPPER},
     "h200": {"memory_bytes": 141e9, **_HOPPER},
-    "cpu": {"memory_bytes": 4e9, **_CPU_FLOPS, **_CPU_LINKS},
+    "cpu": {"memory_bytes": 4e9, "peak_flops": 5e10, "peak_flops_fp32": 5e10, **_CPU},
 }

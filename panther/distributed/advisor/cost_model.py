@@ -16,6 +16,7 @@ __all__ = ["Estimate", "Layout", "MemoryEstimate", "Traffic", "estimate"]
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
@@ -141,7 +142,8 @@ def estimate(
     Raises:
         ShapeError: If the layout does not suit the model.
     """
-    stages = _stages(stats, layout)
+    n = layout.pp * SCHEDULES[layout.schedule].stages_per_rank if layout.schedule else 1
+    stages = _balanced_stages(stats.tensors, len(stats.layers), n)
     stats = stats.shard(layout.tp)
     held = {tensor.layer for tensor in stats.tensors if tensor.trained}
     if any(held.isdisjoint(stage) for stage in stages):
@@ -153,7 +155,7 @@ def estimate(
     traffic = [max((rank.along(axis, cluster) for rank in ranks), key=lambda t: t.seconds) for axis in ("tp", "pp")]
     along_dp = max((rank.data_parallel(cluster) for rank in ranks), key=lambda ts: sum(t.seconds for t in ts))
     dtype = compute_dtype(stats.mixed_precision)
-    size = dtype.itemsize if dtype else _itemsize(stats)
+    size = dtype.itemsize if dtype else max(tensor.itemsize for tensor in stats.tensors if tensor.trained)
     compute = max(rank.flops() for rank in ranks) * layout.num_microbatches / cluster.flops(size)
     tp, pp = (t.seconds for t in traffic)
     bubble = order.bubble if order else 0.0
@@ -172,27 +174,14 @@ def estimate(
     return Estimate(layout, memory, used, seconds, bubble)
 
 
-def _stages(stats: ModelStats, layout: Layout) -> list[range]:
-    """Return the layers of each stage, as :func:`split_stages` chooses them."""
-    n = layout.pp * SCHEDULES[layout.schedule].stages_per_rank if layout.schedule else 1
-    return list(_balanced_stages(stats.tensors, len(stats.layers), n))
-
-
 @lru_cache(maxsize=256)
-def _balanced_stages(tensors: tuple[TensorStats, ...], layers: int, n: int) -> tuple[range, ...]:
-    if n == 1:
-        return (range(layers),)
+def _balanced_stages(tensors: tuple[TensorStats, ...], layers: int, n: int) -> list[range]:
+    """Return the layers of each stage, as :func:`split_stages` chooses them."""
     costs = [0.0] * layers
     for tensor in tensors:
         if tensor.role == "parameter":
             costs[tensor.layer] += tensor.global_numel
-    # As split_stages: the largest stage has as few parameters as possible.
-    begins = balance_stages(costs, n)
-    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], layers], strict=True))
-
-
-def _itemsize(stats: ModelStats) -> int:
-    return max((tensor.itemsize for tensor in stats.tensors if tensor.trained), default=4)
+    return [range(begin, end) for begin, end in pairwise([*balance_stages(costs, n), layers])]
 
 
 def shard_numel(tensor: TensorStats, ranks: int) -> int:
@@ -228,7 +217,6 @@ class _Rank:
         own = {layer for stage in self.mine for layer in stages[stage]}
         self.tensors = [tensor for tensor in stats.tensors if tensor.layer in own]
         self.layers = [stats.layers[i] for i in sorted(own)]
-        self.engine = layout.strategy in ("fsdp", "replicate")
         self.shards = layout.dp if layout.strategy == "fsdp" else 1
 
     def flops(self) -> float:
@@ -298,7 +286,7 @@ class _Rank:
 
     def _gathered(self) -> float:
         """Return FSDP's buffers: gathered parameters, their gradients, and a copy of these to reduce."""
-        if not self.engine:
+        if self.layout.strategy not in ("fsdp", "replicate"):
             return 0.0
         units = self._units()
         sizes = {name: (self._full(unit), self._full(unit, reduced=True)) for name, unit in units.items()}

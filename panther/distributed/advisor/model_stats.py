@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +142,7 @@ class ModelStats:
         """
         if tp == self.tp:
             return self
-        if self._shard is None or self.tp != 1:
+        if self._shard is None:
             raise ShapeError(f"these are the statistics of one of {self.tp} ranks: shard those of the whole model")
         return self._shard(tp)
 
@@ -173,12 +173,8 @@ class ModelStats:
         every size of the tp axis.
         """
         compute_dtype(mixed_precision)
-
-        @cache
-        def measure(tp: int) -> ModelStats:
-            return _measure(model, sample_input, loss_fn, mixed_precision, tp, measure)
-
-        return measure(1)
+        measure = cache(partial(_measure, model, sample_input, loss_fn, mixed_precision))
+        return replace(measure(1), _shard=measure)
 
     @classmethod
     def transformer(
@@ -239,27 +235,23 @@ class ModelStats:
 
 
 def _lengthened(stats: ModelStats, layers: int) -> ModelStats:
-    """Return the statistics of a longer transformer, from one whose second layer is repeated."""
+    """Return the statistics of a longer transformer, from one of two layers: the second one is repeated."""
+    # The modules in order: each one's number in the short model, and by how much its own number is larger.
+    modules = [(0, 0), (1, 0), *((2, shift) for shift in range(layers - 1)), (3, layers - 2), (4, layers - 2)]
 
     def place(name: str, shift: int) -> str:
-        head, dot, tail = name.partition(".")
-        return f"{int(head) + shift}{dot}{tail}"
+        number, dot, rest = name.partition(".")
+        return f"{int(number) + shift}{dot}{rest}"
 
-    def repeated(items: tuple[Any, ...], of: Callable[[Any], int], moved: Callable[[Any, int], Any]) -> tuple[Any, ...]:
-        before = [item for item in items if of(item) < 2]
-        after = [moved(item, layers - 2) for item in items if of(item) > 2]
-        middle = [moved(item, k) for k in range(layers - 1) for item in items if of(item) == 2]
-        return (*before, *middle, *after)
-
-    tensors = repeated(
-        stats.tensors,
-        lambda t: t.layer,
-        lambda t, k: replace(t, name=place(t.name, k), block=place(t.block, k), layer=t.layer + k),
-    )
     return replace(
         stats,
-        tensors=tensors,
-        layers=repeated(stats.layers, lambda e: int(e.name), lambda e, k: replace(e, name=place(e.name, k))),
+        tensors=tuple(
+            replace(t, name=place(t.name, shift), block=place(t.block, shift), layer=number + shift)
+            for number, shift in modules
+            for t in stats.tensors
+            if t.layer == number
+        ),
+        layers=tuple(replace(stats.layers[number], name=str(number + shift)) for number, shift in modules),
         _shard=lambda tp: _lengthened(stats.shard(tp), layers),
     )
 
@@ -283,7 +275,6 @@ def _measure(
     loss_fn: Callable[[Any], Tensor] | None,
     mixed_precision: str | None,
     tp: int,
-    measure: Callable[[int], ModelStats],
 ) -> ModelStats:
     # On the meta device and then fake: sharding needs a module with shapes, running one with fake values.
     mode, made, dtype = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
@@ -303,7 +294,6 @@ def _measure(
         isinstance(model, nn.Sequential),
         tp,
         mixed_precision,
-        measure,
     )
 
 
@@ -318,7 +308,8 @@ def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
-    blocks = {id(inner): name for name, module in _named_blocks(model) for inner in module.modules()}
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = {id(inner): names[id(block)] for block in fsdp_blocks(model) for inner in block.modules()}
     layers = {id(m): i for i, (_, layer) in enumerate(_layers_of(model)) for m in layer.modules()}
     found, seen = [], set()
     for prefix, module in model.named_modules():
@@ -347,11 +338,6 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
                 )
             )
     return tuple(found)
-
-
-def _named_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    names = {id(module): name for name, module in model.named_modules()}
-    return [(names[id(block)], block) for block in fsdp_blocks(model)]
 
 
 def _layer(i: int, name: str, runs: list[Run]) -> LayerStats:

@@ -3,13 +3,14 @@
 __all__ = ["Option", "ParallelismPlan", "plan_parallelism"]
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
 
 from panther._text import format_bytes, format_seconds, format_table
-from panther.distributed.advisor._text import explain_best, explain_other
+from panther.distributed.advisor._text import explain
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
 from panther.distributed.advisor.model_stats import ModelStats
@@ -62,14 +63,10 @@ class ParallelismPlan:
         head = ("", "layout", "memory", "fits", "step", "bubble", "sent in node", "between nodes")
         lines = [head]
         for i, option in enumerate(self.options[:rows], 1):
-            e = option.estimate
-            lines.append(
-                (
-                    str(i), str(option.layout), format_bytes(e.memory.total), "yes" if option.fits else "no",
-                    format_seconds(e.step_seconds), f"{100 * e.bubble:.0f}%", format_bytes(e.sent("intra")),
-                    format_bytes(e.sent("inter")),
-                )
-            )  # fmt: skip
+            e, fits = option.estimate, "yes" if option.fits else "no"
+            sent = format_bytes(e.sent("intra")), format_bytes(e.sent("inter"))
+            costs = format_bytes(e.memory.total), fits, format_seconds(e.step_seconds), f"{100 * e.bubble:.0f}%"
+            lines.append((str(i), str(option.layout), *costs, *sent))
         return format_table(lines)
 
     def explain(self, rows: int = 10) -> str:
@@ -91,7 +88,7 @@ class ParallelismPlan:
             "memory_bytes": self.cluster.memory_bytes,
             "options": [
                 {
-                    "layout": {name: getattr(option.layout, name) for name in Layout.__dataclass_fields__},
+                    "layout": asdict(option.layout),
                     "fits": option.fits,
                     "memory_bytes": {**option.estimate.memory.parts(), "total": option.estimate.memory.total},
                     "seconds": {**option.estimate.seconds, "step": option.estimate.step_seconds},
@@ -228,10 +225,10 @@ def plan_parallelism(
         return False, *first
 
     estimates.sort(key=rank)
-    first = estimates[0]
-    options = [Option(first, first.memory.total <= room, explain_best(estimates, room, objective))]
-    options += [Option(e, e.memory.total <= room, explain_other(e, first, room, objective)) for e in estimates[1:]]
-    return ParallelismPlan(tuple(options), cluster, batch, objective, tuple(notes), stats.mixed_precision)
+    options = tuple(
+        Option(e, e.memory.total <= room, explain(estimates, i, room, objective)) for i, e in enumerate(estimates)
+    )
+    return ParallelismPlan(options, cluster, batch, objective, tuple(notes), stats.mixed_precision)
 
 
 def _stats(
@@ -277,12 +274,13 @@ def _layouts(
             if pp == 1:
                 yield from _without_pipeline(dp, tp, cluster, half=half)
                 continue
-            for strategy in ("fsdp", "replicate") if dp > 1 else ("fsdp",):
-                for schedule in schedules:
-                    if pp * SCHEDULES[schedule].stages_per_rank > len(stats.layers):
-                        continue
-                    for m in _microbatches(batch // dp, pp):
-                        yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, num_microbatches=m)
+            # DDP does not go with a pipeline, for which HybridParallelTrainer takes a strategy even if dp is 1.
+            strategies = ("fsdp", "replicate") if dp > 1 else ("fsdp",)
+            fitting = [name for name in schedules if pp * SCHEDULES[name].stages_per_rank <= len(stats.layers)]
+            # More microbatches make the bubble smaller and the messages more.
+            numbers = [m for m in (pp, 2 * pp, 4 * pp) if batch // dp % m == 0]
+            for strategy, schedule, m in product(strategies, fitting, numbers):
+                yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, num_microbatches=m)
 
 
 def _without_pipeline(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> Iterator[Layout]:
@@ -311,11 +309,6 @@ def _can_shard(stats: ModelStats, tp: int, notes: list[str]) -> bool:
         notes.append(f"tp={tp} was not considered: it shards none of the model's layers")
         return False
     return True
-
-
-def _microbatches(samples: int, pp: int) -> list[int]:
-    # More microbatches make the bubble smaller and the messages more.
-    return [m for m in (pp, 2 * pp, 4 * pp) if samples % m == 0]
 
 
 def _divisors(n: int) -> list[int]:

@@ -94,11 +94,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def tidy(final: Path, step: int, keep: int | None) -> None:
-    """Remove earlier checkpoints of this step beside the new one, and the oldest ones beyond ``keep``."""
-    name = f"step-{step:08d}"
+def tidy(final: Path, keep: int | None) -> None:
+    """Remove earlier checkpoints of the step of a new one, and the oldest ones beyond ``keep``."""
+    step = final.name.partition(".")[0]
     for folder in checkpoints(final.parent):
-        if folder != final and folder.name.partition(".")[0] == name:
+        if folder != final and folder.name.partition(".")[0] == step:
             remove(folder)
     for folder in checkpoints(final.parent)[: -keep if keep else 0]:
         if folder != final:

@@ -256,16 +256,15 @@ def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], grou
         if (tensor := tensors.get(states.MODEL + name)) is not None:
             place, local = placed(tensor)
             own[name, place] = checksum(local)
-    by_place: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for rank, found in enumerate(gather_objects(own, group)):
-        for key, value in found.items():
-            by_place.setdefault(key, {})[rank] = value
-    for (name, _), values in by_place.items():
-        if len(set(values.values())) > 1:
-            raise CheckpointError(
-                f"{name!r} names a different tensor on each of {name_ranks(list(values))}: stages must keep the names "
-                "of the whole model, as split_stages does"
-            )
+        for (name, place), value in found.items():
+            other, expected = first.setdefault((name, place), (rank, value))
+            if value != expected:
+                raise CheckpointError(
+                    f"{name!r} names a different tensor on each of {name_ranks([other, rank])}: stages must keep the "
+                    "names of the whole model, as split_stages does"
+                )
 
 
 def _union(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
@@ -285,7 +284,7 @@ def _write(state: _Collected, group: Group) -> Path:
             folders.remove(temporary)
         raise
     # Old checkpoints go last: until here a failure must leave them.
-    run_on_first_rank(lambda: folders.tidy(final, state.step, state.keep), group)
+    run_on_first_rank(lambda: folders.tidy(final, state.keep), group)
     return final
 
 

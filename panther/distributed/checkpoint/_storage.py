@@ -106,22 +106,21 @@ def _class_and_text(error: BaseException) -> tuple[type[Exception], str]:
 class _UnusedHooks:
     """The steps of DCP's protocol for which a folder that is written or read once has nothing to do."""
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing."""
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
-    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None: ...
 
     set_up_storage_reader = set_up_storage_writer
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan as it is."""
         return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False: DCP asks this to choose a storage by a path, which is never done here."""
-        return False
+        return False  # DCP asks this to choose a storage by a path, which is never done here
 
 
 class _Writer(_UnusedHooks, StorageWriter):
@@ -253,10 +252,6 @@ class _Reader(_UnusedHooks, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
 from panther.errors import ShapeError
@@ -35,9 +36,8 @@ class _Call:
     name: str
     outputs: Any
     """As the module returns them, with fake tensors."""
-    inputs: list[tuple[bool, Any]] | None = None
-    """Leaves of its arguments: whether one is a tensor, and its value if not."""
-    spec: Any = None
+    inputs: Any = None
+    """Its arguments, with tensors of the trace."""
 
 
 _calls: list[_Call] = []  # of the model being traced
@@ -50,11 +50,8 @@ def _call_leaf(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
 
 @_call_leaf.register_fake
 def _(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
-    return [
-        torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        for leaf in pytree.tree_leaves(_calls[call].outputs)
-        if isinstance(leaf, Tensor)
-    ]
+    made = [leaf for leaf in pytree.tree_leaves(_calls[call].outputs) if isinstance(leaf, Tensor)]
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
 
 
 def tensor_leaf(outputs: Any, i: int) -> Tensor:
@@ -76,9 +73,8 @@ def local(x: Tensor) -> Tensor:
 class StageGraph:
     """A model as a graph of calls, divided into blocks; :meth:`module` makes a module of consecutive ones."""
 
-    nodes: list[fx.Node]
-    blocks: list[int]
-    """The block of each node; inputs are in -1, and parameters belong to the block that uses them."""
+    block_of: dict[fx.Node, int]
+    """The block of each node, in order; inputs are in -1, and parameters belong to the block that uses them."""
     constants: nn.Module
     """Holds tensors that the trace made."""
     starts: list[str]
@@ -91,7 +87,7 @@ class StageGraph:
     def names_in(self, begin: int, end: int) -> set[str]:
         """Return the leaf modules and tensors that the blocks from ``begin`` to ``end`` (exclusive) use."""
         found = set()
-        for node, block in zip(self.nodes, self.blocks, strict=True):
+        for node, block in self.block_of.items():
             if begin <= block < end:
                 found |= {str(node.target)} if node.op == "call_module" else set()
                 found |= {str(used.target) for used in node.all_input_nodes if used.op == "get_attr"}
@@ -112,27 +108,23 @@ class StageGraph:
         return stage
 
     def _graph(self, begin: int, end: int) -> fx.Graph:
-        block_of = dict(zip(self.nodes, self.blocks, strict=True))
-        last: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            for used in node.all_input_nodes:
-                last[used] = max(block_of[node], last.get(used, -1))
-        made = [node for node in self.nodes if node.op not in ("get_attr", "output")]
+        last = {used: block for node, block in self.block_of.items() for used in node.all_input_nodes}
+        made = [node for node in self.block_of if node.op not in ("get_attr", "output")]
 
         def crossing(start: int) -> list[fx.Node]:
-            return [node for node in made if block_of[node] < start <= last.get(node, -1)]
+            return [node for node in made if self.block_of[node] < start <= last.get(node, -1)]
 
         graph = fx.Graph()
         incoming = crossing(begin) if begin else [node for node in made if node.op == "placeholder"]
         copied = {node: graph.placeholder(node.name) for node in incoming}
-        for node in self.nodes:
-            if begin <= block_of[node] < end and node.op not in ("get_attr", "output"):
+        for node in made:
+            if begin <= self.block_of[node] < end:
                 for used in node.all_input_nodes:
                     if used.op == "get_attr" and used not in copied:
                         copied[used] = graph.call_function(local, (graph.node_copy(used),))
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         if end == len(self):
-            (result,) = self.nodes[-1].all_input_nodes
+            (result,) = list(self.block_of)[-1].all_input_nodes
             graph.output(copied[result])
             return graph
         here = set(incoming)
@@ -145,21 +137,13 @@ class StageGraph:
 
     def _keep_unused(self, stage: fx.GraphModule, model: nn.Module) -> None:
         """Put unused modules and tensors into the last stage, so that every state_dict entry is in some stage."""
-        used = self.names_in(0, len(self))
-        for name in self.leaf_modules:
-            if name not in used:
-                stage.add_submodule(name, model.get_submodule(name))
         inside = tuple(f"{name}." for name in self.leaf_modules)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name not in used and not name.startswith(inside):
-                prefix, _, key = name.rpartition(".")
-                if prefix and prefix not in dict(stage.named_modules()):
-                    stage.add_submodule(prefix, nn.Module())
-                holder = stage.get_submodule(prefix)
-                if isinstance(tensor, nn.Parameter):
-                    holder.register_parameter(key, tensor)
-                else:
-                    holder.register_buffer(key, tensor)
+        own: list[tuple[str, Any]] = [(name, model.get_submodule(name)) for name in self.leaf_modules]
+        own += [item for item in (*model.named_parameters(), *model.named_buffers()) if not item[0].startswith(inside)]
+        used = self.names_in(0, len(self))
+        for name, value in own:
+            if name not in used:
+                _assign_attr(value, stage, name)  # private, but what fx itself fills a GraphModule by
 
 
 def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, ...]) -> StageGraph:
@@ -243,10 +227,10 @@ def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
             number = numbers[name][begun[name] % len(numbers[name])]
             begun[name] += 1
             call = _calls[number]
-            leaves, call.spec = pytree.tree_flatten((args, kwargs))
-            call.inputs = [(True, None) if isinstance(leaf, Tensor) else (False, leaf) for leaf in leaves]
-            given = iter(_call_leaf([leaf for leaf in leaves if isinstance(leaf, Tensor)], number))
-            return pytree.tree_map(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, call.outputs)
+            call.inputs = args, kwargs
+            given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
+            outputs = iter(_call_leaf(given, number))
+            return pytree.tree_map_only(Tensor, lambda leaf: next(outputs), call.outputs)
 
         return forward
 
@@ -279,14 +263,14 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
             _put_call(graph, node)
     # Calls of modules stay, even if unused: their hooks and buffers may matter.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _changes(node))
-    nodes = list(graph.nodes)
-    (output,) = nodes[-1].args
+    (output,) = next(reversed(graph.nodes)).args
     if not (isinstance(output, tuple | list) and len(output) == 1 and isinstance(output[0], fx.Node)):
         raise ShapeError(
             "a model that is split into stages must return one tensor, which the loss compares: wrap it to do so"
         )
-    blocks, block = [], 0
-    for node in nodes:
+    block_of: dict[fx.Node, int] = {}
+    block = 0
+    for node in graph.nodes:
         if node.op == "call_module":
             later = [i for i, start in enumerate(starts) if i >= block and f"{node.target}.".startswith(f"{start}.")]
             if later and later[-1] > block:
@@ -295,10 +279,10 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
                     "which it calls them"
                 )
             block += bool(later)
-        blocks.append(-1 if node.op == "placeholder" else block)
+        block_of[node] = -1 if node.op == "placeholder" else block
     if block < len(starts):
         raise ShapeError(f"the forward does not call {starts[block]!r}: begin stages at modules that it calls")
-    return StageGraph(nodes, blocks, exported, list(starts), leaf_modules)
+    return StageGraph(block_of, exported, list(starts), leaf_modules)
 
 
 def _put_call(graph: fx.Graph, node: fx.Node) -> None:
@@ -306,8 +290,7 @@ def _put_call(graph: fx.Graph, node: fx.Node) -> None:
     tensors, number = node.args
     call = _calls[number]  # type: ignore[index]
     left = iter(tensors)  # type: ignore[arg-type]
-    leaves = [next(left) if is_tensor else value for is_tensor, value in call.inputs or ()]
-    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: next(left), call.inputs)
     with graph.inserting_before(node):
         called = graph.call_module(call.name, args, kwargs)
     for user in list(node.users):  # getitem of each output
