@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,12 @@ from panther.compression.config import HealConfig, SketchConfig
 from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded, inherit_flags
 from panther.compression.fits import Fits, fit_targets
 from panther.compression.measurement import Measured, measure
-from panther.compression.report import CompressionReport, layer_reports
-from panther.compression.runner import Runner, buffers_kept, calibrating
+from panther.compression.report import CompressionReport, HealResult, layer_reports
+from panther.compression.runner import Runner, calibrating
 from panther.compression.survey import Loss, survey_targets
 from panther.compression.targets import Selector, Survey, replace_modules, select_targets, swap_modules
 from panther.errors import CompressionError, PerformanceWarning, check_size
 from panther.sketch import check_seed
-
-if TYPE_CHECKING:
-    from panther.compression.healing import Healed
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
@@ -133,9 +130,10 @@ def compress(
         from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(group)
-    with torch.inference_mode(False), torch.enable_grad(), buffers_kept(model):
+    with torch.inference_mode(False), torch.enable_grad():
         runner = Runner(model, calibration, forward_fn, mask_fn, group, progress)
-        seed, healed = runner.agreed(check_seed(seed)), None
+        seed = runner.agreed(check_seed(seed))
+        healed, write_ = None, None
         with calibrating(model, seed):
             survey = select_targets(model, include, exclude, seeded=method == "random").check()
             if method in _CALIBRATED:  # svd and random look at the weights only
@@ -151,7 +149,9 @@ def compress(
             replacement, notes = convert_all(survey, fits, allocation.ranks, seed), [*survey.notes, *allocation.notes]
             if sequential:
                 refitted = convert_in_sequence(runner, survey, fits, allocation.ranks, seed)
-                if max_error is None or (error := _error(runner, refitted)) <= max_error:
+                if max_error is not None:
+                    (error,) = runner.errors([partial(replace_modules, model, refitted)], "error, sequential")
+                if max_error is None or error <= max_error:
                     replacement = refitted
                 else:
                     notes.append(
@@ -159,12 +159,12 @@ def compress(
                     )
             measured = measure(runner, survey.targets, replacement, speed=measure_speed)
         if heal is not None and replacement:
-            healed = healing.heal(runner, replacement, heal, seed=seed)
-            if healed.result.diverged:
-                notes.append(f"healing diverged and ended at step {healed.result.steps}: use a lower learning_rate")
+            healed, write_ = healing.heal(runner, replacement, heal, seed=seed)
+            if healed.diverged:
+                notes.append(f"healing diverged and ended at step {healed.steps}: use a lower learning_rate")
         elif heal is not None:
             notes.append("nothing was compressed, so there is nothing to heal")
-        return _finish(model, survey, fits, allocation, replacement, measured, healed, notes, method, seed)
+        return _finish(model, survey, fits, allocation, replacement, measured, healed, write_, notes, method, seed)
 
 
 def sketch_layers_(
@@ -182,8 +182,7 @@ def sketch_layers_(
     Args:
         model: Any module with nn.Linear, nn.Conv2d or transformers' Conv1D in it.
         config: Size and start of every layer.
-        include: Only layers that match: a type (which also admits subclasses), a glob of names, or a function of the
-            module and its name; or several.
+        include: Only layers that match, as for :func:`compress`.
         exclude: No layers that match.
         seed: Seed of the sketches, from which each layer's own is derived; None draws one from torch's default CPU
             generator.
@@ -210,16 +209,12 @@ def sketch_layers_(
     for target, own in survey.seeds(seed).items():
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
     allocation, notes = Allocation(dict.fromkeys(survey.targets, config.rank), "fixed"), list(survey.notes)
-    return _finish(model, survey, Fits(), allocation, replacement, Measured(), None, notes, config.init, seed)
-
-
-def _error(runner: Runner, replacement: Replacement) -> float:
-    return runner.errors([partial(replace_modules, runner.model, replacement)], "error")[0]
+    return _finish(model, survey, Fits(), allocation, replacement, Measured(), None, None, notes, config.init, seed)
 
 
 def _finish(
     model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
-    healed: "Healed | None", notes: list[str], method: str, seed: int,
+    healed: HealResult | None, write_: Callable[[], None] | None, notes: list[str], method: str, seed: int,
 ) -> CompressionReport:  # fmt: skip
     """Put the new layers into the model, and return the report."""
     # With nested tensors torch would read `weight` of a sketched layer, which forms the dense matrix.
@@ -238,8 +233,6 @@ def _finish(
     with replace_modules(model, replacement):
         bytes_after = model_bytes(model)
     ranks = allocation.ranks
-    times = {target: fits.positions.get(target, 1.0) for target in ranks}
-    work_after = sum(times[target] * target.work(rank) for target, rank in ranks.items())
     report = CompressionReport(
         layers=layer_reports(fits, ranks, replacement, measured),
         skipped=survey.skipped,
@@ -251,9 +244,7 @@ def _finish(
         predicted_error=predicted_loss(fits.tails, ranks) ** 0.5 if fits.comparable else None,
         measured_error=measured.error,
         uniform_error=allocation.uniform_error,
-        healed=None if healed is None else healed.result,
-        healed_error=None if healed is None else healed.error,
-        predicted_speedup=sum(times[target] * target.dense_numbers for target in ranks) / work_after,
+        healed=healed,
         measured_speedup=measured.speedup,
         passes=fits.passes,
         extra_bytes=fits.extra_bytes,
@@ -268,8 +259,8 @@ def _finish(
             stacklevel=3,
         )
     # Last, and only assignments: any earlier failure, also a warning turned into an error, leaves the model unchanged.
-    if healed is not None:
-        healed.write_()
+    if write_ is not None:
+        write_()
     inherit_flags(replacement)
     swap_modules(model, replacement)
     for encoder in encoders.values():

@@ -4,13 +4,12 @@ __all__ = ["HealConfig", "SketchConfig"]
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from panther.errors import ConfigError, check_size
 from panther.train.config import Settings, TrainConfig
 
-_INITS = ("svd", "lstsq", "random")
 _WARM_UP = 0.1  # of all steps of healing
 
 
@@ -19,10 +18,9 @@ class SketchConfig(Settings):
     """How layers are sketched without data.
 
     Raises:
-        ConfigError: If a setting is unknown, or not given by name.
+        ConfigError: If a setting is unknown, or not given by name, or ``init`` is unknown.
         TypeError: If a size is not an integer.
         ShapeError: If a size is below 1.
-        ValueError: If ``init`` is unknown.
 
     Example:
         >>> SketchConfig(low_rank=64).rank
@@ -33,15 +31,14 @@ class SketchConfig(Settings):
     """Terms L of each layer."""
     low_rank: int
     """Rank k of each half of a term; the layer has rank ``2 num_terms low_rank``."""
-    init: str = "svd"
+    init: Literal["svd", "lstsq", "random"] = "svd"
     """``"svd"``, ``"lstsq"`` or ``"random"``, as for :meth:`panther.nn.SKLinear.from_linear`."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_size("num_terms", self.num_terms, least=1)
-        check_size("low_rank", self.low_rank, least=1)
-        if self.init not in _INITS:
-            raise ValueError(f"init={self.init!r} is unknown: use one of {', '.join(map(repr, _INITS))}")
+        for name in ("num_terms", "low_rank"):  # which may be NumPy's integers, as sizes of layers
+            object.__setattr__(self, name, check_size(name, getattr(self, name), least=1))
+        super().__post_init__()
 
     @property
     def rank(self) -> int:
@@ -102,23 +99,19 @@ class HealConfig(Settings):
 
     def train_config(self, *, seed: int, progress: bool, scaled: bool = False) -> TrainConfig:
         """Return the Trainer's settings; with ``scaled`` the loss is scaled, as float16 parameters need."""
-        saving = self.checkpoint_dir is not None
+        settings = {entry.name: getattr(self, entry.name) for entry in fields(TrainConfig) if hasattr(self, entry.name)}
+        if scaled:
+            settings["mixed_precision"] = "fp16"
         return TrainConfig(
-            max_steps=self.max_steps,
-            learning_rate=self.learning_rate,
-            gradient_clipping=self.gradient_clipping,
-            mixed_precision="fp16" if scaled else self.mixed_precision,
+            **settings,
             strategy="ddp",
             find_unused_parameters=True,  # a layer that a batch does not reach, as in a mixture of experts
             warmup_steps=max(1, round(_WARM_UP * self.max_steps)),
             schedule="cosine",
             on_nonfinite="skip",
-            validate_every_n_steps=self.validate_every_n_steps,
             log_every_n_steps=1,
-            checkpoint_dir=self.checkpoint_dir,  # type: ignore[arg-type]
-            checkpoint_every_n_steps=self.validate_every_n_steps if saving else None,
+            checkpoint_every_n_steps=None if self.checkpoint_dir is None else self.validate_every_n_steps,
             checkpoint_asynchronously=False,
-            trackers=self.trackers,
             run_name="healing",
             progress=progress,
             seed=seed,

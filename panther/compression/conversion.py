@@ -3,7 +3,7 @@
 __all__ = ["Replacement", "convert", "convert_all", "convert_in_sequence", "convert_seeded", "inherit_flags"]
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -59,49 +59,40 @@ def convert(target: Target, found: Fit, rank: int, seed: int) -> Replacement:
         mean, exact = found.means
         # In float64: the bias is exact for the factors as they are rounded.
         change = (exact - (left.double() @ (right.double() @ mean[..., None]))[..., 0]).flatten()
-    new: Replacement = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # the report has the speed of every layer
-        for module in target.modules:
-            make = _conv if isinstance(module, nn.Conv2d) else _linear
-            _take(new, module, make(module, left, right, seed), change)  # type: ignore[arg-type]
-    return new
+
+    def make(module: nn.Module) -> SKLinear | SKConv2d:
+        return _conv(module, left, right, seed) if isinstance(module, nn.Conv2d) else _linear(module, left, right, seed)
+
+    return _replacement(target, make, change)
 
 
 def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, seed: int) -> Replacement:
-    """Make a layer of one size for each of the target's, without data.
+    """Make a layer for each of the target's by ``from_linear`` or ``from_conv``; ``low_rank`` counts in every group."""
 
-    Args:
-        target: The weight.
-        num_terms: As for :meth:`panther.nn.SKLinear.from_linear`.
-        low_rank: Likewise; of a convolution in every group.
-        init: Likewise.
-        seed: Seed of the sketches.
-    """
-    new: Replacement = {}
+    def make(module: nn.Module) -> SKLinear | SKConv2d:
+        if isinstance(module, nn.Conv2d):
+            return SKConv2d.from_conv(module, num_terms, low_rank * target.groups, init=init, seed=seed)
+        return SKLinear.from_linear(_as_linear(module), num_terms, low_rank, init=init, seed=seed)
+
+    return _replacement(target, make)
+
+
+def _replacement(
+    target: Target, make: Callable[[nn.Module], SKLinear | SKConv2d], change: Tensor | float = 0.0
+) -> Replacement:
+    """Make the layers, each with its own bias, to which ``change`` is added, and all with the first one's factors."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)
-        for module in target.modules:
-            if isinstance(module, nn.Conv2d):
-                rows = low_rank * target.groups
-                layer: SKLinear | SKConv2d = SKConv2d.from_conv(module, num_terms, rows, init=init, seed=seed)
-            else:
-                layer = SKLinear.from_linear(_as_linear(module), num_terms, low_rank, init=init, seed=seed)
-            _take(new, module, layer, 0.0)
-    return new
-
-
-def _take(new: Replacement, module: nn.Module, layer: SKLinear | SKConv2d, change: Tensor | float) -> None:
-    """Finish the layer that replaces a module: its bias, and the factors it shares with the first one."""
-    bias = getattr(module, "bias", None)
-    if bias is not None:
-        with torch.no_grad():
-            layer.bias.copy_(bias + change)  # type: ignore[union-attr]
-    first = next(iter(new.values()), layer)
-    for name in ("S1", "S2", "U1", "U2") if first is not layer else ():
-        if name in first._parameters:
+        warnings.simplefilter("ignore", PerformanceWarning)  # the report has the speed of every layer
+        new = {module: make(module) for module in target.modules}
+    first = new[target.modules[0]]
+    for module, layer in new.items():
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            with torch.no_grad():
+                layer.bias.copy_(bias + change)  # type: ignore[union-attr]
+        for name in first._parameters.keys() - {"bias"}:
             layer.register_parameter(name, first._parameters[name])
-    new[module] = layer
+    return dict(new)
 
 
 def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:

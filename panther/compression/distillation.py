@@ -14,27 +14,26 @@ __all__ = ["Distillation", "blocks_of", "lost_variance"]
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from panther.compression.conversion import Replacement
-from panther.compression.runner import Runner, counted, floating_tensor
-from panther.compression.targets import replace_modules
+from panther.compression.runner import Runner, counted, floating_tensor, gpus_of, seed_generators
+from panther.compression.targets import replace_modules, swap_modules
 
 
 class Distillation(nn.Module):
     """The original and the compressed model in one module tree; called with the index of a batch, it returns the loss.
 
-    What is trained are float32 copies of the parameters (of float64 ones in float64), so that parameters of half
-    precision can be trained, and neither the values nor the flags of the model change before :meth:`write_`. The model
-    is not a submodule: checkpoints, gradients and their exchange between ranks are of the copies only.
+    Indices from ``len(runner.batches)`` on are those of held-out batches. What is trained are float32 copies of the
+    parameters (of float64 ones in float64), so that parameters of half precision can be trained, and neither the values
+    nor the flags of the model change before :meth:`write_`. The model is not a submodule: checkpoints, gradients and
+    their exchange between ranks are of the copies only.
 
     Args:
-        runner: The original and its batches; indices from ``len(runner.batches)`` on are those of held-out batches.
-        replacement: The new layers by the old ones.
         trained: The parameters to train by their names in the compressed model.
         hidden: Whether the outputs of blocks are matched, besides the model's.
         seed: Seed of the random numbers that a model draws, the same at every call.
@@ -59,16 +58,10 @@ class Distillation(nn.Module):
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.trained
         )
         model = runner.model
-        # Every place of a layer and of a parameter, because both can be shared.
-        self._layers = [
-            (parent._modules, name, old, replacement[old])
-            for parent in model.modules()
-            for name, old in parent._modules.items()
-            if old is not None and old in replacement
-        ]
+        self._new, self._old = replacement, {new: old for old, new in replacement.items()}
         index = {parameter: number for number, parameter in enumerate(self.trained)}
         with replace_modules(model, replacement):
-            self._parameters_at = [
+            self._parameters_at = [  # every place, because a parameter can be shared
                 (module._parameters, name, index[parameter])
                 for module in model.modules()
                 for name, parameter in module._parameters.items()
@@ -77,12 +70,11 @@ class Distillation(nn.Module):
         # nn.GRU and the like read their weights from a list besides `_parameters`.
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._blocks = blocks_of(model, set(replacement)) if hidden else []
-        self._gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._gpus = gpus_of(model)
 
     def place(self, *, student: bool) -> None:
         """Put the new layers and the trained values into the model, or the original layers and parameters back."""
-        for modules, name, old, new in self._layers:
-            modules[name] = new if student else old
+        swap_modules(self.runner.model, self._new if student else self._old)
         # With the gradient of the float32 copies.
         pairs = zip(self.values, self.trained, strict=True)
         values = [value.to(p.device, p.dtype) if student else p for value, p in pairs]
@@ -130,9 +122,7 @@ class Distillation(nn.Module):
     def _observe(self, batch: Any) -> list[list[Tensor]]:
         """Return the output, and the output of each call of each block."""
         # Both models must draw the same, dropout that stays on in eval mode for example.
-        torch.default_generator.manual_seed(self.seed)
-        for number in self._gpus:
-            torch.cuda.default_generators[number].manual_seed(self.seed)
+        seed_generators(self.seed, self._gpus)
         blocks = [parent.get_submodule(name) for parent, name in self._blocks]
         seen: dict[nn.Module, list[Tensor]] = {block: [] for block in blocks}
 
@@ -140,12 +130,10 @@ class Distillation(nn.Module):
             if (first := floating_tensor(output)) is not None:
                 seen[module].append(first)
 
-        handles = [block.register_forward_hook(observe) for block in seen]
-        try:
+        with ExitStack() as hooks:
+            for block in seen:
+                hooks.callback(block.register_forward_hook(observe).remove)
             output = self.runner.output(batch)
-        finally:
-            for handle in handles:
-                handle.remove()
         return [[output], *(seen[block] for block in blocks)]
 
 

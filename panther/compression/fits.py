@@ -73,7 +73,6 @@ class Fits:
         fits: Components of each target; empty for seeded sketches, which are not fitted.
         tails: Share of the output's squared norm that is lost at every rank; empty without gradients.
         moments: Moments of each target, kept for fitting in sequence.
-        positions: How often each target is applied over all batches.
         passes: Passes over the batches.
         extra_bytes: Most memory needed at once for moments, components, new layers and healing.
         comparable: Whether ``tails`` is in units of the output's squared norm.
@@ -82,7 +81,6 @@ class Fits:
     fits: Mapping[Target, Fit] = field(default_factory=dict)
     tails: Mapping[Target, Tensor] = field(default_factory=dict)
     moments: Mapping[Target, Moments] = field(default_factory=dict)
-    positions: Mapping[Target, float] = field(default_factory=dict)
     passes: int = 0
     extra_bytes: int = 0
     comparable: bool = False
@@ -101,29 +99,23 @@ def fit_targets(
 ) -> Fits:
     """Gather moments pass by pass, and factor every weight in their metric.
 
-    Args:
-        runner: The model and its batches.
-        survey: The layers.
-        limit: Bytes that all of them may take, if that is known: it bounds the components to store.
-        loss_fn: The loss whose gradients are taken, if not those of random directions.
-        memory: Bytes for moments at once; None is the need of the three largest layers.
-        keep: Whether to keep the moments, for fitting in sequence.
-        healing: Whether there will be healing, which ``extra_bytes`` then includes.
-        seed: Each target has its own seed from here on.
+    ``limit``, the bytes that all layers may take, if that is known, bounds the components to store. ``memory`` bounds
+    the bytes of moments at once, which are kept for fitting in sequence with ``keep``. ``healing`` only adds its memory
+    to what is stated.
     """
     share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
     most = {target: components(target, share) for target in survey.targets}
     seeds = survey.seeds(seed)
-    if not survey.inputs:
-        fits = {target: fit_weight(target, None, most=most[target], seed=seeds[target]) for target in survey.targets}
-        return Fits(fits, extra_bytes=_most_bytes(most, 0, limit, keep=False, healing=healing))
     split, largest = split_passes(survey.inputs, survey.gradients, memory)
     extra = _most_bytes(most, largest, limit, keep=keep, healing=healing)
     _log.info(
         "number of weights: %d, passes: %d, batches: %d, extra memory: at most %.0f MB besides the model's own forward "
         "and backward", len(most), len(split), len(runner.batches), extra / 1e6,
     )  # fmt: skip
-    fits, tails, kept, positions = {}, {}, {}, {}
+    # Without calibration there are no inputs, and weights are fitted in the plain metric.
+    plain = survey.targets if not split else ()
+    fits = {target: fit_weight(target, None, most=most[target], seed=seeds[target]) for target in plain}
+    tails, kept = {}, {}
     for number, inputs in enumerate(split):
         description = f"moments {number + 1}/{len(split)}"
         found, energy = gather_moments(
@@ -132,14 +124,12 @@ def fit_targets(
         for target in list(found):
             own = found.pop(target)  # so that its memory is free once it is used
             fits[target] = fit_weight(target, own, most=most[target], seed=seeds[target])
-            positions[target] = own.positions
-            scale = own.positions / energy if energy > 0 and loss_fn is None else own.positions
             if survey.gradients:
+                scale = own.positions / energy if energy > 0 and loss_fn is None else own.positions
                 tails[target] = fits[target].tails * scale
             if keep:
                 kept[target] = own
-    comparable = loss_fn is None and survey.gradients
-    return Fits(fits, tails, kept, positions, len(split), extra, comparable)
+    return Fits(fits, tails, kept, len(split), extra, loss_fn is None and survey.gradients)
 
 
 def _most_bytes(most: Mapping[Target, int], moments: int, limit: int | None, *, keep: bool, healing: bool) -> int:
@@ -157,15 +147,10 @@ def _most_bytes(most: Mapping[Target, int], moments: int, limit: int | None, *, 
 
 
 def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int, drift: Moments | None = None) -> Fit:
-    """Split a target's weight into components in the metric of its moments, or in the plain one without.
+    """Split a target's weight into ``most`` components in the metric of its moments, or in the plain one without.
 
-    Args:
-        target: The weight.
-        moments: Moments of its inputs, and of its gradients if there are any.
-        most: Components to store; more are of no use.
-        seed: Seed of the randomized SVD.
-        drift: Moments of the layer's input once the layers before it are compressed; the weight is then fitted to map
-            that input to the original's output.
+    ``drift`` holds the moments of the layer's input once the layers before it are compressed; the weight is then fitted
+    to map that input to the original's output.
     """
     W, dtype = target.matrices(), _wide_dtype(target)
     if moments is None:

@@ -4,18 +4,18 @@ The best point by the held-out loss is kept, the one before the first step inclu
 diverges: at a loss that is not finite, or a held-out loss above twice the best.
 """
 
-__all__ = ["Healed", "check_ranks", "heal", "shuffled"]
+__all__ = ["check_ranks", "heal", "shuffled"]
 
 import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,37 +38,14 @@ _BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 
 _DIVERGED = 2.0  # times the best held-out loss
 
 
-class Healed(NamedTuple):
-    """A healed model that is not written yet."""
-
-    result: HealResult
-    error: float
-    """Relative error of the model's output on the held-out batches."""
-    write_: Callable[[], None]
-    """Writes the best values to the parameters."""
-
-
-def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int) -> Healed:
+def heal(
+    runner: Runner, replacement: Replacement, config: HealConfig, *, seed: int
+) -> tuple[HealResult, Callable[[], None]]:
     """Train new layers until the model's outputs are near those with its old ones.
 
-    The result is a function of the arguments and ``seed``. The model, its flags and torch's generators are left as they
-    are: only ``write_`` of the result changes parameters.
-
-    Args:
-        runner: The original, its batches, and how it is called.
-        replacement: The new layers by the old ones.
-        config: The settings.
-        seed: Seed of the order of the batches, and of the random numbers that a model draws.
-
     Returns:
-        What happened, and how to write the best values found.
-
-    Raises:
-        CompressionError: If the loss is not finite before the first step.
-        ConfigError: If it does not depend on the trained parameters.
-        FormatError: If the checkpoints are of a different run.
-        CheckpointError: If a checkpoint cannot be written.
-        DistributedError: If the ranks of the group differ in model, settings or seed.
+        What happened, as a function of the arguments, and a function that writes the best values to the parameters:
+        until then the model, its flags and torch's generators are as they were.
 
     Cost: a step costs a forward of the original and a forward and backward of the compressed model. Extra memory:
     five times the trained parameters (values, gradients, two moments, best point), a copy of those of half precision,
@@ -90,18 +67,20 @@ def heal(runner: Runner, replacement: Replacement, config: HealConfig, *, seed: 
             autocast=not scaled or config.mixed_precision is not None,
         )  # fmt: skip
         training, total = len(runner.batches), len(distillation.batches)
-        held_out = _loader(list(range(training, total)))
+        # Without a batch size, because an index stands for a whole batch.
+        batches = DataLoader(_Stream(shuffled(training, config.max_steps, seed)), batch_size=None)
+        held_out = DataLoader(_Stream(torch.arange(training, total)), batch_size=None)
         _check_identity(runner, trained, config, seed)
         course = _Course(distillation, held_out)
         optimizer = partial(torch.optim.AdamW, betas=_BETAS, weight_decay=config.weight_decay)
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[course])
         try:
-            trainer.fit(_loader(shuffled(training, config.max_steps, seed)), held_out)
+            trainer.fit(batches, held_out)
         finally:
             distillation.place(student=False)
         course.restore_()
-        error = runner.errors([distillation.student], "error, healed")[0]
-    return Healed(course.result(trainer), error, distillation.write_)
+        (error,) = runner.errors([distillation.student], "error, healed")
+    return course.result(trainer, error), distillation.write_
 
 
 def check_ranks(group: dist.ProcessGroup | None) -> None:
@@ -118,23 +97,17 @@ def check_ranks(group: dist.ProcessGroup | None) -> None:
 
 class _Stream(IterableDataset[Tensor]):
     # Every rank has its own batches, and of a map-style dataset the Trainer would give each rank a share.
-    def __init__(self, indices: Sequence[int]) -> None:
-        self.indices = torch.tensor(indices)
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.indices.split(1))
 
 
-def _loader(indices: Sequence[int]) -> DataLoader[Tensor]:
-    """Return a loader of indices of batches; without a batch size, because an index stands for a whole batch."""
-    return DataLoader(_Stream(indices), batch_size=None)
-
-
-def shuffled(count: int, steps: int, seed: int) -> list[int]:
+def shuffled(count: int, steps: int, seed: int) -> Tensor:
     """Return the index of the batch of each step: one seeded permutation after another."""
     generator = torch.Generator().manual_seed(seed)
-    order = [torch.randperm(count, generator=generator) for _ in range(-(-steps // count))]
-    return torch.cat(order)[:steps].tolist()
+    return torch.cat([torch.randperm(count, generator=generator) for _ in range(-(-steps // count))])[:steps]
 
 
 class _Course(Callback):
@@ -175,9 +148,7 @@ class _Course(Callback):
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for best, value in zip(self.best, state["best"], strict=True):
-            best.copy_(value)
-        for name in _STATE[1:]:
+        for name in _STATE:
             setattr(self, name, state[name])
 
     @torch.no_grad()
@@ -186,7 +157,7 @@ class _Course(Callback):
         for value, best in zip(self.values, self.best, strict=True):
             value.copy_(best)
 
-    def result(self, trainer: Trainer) -> HealResult:
+    def result(self, trainer: Trainer, error: float) -> HealResult:
         """Return the figures of the run, once it is over."""
         checked = {record["step"]: record.get("validation_loss") for record in trainer.history}
         steps = [(record["step"], record["loss"]) for record in trainer.history if "loss" in record]
@@ -194,6 +165,7 @@ class _Course(Callback):
             steps=trainer.step,
             loss_before=self.loss_before,
             loss_after=self.best_loss,
+            error=error,
             best_step=self.best_step,
             diverged=self.diverged,
             history=tuple((step, loss, checked[step]) for step, loss in steps),

@@ -5,7 +5,7 @@ __all__ = ["Measured", "measure"]
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from panther.compression.conversion import Replacement
 from panther.compression.runner import Runner, counted, relative_error, squares
-from panther.compression.survey import input_of
+from panther.compression.survey import hooked
 from panther.compression.targets import Target, replace_modules
 from panther.errors import CompressionError
 
@@ -47,25 +47,24 @@ def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement,
     """
     if not runner.held_out:
         return Measured()
-    error = runner.errors([partial(_all_replaced, runner.model, targets, replacement)], "error")[0]
-    errors, speedups = _measure_layers(runner, targets, replacement, speed=speed)
+    replaced = [target for target in targets if target.modules[0] in replacement]
+    (error,) = runner.errors([partial(_all_replaced, runner.model, replaced, replacement)], "error")
+    errors, speedups = _measure_layers(runner, replaced, replacement, speed=speed)
+    errors = {target: errors.get(target, 0.0) for target in targets}
     return Measured(error, errors, _model_speedup(runner, replacement) if speed and replacement else None, speedups)
 
 
 @contextmanager
 def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Replacement) -> Iterator[None]:
     """Put the new layers into the model, and raise if an old one is called all the same."""
-    names = {module: target.name for target in targets for module in target.modules}
 
-    def refuse(module: nn.Module, _: Any) -> None:
+    def refuse(target: Target, *_: Any) -> None:
         raise CompressionError(
-            f"layer {names[module]!r} is called also from where it is not registered, such as a plain list, and "
+            f"layer {target.name!r} is called also from where it is not registered, such as a plain list, and "
             "cannot be replaced there: use an nn.ModuleList, or exclude the layer"
         )
 
-    with replace_modules(model, replacement), ExitStack() as hooks:
-        for old in replacement:
-            hooks.callback(old.register_forward_pre_hook(refuse).remove)
+    with replace_modules(model, replacement), hooked(targets, refuse):
         yield
 
 
@@ -74,32 +73,27 @@ def _measure_layers(
     runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
 ) -> tuple[dict[Target, float | None], dict[Target, float]]:
     """Run the original on the held-out batches, give each new layer the old one's input, and return both figures."""
-    sums = torch.zeros(len(targets), 2, dtype=torch.float64)  # lost, and whole
+    sums = torch.zeros(len(targets), 2, dtype=torch.float64)
+    sums_of = dict(zip(targets, sums, strict=True))  # lost, and whole
     speedups: dict[Target, float] = {}
     mask: Tensor | None = None
-    with ExitStack() as hooks:
-        for index, target in enumerate(targets):
 
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, index: int = index) -> None:
-                new, x = replacement[module], input_of(args, kwargs)
-                rows = mask if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
-                sums[index, 0] += squares(counted(new(x) - output, rows))
-                sums[index, 1] += squares(counted(output, rows))
-                if speed and targets[index] not in speedups:
-                    # `forward`, because calling the module would call this hook again.
-                    speedups[targets[index]] = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
+    def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        new = replacement[module]
+        rows = mask if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
+        sums_of[target][0] += squares(counted(new(x) - output, rows))
+        sums_of[target][1] += squares(counted(output, rows))
+        if speed and target not in speedups:
+            # `forward`, because calling the module would call this hook again.
+            speedups[target] = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
 
-            for module in replacement.keys() & set(target.modules):
-                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+    with hooked(targets, hook):
         for batch in runner.over(runner.held_out, "layers' errors"):
             mask = runner.mask(batch)
             runner.output(batch)
     runner.sum_([sums])
-    errors = {
-        target: 0.0 if target.modules[0] not in replacement else relative_error(lost, whole) if whole else None
-        for target, (lost, whole) in zip(targets, sums.tolist(), strict=True)
-    }
-    return errors, speedups
+    figures = zip(targets, sums.tolist(), strict=True)
+    return {target: relative_error(lost, whole) if whole else None for target, (lost, whole) in figures}, speedups
 
 
 @torch.no_grad()

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.compression.runner import Runner, counted, squares
-from panther.compression.survey import Loss, output_gradients, version_of, watched
+from panther.compression.survey import Loss, input_key, output_gradients, watched
 from panther.compression.targets import Target
 from panther.errors import CompressionError
-from panther.nn._conv import same_padding
+from panther.nn._conv import pad_input
 
 _DOUBLE = torch.float64.itemsize
 _CHUNK = 2**22  # entries of unfolded input at a time
@@ -120,14 +120,16 @@ def gather_moments(
         sums |= dict.fromkeys(several, _Sums(several, gradients, runner.device))
     # Sharing was seen on the first batch only; a model that branches could break it on a later one.
     compared = {target for several in inputs if len(several) > 1 for target in several}
-    seen: dict[Target, list[Tensor]] = {}
+    seen: dict[Target, list[Any]] = {}
+    alive: list[Tensor] = []  # so that an address is not used again within a batch
     energy = torch.zeros(1, dtype=torch.float64)
     number = 0
     mask: Tensor | None = None
 
     def note(target: Target, module: nn.Module, x: Tensor) -> None:
         if target in compared:
-            seen.setdefault(target, []).append(x)
+            alive.append(x)
+            seen.setdefault(target, []).append(input_key(module, x))
         if sums[target].leader is not target:
             return
         for rows in input_rows(module, x, mask, target.groups):
@@ -140,17 +142,18 @@ def gather_moments(
 
     for number, batch in enumerate(runner.over(runner.batches, description)):
         mask = runner.mask(batch)
-        seen.clear()
         with watched(list(sums), note, gradients=gradients) as watch, torch.set_grad_enabled(gradients):
             output = runner.output(batch)
             found = output_gradients(runner, output, batch, watch, seed + number, loss_fn) if watch.taps else []
         for several in inputs:
             for other in several[1:]:
-                if not _same(seen.get(several[0], []), seen.get(other, [])):
+                if seen.get(several[0]) != seen.get(other):
                     raise CompressionError(
                         f"layers {several[0].name!r} and {other.name!r} read the same input in the first batch and "
                         f"different ones in batch {number}: exclude one of them"
                     )
+        seen.clear()
+        alive.clear()
         size = squares(counted(output.detach(), mask))
         if not isfinite(size):
             raise CompressionError(
@@ -235,23 +238,11 @@ def input_rows(module: nn.Module, x: Tensor, mask: Tensor | None, groups: int) -
         yield counted(x, mask).to(torch.float64)[None]
         return
     x = x if x.dim() == 4 else x[None]  # Conv2d takes one image without a batch too
-    if isinstance(module.padding, str):
-        pads = same_padding(module.kernel_size, module.dilation) if module.padding == "same" else [(0, 0)] * 2
-    else:
-        pads = [(size, size) for size in module.padding]
-    flat = [size for pair in reversed(pads) for size in pair]  # F.pad begins with the last dimension
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    if any(flat):
-        x = F.pad(x, flat, mode=mode)
+    x, padding = pad_input(x, module.kernel_size, module.padding, module.dilation, module.padding_mode)
     per_sample = max(1, x[0].numel() * module.weight[0, 0].numel()) if len(x) else 1
     for part in x.split(max(1, _CHUNK // per_sample)):
-        columns = F.unfold(part, module.kernel_size, module.dilation, 0, module.stride)  # (N, in * kernel, places)
+        columns = F.unfold(
+            part, module.kernel_size, module.dilation, padding, module.stride
+        )  # (N, in * kernel, places)
         rows = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         yield rows.to(torch.float64)
-
-
-def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(
-        x.data_ptr() == y.data_ptr() and x.shape == y.shape and version_of(x) == version_of(y)
-        for x, y in zip(ours, theirs, strict=True)
-    )

@@ -3,6 +3,7 @@
 __all__ = ["CompressionReport", "HealResult", "LayerReport", "layer_reports"]
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -33,6 +34,9 @@ class HealResult:
 
     loss_after: float
     """The same for the model as it is now: never above ``loss_before``."""
+
+    error: float
+    """Relative error of the model's output on the held-out batches, as it is now."""
 
     best_step: int
     """The step whose parameters the model now has; 0 is the start."""
@@ -117,10 +121,6 @@ class CompressionReport:
     uniform_error: float | None = None
     """The same with uniform ranks, where both were tried."""
     healed: HealResult | None = None
-    healed_error: float | None = None
-    """Relative error of the model's output on the held-out batches, after healing."""
-    predicted_speedup: float | None = None
-    """By the multiplications of the converted layers alone."""
     measured_speedup: float | None = None
     """Speed-up of the whole model, on a held-out batch."""
     passes: int = 0
@@ -138,6 +138,11 @@ class CompressionReport:
     def eligible_bytes_after(self) -> int:
         """Return the bytes of their weights afterwards."""
         return sum(layer.bytes_after for layer in self.layers)
+
+    @property
+    def healed_error(self) -> float | None:
+        """Return the relative error of the model's output on the held-out batches, after healing."""
+        return None if self.healed is None else self.healed.error
 
     @property
     def ratio(self) -> float:
@@ -166,9 +171,8 @@ class CompressionReport:
         if any(error is not None for _, error in errors):
             found = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
             lines.append(f"relative error of the output  {found}")
-        speeds = [("by flops", self.predicted_speedup), ("measured", self.measured_speedup)]
-        if any(speed is not None for _, speed in speeds):
-            lines.append("speed-up  " + ", ".join(f"{name} {speed:.2f}" for name, speed in speeds if speed))
+        if self.measured_speedup is not None:
+            lines.append(f"speed-up of the model  {self.measured_speedup:.2f}")
         lines += [f"note: {note}" for note in self.notes]
         rows = [
             ("layer", "kind", "shape", "low_rank (matrix rank)", "bytes", "", "error", "held-out", "share", "speed-up")
@@ -194,7 +198,7 @@ class CompressionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain numbers, strings, lists and dicts."""
-        properties = ("ratio", "eligible_ratio", "eligible_bytes_before", "eligible_bytes_after")
+        properties = ("ratio", "eligible_ratio", "eligible_bytes_before", "eligible_bytes_after", "healed_error")
         return asdict(self) | {
             "skipped": [entry._asdict() for entry in self.skipped],
             **{name: getattr(self, name) for name in properties},
@@ -220,9 +224,8 @@ class CompressionReport:
         kept.axvline(self.eligible_ratio, color="black", linestyle="--", linewidth=1)
         kept.set(xlabel="bytes kept", xlim=(0, 1))
         for label, attribute, marker in (("predicted", "predicted_error", "|"), ("held-out", "measured_error", "o")):
-            found = [(getattr(layer, attribute), name) for layer, name in zip(self.layers, names, strict=True)]
-            errors.plot(*zip(*[(e, n) for e, n in found if e is not None] or [(0, names[0])], strict=True), marker,
-                        label=label)  # fmt: skip
+            found = [getattr(layer, attribute) for layer in self.layers]
+            errors.plot([math.nan if error is None else error for error in found], names, marker, label=label)
         errors.set(xlabel="relative error of the layer's output")
         errors.legend(frameon=False)
         errors.grid(alpha=0.3, axis="x")

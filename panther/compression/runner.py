@@ -1,13 +1,13 @@
 """Running a model on calibration batches: its arguments, the output that is compared, and the positions that count."""
 
 __all__ = [
-    "Runner", "buffers_kept", "calibrating", "counted", "floating_tensor", "main_output", "relative_error", "squares",
+    "Runner", "calibrating", "counted", "floating_tensor", "gpus_of", "main_output", "relative_error",
+    "rows_of", "seed_generators", "squares",
 ]  # fmt: skip
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from math import inf, isfinite
 from typing import Any
 
@@ -24,24 +24,16 @@ _HELD_OUT = 5  # every fifth batch
 
 
 def floating_tensor(output: Any) -> Tensor | None:
-    """Return the first floating tensor of a tensor, a tuple or a mapping; None if there is none."""
+    """Return the first floating tensor of an output, of a mapping ``logits`` or ``last_hidden_state`` before others."""
     if isinstance(output, Mapping):
-        output = tuple(output.values())
+        output = (*map(output.get, _OUTPUTS), *output.values())
     parts = output if isinstance(output, (tuple, list)) else (output,)
     return next((part for part in parts if isinstance(part, Tensor) and part.is_floating_point()), None)
 
 
 def main_output(output: Any) -> Tensor:
-    """Return the tensor that stands for the output of a model.
-
-    The output itself; of a mapping ``logits`` or ``last_hidden_state``, else the first floating tensor, as of a tuple.
-
-    Raises:
-        CompressionError: If there is none.
-    """
-    named = [output.get(name) for name in _OUTPUTS] if isinstance(output, Mapping) else []
-    found = next((value for value in named if isinstance(value, Tensor)), None)
-    found = floating_tensor(output) if found is None else found
+    """Return the tensor that stands for the output of a model, or raise CompressionError if there is none."""
+    found = floating_tensor(output)
     if found is None:
         raise CompressionError(
             f"the model returned a {type(output).__name__} without a floating tensor: pass forward_fn=, a function of "
@@ -51,9 +43,7 @@ def main_output(output: Any) -> Tensor:
 
 
 class Runner:
-    """One model and the batches it is called on, split into those to fit on and those to measure on.
-
-    Without calibration there are none, and nothing is called.
+    """One model and the batches it is called on, if there are any.
 
     Attributes:
         batches: Batches for the moments and for healing, on the model's device.
@@ -74,12 +64,11 @@ class Runner:
         self.show = sys.stderr.isatty() if progress is None else progress
         self.batches: list[Any] = []
         self.held_out: list[Any] = []
-        tensors = itertools.chain(model.parameters(), model.buffers())
-        first = next((tensor for tensor in tensors if not tensor.is_meta), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), torch.device("cpu"))
         if calibration is None:
             return
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        for name, tensor in tensors:
             if is_lazy(tensor):
                 raise CompressionError(
                     f"{name!r} of the model has no values yet, and calibration would make them: run the model on a "
@@ -124,9 +113,7 @@ class Runner:
             mask = self.mask_fn(batch)
         else:
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-            if mask is not None and mask.dim() != 2:
-                mask = None
-        if mask is None:
+        if mask is None or (self.mask_fn is None and mask.dim() != 2):
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
@@ -151,7 +138,7 @@ class Runner:
             return seed
         # Drawn on every rank where none was given, and then different.
         shared = torch.tensor([seed], device=self.device)
-        dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast(shared, group=self.group, group_src=0)
         return int(shared.item())
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -163,28 +150,12 @@ class Runner:
                 tensor.copy_(moved)
 
     @torch.no_grad()
-    def errors(
-        self,
-        variants: Sequence[Callable[[], AbstractContextManager[Any]]],
-        description: str,
-        reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> list[float]:
-        """Measure the relative error of the output on the held-out batches under each variant.
-
-        Args:
-            variants: Contexts that change the model.
-            description: Label of the progress bar.
-            reference: Context under which the model gives the exact output.
-
-
-        Raises:
-            CompressionError: If the output of the reference is not finite.
-        """
+    def errors(self, variants: Sequence[Callable[[], AbstractContextManager[Any]]], description: str) -> list[float]:
+        """Return the relative error of the output on the held-out batches in each of the contexts, which change it."""
         sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
         for batch in self.over(self.held_out, description):
             mask = self.mask(batch)
-            with reference():
-                exact = counted(self.output(batch), mask)
+            exact = counted(self.output(batch), mask)
             sums[-1] += squares(exact)
             for index, variant in enumerate(variants):
                 with variant():
@@ -211,36 +182,57 @@ def relative_error(lost: float, whole: float) -> float:
     return (lost / whole) ** 0.5 if whole > 0 and isfinite(lost) else inf
 
 
+def rows_of(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return a mask (N, T) as x has its positions: x begins with (N, T) or (T, N), or has N T rows; None if neither."""
+    if mask is None:
+        return None
+    if x.dim() > 2 and x.shape[:2] == mask.shape:
+        return mask
+    if x.dim() > 2 and x.shape[:2] == mask.shape[::-1]:
+        return mask.mT
+    return mask.flatten() if x.dim() == 2 and len(x) == mask.numel() != len(mask) else None
+
+
 def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
-    """Return the rows that count. A mask (N, T) applies where x begins with (N, T) or (T, N), or has N T rows."""
+    """Return the rows that count."""
     if x.dim() < 2:
         return x.reshape(1, -1)
-    if mask is not None:
-        if x.dim() > 2 and x.shape[:2] == mask.shape:
-            x = x[mask]
-        elif x.dim() > 2 and x.shape[:2] == mask.shape[::-1]:
-            x = x[mask.mT]
-        elif x.dim() == 2 and len(x) == mask.numel() != len(mask):
-            x = x[mask.flatten()]
-    return x.flatten(0, -2)
+    rows = rows_of(x, mask)
+    return (x if rows is None else x[rows]).flatten(0, -2)
+
+
+def gpus_of(model: nn.Module) -> list[int]:
+    """Return the indices of the GPUs that hold parameters."""
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+
+
+def seed_generators(seed: int, gpus: Sequence[int]) -> None:
+    """Seed the generators of the CPU and of these GPUs; torch.manual_seed would seed every GPU."""
+    torch.default_generator.manual_seed(seed)
+    for index in gpus:
+        torch.cuda.default_generators[index].manual_seed(seed)
 
 
 @contextmanager
 def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
     """Run a model in eval mode, uncompiled, without gradients of parameters, and put everything back at the end.
 
-    Within it the model's generators start from ``seed``, and attention takes no fast path.
+    Within it the model's generators start from ``seed``, and attention takes no fast path. What is put back includes
+    buffers, such as counters that forwards increase.
     """
     training = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer)
+    ]
     # A compiled model would be compiled again for every layer that is replaced for a while.
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(gpus_of(model)), torch.compiler.set_stance("force_eager"):
         try:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, also those not forked
-            for index in devices:
-                torch.cuda.default_generators[index].manual_seed(seed)
+            seed_generators(seed, gpus_of(model))
             torch.backends.mha.set_fastpath_enabled(False)  # its outputs have other lengths where batches are padded
             model.eval()
             for parameter in trained:
@@ -252,24 +244,10 @@ def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
                 module.training = flag
             for parameter in trained:
                 parameter.requires_grad_(True)
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers at the end, such as counters that forwards increase."""
-    kept = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not is_lazy(buffer)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffers, name, buffer, value in kept:
-                buffers[name] = buffer  # a forward may have put another tensor there
-                buffer.copy_(value)
+            for owner, name, buffer, value in buffers:
+                owner[name] = buffer  # a forward may have put another tensor there
+                with torch.no_grad():
+                    buffer.copy_(value)
 
 
 def _listed(calibration: Any) -> list[Any]:

@@ -89,14 +89,12 @@ class Target:
             most = min(most, self.inner, self.outer)
         return max(most // 2 * 2, LEAST_RANK)
 
-    def work(self, rank: int | None) -> int:
-        """Return the multiplications at one position, at an even rank; None is the dense weight."""
-        return self.dense_numbers if rank is None else rank * self.groups * (self.inner + self.outer)
-
     def numbers(self, rank: int | None) -> int:
         """Return the entries on disk at an even rank; None is the dense weight."""
-        if rank is None or not self.seeded:
-            return self.work(rank)
+        if rank is None:
+            return self.dense_numbers
+        if not self.seeded:
+            return rank * self.groups * (self.inner + self.outer)
         if isinstance(self.modules[0], nn.Conv2d):
             return rank * self.groups * self.inner
         return rank // 2 * (self.inner + self.outer)
@@ -166,19 +164,8 @@ def select_targets(
     rank: int = LEAST_RANK,
     seeded: bool = False,
 ) -> Survey:
-    """Find the layers to compress, and the reason for every other one that holds a matrix.
-
-    Args:
-        model: Any module.
-        include: Only these; a type named here also admits its subclasses, which are otherwise skipped.
-        exclude: Not these.
-        rank: The smallest even rank a layer can get.
-        seeded: Whether the new layers are seeded.
-
-    Raises:
-        TypeError: If a selector is neither a type, nor a string, nor callable.
-    """
-    wanted, unwanted = _selectors("include", include), _selectors("exclude", exclude)
+    """Find the layers that shrink at a rank, and the reason for every other one that holds a matrix."""
+    wanted, unwanted = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -221,15 +208,15 @@ def select_targets(
     notes = [
         f"{role}={one!r} matches no name of model.named_modules()"
         for role, selectors in (("include", wanted), ("exclude", unwanted))
-        for one in selectors or ()
+        for one in selectors
         if isinstance(one, str) and not any(fnmatch.fnmatchcase(name, one) for name in places)
     ]
     return Survey(tuple(targets), tuple(skipped), notes=tuple(notes))
 
 
-def _selectors(role: str, given: Any) -> tuple[Selector, ...] | None:
+def _selectors(role: str, given: Any, default: tuple[Selector, ...]) -> tuple[Selector, ...]:
     if given is None:
-        return None
+        return default
     several = given if isinstance(given, (list, tuple, set, frozenset)) else (given,)
     for one in several:
         if not (isinstance(one, (type, str)) or callable(one)):
@@ -263,10 +250,7 @@ def _is_quantized(module: nn.Module) -> bool:
 
 
 def _refusal(
-    module: nn.Module,
-    names: Sequence[str],
-    wanted: tuple[Selector, ...] | None,
-    unwanted: tuple[Selector, ...] | None,
+    module: nn.Module, names: Sequence[str], wanted: Sequence[Selector], unwanted: Sequence[Selector]
 ) -> str | None:
     """Return why a module that holds a matrix is kept dense; None if it is to be compressed."""
     kind = type(module)
@@ -279,7 +263,7 @@ def _refusal(
     if names == [""]:
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     # A glob or function must not admit a subclass by accident: only its type, named by the user, does.
-    named = any(isinstance(one, type) and isinstance(module, one) for one in wanted or ())
+    named = any(isinstance(one, type) and isinstance(module, one) for one in wanted)
     if hasattr(module, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
     if "weight" not in module._parameters:
@@ -289,9 +273,9 @@ def _refusal(
         return "has no weight yet: run the model once first"
     if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
-    if wanted is not None and not any(_matches(one, names, module) for one in wanted):
+    if not any(_matches(one, names, module) for one in wanted):
         return "is not included"
-    if unwanted is not None and any(_matches(one, names, module) for one in unwanted):
+    if any(_matches(one, names, module) for one in unwanted):
         return "is excluded"
     if weight.is_meta:
         return "is on the meta device: load its weights first"

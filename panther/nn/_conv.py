@@ -4,6 +4,7 @@ __all__ = [
     "convolve",
     "dense_kernel",
     "is_channels_last",
+    "pad_input",
     "runs_dense",
     "same_padding",
 ]
@@ -79,7 +80,7 @@ def convolve(
     if x.dim() == dim + 1:
         return convolve(x[None], S, U, bias, stride, padding, dilation, groups, scale, padding_mode)[0]
     if padding_mode != "zeros" or isinstance(padding, str):
-        x, padding = _pad(x, S.shape[2:], padding, dilation, padding_mode)
+        x, padding = pad_input(x, S.shape[2:], padding, dilation, padding_mode)
     conv = _CONVOLUTIONS[dim - 1]
     if runs_dense(S, U, groups):
         return conv(x, dense_kernel(S, U, groups, scale), bias, stride, padding, dilation, groups)
@@ -109,7 +110,7 @@ def _pad_rows(factor: Tensor, groups: int) -> Tensor:
     return padded.movedim(-1, 1) if last else padded
 
 
-def _pad(
+def pad_input(
     x: Tensor, kernel_size: Sequence[int], padding: str | tuple[int, ...], dilation: tuple[int, ...], padding_mode: str
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Return the input, padded as far as a convolution cannot do it, and the padding that it can do itself."""
