@@ -4,12 +4,15 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+import panther as pr
 from panther.cli import main
+from panther.errors import NumericalWarning, PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,6 +233,20 @@ def test_a_function_that_returns_a_model_and_batches(models, capsys, monkeypatch
     with_other = ["--calibration", "my_models:number"]
     assert main(["compress", "my_models:both", "--budget", "0.5", "--out", "other", *with_other]) == 2
     assert "calibration must be a list" in capsys.readouterr().err
+
+
+def test_a_warning_becomes_a_note(models, capsys, monkeypatch):
+    def warns(*args, **options):
+        warnings.warn("2 layers are slower", PerformanceWarning, stacklevel=1)
+        warnings.warn("the report has it", NumericalWarning, stacklevel=1)
+        return compress(*args, **options)
+
+    compress = pr.compress
+    monkeypatch.setattr(pr, "compress", warns)
+    assert main(["compress", "my_models:net", "--budget", "0.3", "--method", "svd", "--out", "small"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("panther: note: 2 layers are slower\n")
+    assert "the report has it" not in err
 
 
 def test_no_calibration_where_none_is_needed(models, capsys):
