@@ -81,11 +81,7 @@ def passes(N: int, n: int, itemsize: int) -> list[int]:
 
     As few passes as can be: in float32 one block holds 2^13 entries of a vector, and of many columns 2^10 entries with
     a sector's width of them. Passes after the first, which takes what is there, are kept short where that lets them
-    read whole cache lines.
-
-    Example:
-        >>> passes(1 << 13, 1, 4), passes(1 << 20, 1, 4), passes(1 << 20, 64, 4)
-        ([13], [12, 8], [10, 10])
+    read whole cache lines: [13] for (2^13, 1) in float32, [12, 8] for (2^20, 1), [10, 10] for (2^20, 64).
     """
     bits = N.bit_length() - 1
     most = (_MOST // _SECTOR).bit_length() - 1

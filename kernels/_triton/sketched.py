@@ -5,8 +5,8 @@ to the output, so that x is read once and nothing but the output written. *Pair*
 the whole device, so the first kernel splits the input features over programs, and the second adds the parts in a fixed
 order, without atomics, before the outer product.
 
-The signs U1 and U2 are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both, and then
-contiguous.
+Operands are x (rows, in), S1 (in, R), S2 (R, out) and a contiguous bias (out,). The signs U1 (R, out) and U2 (in, R)
+are dense, or packed, 32 to an int32 word along the features, (R, features / 32) for both, and then contiguous.
 """
 
 __all__ = ["fused_matmul", "pair_matmul"]
@@ -243,13 +243,7 @@ def _pair_outer_kernel(
 
 
 def fused_matmul(
-    x: Tensor,  # (rows, in)
-    S1: Tensor,  # (in, R), R <= 64
-    U1: Tensor,
-    S2: Tensor,  # (R, out)
-    U2: Tensor,
-    bias: Tensor | None,  # (out,), contiguous
-    scale: float,
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
     """Return the output and ``scale x [S1 | U2]``, in one kernel, for many rows and a rank of at most 64."""
     (M, K), (R, N) = x.shape, S2.shape
@@ -266,13 +260,7 @@ def fused_matmul(
 
 
 def pair_matmul(
-    x: Tensor,  # (rows, in)
-    S1: Tensor,  # (in, R)
-    U1: Tensor,
-    S2: Tensor,  # (R, out)
-    U2: Tensor,
-    bias: Tensor | None,  # (out,), contiguous
-    scale: float,
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
     """Return the output and ``scale x [S1 | U2]``, in two kernels (three for a rank of several tiles), for any rank."""
     (M, K), (R, N) = x.shape, S2.shape

@@ -1,6 +1,6 @@
 """Registration of Panther's operators with torch, under the namespace ``panther``."""
 
-__all__ = ["check_one_device", "define", "needs_torch"]
+__all__ = ["autocast", "check_one_device", "define", "needs_torch"]
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,6 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("panther", "DEF")
-_AUTOCAST = {"AutocastCUDA": "cuda", "AutocastCPU": "cpu"}
 
 
 def define(
@@ -22,13 +21,11 @@ def define(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     vmap: Callable[..., Any] | None = None,
-    autocast: bool = False,
 ) -> Any:
     """Define an operator for every device and return it: a third of the cost a call of ``torch.library.custom_op``.
 
-    The parts are those of ``torch.library``. The implementation chooses between Triton and torch by its operands,
-    ``backward`` is made of differentiable operations, so that it can be differentiated again, and with ``autocast``
-    floating operands are cast under autocast, as a matrix product's are.
+    The parts are those of ``torch.library``. The implementation chooses between Triton and torch by its operands, and
+    ``backward`` is made of differentiable operations, so that it can be differentiated again.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -38,11 +35,15 @@ def define(
         torch.library.register_autograd(f"panther::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
     if vmap is not None:
         torch.library.register_vmap(f"panther::{name}", vmap, lib=_LIBRARY)
-    operator = getattr(torch.ops.panther, name).default
-    if autocast:
-        for key, device in _AUTOCAST.items():
-            _LIBRARY.impl(name, _casting(operator, key, device), key)
-    return operator
+    return getattr(torch.ops.panther, name).default
+
+
+def autocast(device: torch.device, *operands: torch.Tensor | None) -> list[Any]:
+    """Return operands in the dtypes that a matrix product takes them in under autocast: float64 and integers stay."""
+    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+        return list(operands)
+    dtype = torch.get_autocast_dtype(device.type)
+    return [x if x is None or not x.is_floating_point() or x.dtype is torch.float64 else x.to(dtype) for x in operands]
 
 
 def check_one_device(name: str, operands: dict[str, torch.Tensor]) -> None:
@@ -75,19 +76,3 @@ def _on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
         return implementation(first, *args)
 
     return call
-
-
-def _casting(operator: Any, key: str, device: str) -> Callable[..., Any]:
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def call(*args: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return operator(*(_cast(arg, dtype) for arg in args))
-
-    return call
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    castable = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
-    return value.to(dtype) if castable else value

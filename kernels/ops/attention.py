@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from .._backend import use_triton
 from ..reference.attention import attention_backward, attention_forward
-from ._library import check_one_device, define, needs_torch
+from ._library import autocast, check_one_device, define, needs_torch
 
 _NAME = "causal_linear_attention"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,10 +65,7 @@ def causal_linear_attention(
         tensor([0.0000, 1.0000, 1.5000])
     """
     _check(q, k, v, log_scale)
-    device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and q.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device)  # of features and values only: exponents would lose their units
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = autocast(q.device, q, k, v)  # and not the exponents, which would lose their units
     # Compiled, the operator is one node for every length, where torch's loop over chunks would be unrolled for each.
     if not torch.compiler.is_compiling() and (needs_torch() or not _takes(q, v)):
         return reference.causal_linear_attention(q, k, v, log_scale)

@@ -15,14 +15,7 @@ from ._library import define
 
 
 def sign_block(
-    seed: int,
-    stream: int,
-    tag: int,
-    rows: range,
-    cols: range,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    seed: int, stream: int, tag: int, rows: range, cols: range, *, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:  # (len(rows), len(cols)), entries +1 and -1
     """Draw one block of a random sign matrix, without drawing the rest.
 

@@ -11,7 +11,7 @@ from .. import reference
 from .._backend import use_triton
 from .._cpu import sketched as torch_orders
 from ._crossover import choose_path
-from ._library import check_one_device, define, needs_torch
+from ._library import autocast, check_one_device, define, needs_torch
 
 _NAME = "sketched_matmul"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -62,7 +62,7 @@ def sketched_matmul(
     compiling = torch.compiler.is_compiling()
     to_operator = packed or (x.is_cuda if compiling else use_triton(_NAME, x.device))
     if to_operator and (compiling or not needs_torch()):
-        return _sketched_matmul(x, S1, U1, S2, U2, bias, scale)[0]
+        return _sketched_matmul(*autocast(x.device, x, S1, U1, S2, U2, bias), scale)[0]
     if packed:
         _check_signs(S1, U1, S2, U2)
         U1, U2 = dense_signs(S1, U1, S2, U2)
@@ -226,5 +226,4 @@ _sketched_matmul: Any = define(
     setup_context=_setup_context,
     backward=_backward,
     vmap=_vmap,
-    autocast=True,
 )

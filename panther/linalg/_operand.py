@@ -189,7 +189,7 @@ def as_dense(name: str, A: Any) -> Tensor:
     """Return a dense tensor or NumPy array as a tensor, or raise TypeError."""
     A = _from_array(name, A)
     if not isinstance(A, Tensor) or A.layout != torch.strided:
-        kind, how = type(A).__name__, ""
+        kind, how = type(A).__name__, "" if hasattr(A, "shape") else f", torch.as_tensor({name})"
         if isinstance(A, Tensor):
             kind, how = f"a tensor of layout {A.layout}", f", {name}.to_dense()"
         raise TypeError(f"{name} must be a dense tensor or a NumPy array, not {kind}: pass its dense form{how}")

@@ -136,11 +136,8 @@ def krylov_basis(
 def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
     """Return width and number of the blocks of a Krylov space for ``width`` = k + oversample and ``n_iter`` iterations.
 
-    ``n_iter + 1`` blocks of 2/5 of ``width`` (more if they would not add up to it), rounded up to a multiple of 16.
-
-    Example:
-        >>> krylov_blocks(110, 0), krylov_blocks(110, 1), krylov_blocks(110, 4)
-        ((112, 1), (64, 2), (48, 5))
+    ``n_iter + 1`` blocks of 2/5 of ``width`` (more if they would not add up to it), rounded up to a multiple of 16:
+    (112, 1) for a width of 110 and no iteration, (48, 5) for 4.
     """
     blocks = n_iter + 1
     part, whole = max(_NARROWING, (1, blocks), key=lambda f: f[0] / f[1])

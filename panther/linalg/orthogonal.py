@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
-from panther.linalg._operand import check_finite, driver
+from panther.linalg._operand import as_dense, check_finite, driver
 
 # |G - I| <= 1/2 in the Frobenius norm bounds the first Q's condition by sqrt(3): one more round gives I to rounding.
 _NEAR_IDENTITY = 0.5
@@ -45,7 +45,7 @@ def cholesky_qr(
         >>> torch.allclose(Q @ R, X), torch.allclose(Q.T @ Q, torch.eye(2))
         (True, True)
     """
-    _check("X", X)
+    X = _checked("X", X)
     Q, T, R = near_qr(X)
     return rotate(Q, T), R
 
@@ -76,9 +76,9 @@ def orthonormalize(
         >>> torch.allclose(Q.T @ Q, torch.eye(2), atol=1e-6)
         True
     """
-    _check("X", X)
+    X = _checked("X", X)
     if basis is not None:
-        _check("basis", basis)
+        basis = _checked("basis", basis)
         if basis.shape[:-1] != X.shape[:-1] or basis.dtype != X.dtype:
             raise ShapeError(
                 f"basis, {basis.dtype} of shape {tuple(basis.shape)}, must equal X, {X.dtype} of shape "
@@ -166,13 +166,11 @@ def _clear(X: Tensor, basis: Tensor | None) -> Tensor:
     return X if basis is None or basis.shape[-1] == 0 else X - basis @ _gram(basis, X).to(X.dtype)
 
 
-def _check(name: str, X: Tensor) -> None:
-    if not isinstance(X, Tensor) or X.layout != torch.strided:
-        raise TypeError(
-            f"{name} must be a dense tensor, not {getattr(X, 'layout', type(X).__name__)}: use torch.as_tensor"
-        )
+def _checked(name: str, X: Tensor) -> Tensor:
+    X = as_dense(name, X)
     if X.ndim < 2:
         raise ShapeError(f"{name}, of shape {tuple(X.shape)}, must have two dimensions or more: use {name}[:, None]")
     if X.dtype not in (torch.float32, torch.float64):
         raise DTypeError(f"{name} is {X.dtype} and must be float32 or float64: use {name}.float()")
     check_finite(name, X)
+    return X

@@ -115,8 +115,12 @@ def test_too_many_columns():
 @pytest.mark.parametrize(
     ("X", "error", "message"),
     [
-        ([[1.0]], TypeError, "X must be a dense tensor, not list"),
-        (torch.eye(2).to_sparse(), TypeError, "X must be a dense tensor, not torch.sparse_coo"),
+        ([[1.0]], TypeError, "X must be a dense tensor or a NumPy array, not list"),
+        (
+            torch.eye(2).to_sparse(),
+            TypeError,
+            r"X must be a dense tensor .* torch\.sparse_coo: pass its dense form, X\.to_dense\(\)",
+        ),
         (torch.ones(3), ShapeError, r"X, of shape \(3,\), must have two dimensions or more"),
         (torch.ones(3, 2).half(), DTypeError, "X is torch.float16 and must be float32 or float64"),
         (torch.full((3, 2), torch.nan), ValueError, "X must be finite"),

@@ -25,6 +25,7 @@ from tolerances import factorisation
 
 from panther.errors import PantherError, ShapeError
 from panther.linalg import ErrorEstimate, SVDResult, estimate_error, randomized_svd
+from panther.linalg._rangefinder import krylov_blocks
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,10 @@ def test_the_argument_is_left_alone():
     for part in result:
         part.zero_()
     assert torch.equal(A, before)
+
+
+def test_blocks_of_the_search_space():
+    assert [krylov_blocks(110, n_iter) for n_iter in (0, 1, 4)] == [(112, 1), (64, 2), (48, 5)]
 
 
 @pytest.mark.parametrize(
