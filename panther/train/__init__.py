@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .callbacks import Callback
     from .config import TrainConfig
     from .history import History
-    from .trainer import Callback, Trainer
+    from .trainer import Trainer
 
 # PEP 562: importing the Trainer loads torch's distributed engines, which a TrainConfig does not need.
-_HOME = {"Callback": "trainer", "History": "history", "TrainConfig": "config", "Trainer": "trainer"}
+_HOME = {"Callback": "callbacks", "History": "history", "TrainConfig": "config", "Trainer": "trainer"}
 
 __all__ = ["Callback", "History", "TrainConfig", "Trainer"]
 

@@ -10,7 +10,7 @@ __all__ = ["Batch", "Feed"]
 
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from panther.distributed import get_world_size
 from panther.errors import ConfigError, DistributedError
+from panther.train.coordination import SIGNALS, sum_over_ranks
 from panther.train.random_state import preserved_generators, seed_generators
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
@@ -43,28 +43,25 @@ class Batch:
     """Indices of its samples in the dataset; None for a stream."""
 
 
-class _SeededIndices(list[int]):
-    """The indices of a batch, with the seed of the random transforms that are applied when it is fetched."""
-
-    def __init__(self, indices: Sequence[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
-
-    def __reduce__(self) -> Any:
-        return _SeededIndices, (list(self), self.seed)
+Windows = Generator[list[Batch], None, None]
 
 
 class _SeededDataset(Dataset[Any]):
-    """A dataset in a worker process whose random transforms depend on the batch, not on what was fetched before."""
+    """A dataset that is asked for a batch by a seed and its indices.
+
+    In a worker process, random transforms thus depend on the batch, and not on what the worker fetched before. In the
+    process of the run there is no seed, because its generators are those of the run.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, indices: _SeededIndices) -> list[Any]:
-        seed_generators(indices.seed)
-        if hasattr(self.dataset, "__getitems__"):
-            return self.dataset.__getitems__(list(indices))
-        return [self.dataset[index] for index in indices]
+    def __getitems__(self, batch: tuple[int | None, list[int]]) -> list[Any]:
+        seed, indices = batch
+        if seed is not None:
+            seed_generators(seed)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return [self.dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
 class _IgnoreFirstSignal:
@@ -77,9 +74,9 @@ class _IgnoreFirstSignal:
         self.user_function = user_function
 
     def __call__(self, worker: int) -> None:
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if self.user_function is not None:
             self.user_function(worker)
 
@@ -96,24 +93,11 @@ def _signals_blocked(loader: Any) -> Iterator[None]:
     if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
         # A tracker that starts with the first worker would unblock the signals.
         resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _BatchOrder:
-    """A DataLoader's batch sampler: the batches of this process in the current epoch."""
-
-    def __init__(self) -> None:
-        self.batches: list[_SeededIndices] = []
-
-    def __iter__(self) -> Iterator[_SeededIndices]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 class Feed:
@@ -160,7 +144,7 @@ class Feed:
         if shuffle and batch_size is not None and own is not None and own != batch_size:
             raise ConfigError(f"batch_size={batch_size} and a loader with batches of {own}: leave batch_size out")
         self.is_stream = _is_stream(data)
-        self._order = _BatchOrder()
+        self._order: list[tuple[int | None, list[int]]] = []  # of this process in the present epoch
         if (
             isinstance(data, DataLoader)
             and data.num_workers
@@ -174,12 +158,12 @@ class Feed:
     def _own_loader(self, data: DataLoader[Any]) -> DataLoader[Any]:
         if data.batch_size is None and data.batch_sampler is None:
             raise ConfigError("a DataLoader with batch_size=None has no batches: give it batch_size or batch_sampler")
-        # A loader of its own, because the sampler of a DataLoader cannot be replaced.
-        workers = data.num_workers
+        # A loader of its own, because the sampler of a DataLoader cannot be replaced. It iterates over the same list in
+        # every epoch.
         return DataLoader(
-            _SeededDataset(data.dataset) if workers else data.dataset,
-            batch_sampler=self._order,
-            num_workers=workers,
+            _SeededDataset(data.dataset),
+            batch_sampler=self._order,  # type: ignore[arg-type]
+            num_workers=data.num_workers,
             collate_fn=data.collate_fn,
             pin_memory=data.pin_memory,
             timeout=data.timeout,
@@ -209,23 +193,26 @@ class Feed:
             "or use neither drop_last nor a pipeline"
         )
 
-    def windows(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
-        """Yield the windows of an epoch from the ``start``-th on.
+    def windows(self, epoch: int, start: int = 0) -> Windows:
+        """Yield the windows of an epoch from the ``start``-th on. Closing the generator ends the loader's workers.
 
         The random generators are unchanged until the first batch is fetched.
         """
         if self.is_stream:
             return self._stream_windows(start)
-        plan, workers = self._plan(epoch)[start:], self.loader.num_workers
-        self._order.batches = [
-            _SeededIndices(mine or batch[:1], _mix(self.seed, epoch, start + step, number, self.rank) if workers else 0)
-            for step, window in enumerate(plan)
-            for number, (mine, batch) in enumerate((batch[self.rank :: self.size], batch) for batch in window)
+        plan = self._plan(epoch)[start:]
+        self._order[:] = [
+            (
+                _mix(self.seed, epoch, step, number, self.rank) if self.loader.num_workers else None,
+                batch[self.rank :: self.size] or batch[:1],
+            )
+            for step, window in enumerate(plan, start)
+            for number, batch in enumerate(window)
         ]
         with _signals_blocked(self.loader):
             return self._planned_windows(plan, iter(self.loader))
 
-    def _planned_windows(self, plan: list[list[list[int]]], loaded: Iterator[Any]) -> Iterator[list[Batch]]:
+    def _planned_windows(self, plan: list[list[list[int]]], loaded: Iterator[Any]) -> Windows:
         for window in plan:
             total = sum(map(len, window))
             batches = []
@@ -252,7 +239,7 @@ class Feed:
                 batches.pop()
         return [batches[i : i + self.accumulation] for i in range(0, len(batches), self.accumulation)]
 
-    def _stream_windows(self, start: int) -> Iterator[list[Batch]]:
+    def _stream_windows(self, start: int) -> Windows:
         """Return the windows of the user's loader, which skips to the start itself if it has been given a state."""
         with _signals_blocked(self.loader):
             loaded = iter(self.loader)
@@ -263,13 +250,21 @@ class Feed:
         self._positioned = False
         return self._counted_windows(loaded)
 
-    def _counted_windows(self, loaded: Iterator[Any]) -> Iterator[list[Batch]]:
-        while window := list(islice(loaded, self.accumulation)):
+    def _counted_windows(self, loaded: Iterator[Any]) -> Windows:
+        """Yield windows as long as every rank has one."""
+        while True:
+            window = list(islice(loaded, self.accumulation))
             counts = [_count(data) for data in window]
-            yield [
-                Batch(data, count, count / sum(counts) / self.size, None)
-                for data, count in zip(window, counts, strict=True)
-            ]
+            total = float(sum(counts))
+            if self.size > 1:
+                world = get_world_size()
+                ranks_with_window, total = sum_over_ranks([bool(window), total])
+                if ranks_with_window < world:
+                    return
+                total /= world // self.size  # ranks that share layers count the same samples
+            elif not window:
+                return
+            yield [Batch(data, count, count / total, None) for data, count in zip(window, counts, strict=True)]
 
     def state_dict(self) -> Any:
         """Return the state of the user's loader; None where the number of windows done is enough."""
@@ -294,9 +289,7 @@ def _order_of(sampler: Any, epoch: int) -> list[Any]:
     if isinstance(sampler, DistributedSampler):  # it would split the order, which the Feed does itself
         size = len(sampler.dataset)  # type: ignore[arg-type]
         return torch.randperm(size).tolist() if sampler.shuffle else list(range(size))
-    # The usual samplers are computed at once, because iterating them is slow for large datasets.
-    if isinstance(sampler, SequentialSampler):
-        return list(sampler)
+    # The usual sampler is computed at once, because iterating it is slow for large datasets.
     if (
         isinstance(sampler, RandomSampler)
         and not sampler.replacement

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import ConfigError
+from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig
 
 
-def check_arguments(
-    model: Any, optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, metrics: Any, callback_class: type
-) -> None:
+def check_arguments(model: Any, optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, metrics: Any) -> None:
     """Raise ConfigError, saying what to pass instead, if an argument has the wrong type."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, not a {_kind(model)}")
@@ -33,7 +32,7 @@ def check_arguments(
         raise ConfigError(
             f"config must be a TrainConfig, not a {_kind(config)}: use TrainConfig(**settings) for a dict"
         )
-    if not isinstance(callbacks, list | tuple) or not all(isinstance(one, callback_class) for one in callbacks):
+    if not isinstance(callbacks, list | tuple) or not all(isinstance(one, Callback) for one in callbacks):
         raise ConfigError("callbacks must be a list of objects whose classes derive from panther.train.Callback")
     if metrics is not None and not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
         raise ConfigError("metrics must be a mapping of names to functions of output and target")

@@ -196,13 +196,12 @@ class TrainConfig(Settings):
     def __post_init__(self) -> None:
         """Convert and check every value, and refuse settings that contradict each other."""
         super().__post_init__()
-        for name, minimum in _MINIMUM.items():
+        for name, (kind, _) in _kinds(TrainConfig).items():
             value = getattr(self, name)
-            if value is not None and not value >= minimum:
+            minimum = 0 if name in ("warmup_steps", "seed") else 1
+            if kind is int and value is not None and value < minimum:
                 raise ConfigError(f"{name}={value} must be at least {minimum}")
-        for name in ("gradient_clipping", "learning_rate", "bucket_cap_mb", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if kind is float and value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} must be positive and finite")
         if self.epochs is not None and self.max_steps is not None:
             raise ConfigError(f"epochs={self.epochs} and max_steps={self.max_steps} exclude each other: give one")
@@ -272,12 +271,6 @@ def asks_for_text(name: str) -> bool:
     return kind is str
 
 
-_COUNTS = (
-    "epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "data_parallel_size", "tensor_parallel_size",
-    "pipeline_parallel_size", "num_microbatches", "checkpoint_every_n_steps", "checkpoint_every_n_epochs",
-    "keep_checkpoints", "log_every_n_steps", "validate_every_n_steps",
-)  # fmt: skip
-_MINIMUM = {"warmup_steps": 0, "seed": 0} | dict.fromkeys(_COUNTS, 1)
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 

@@ -1,6 +1,6 @@
 """The exchange of ranks in every step: the loss, whether it is finite, and signals that arrived."""
 
-__all__ = ["StepExchange", "catch_signals", "join_process_group", "sum_over_ranks"]
+__all__ = ["SIGNALS", "StepExchange", "catch_signals", "join_process_group", "sum_over_ranks"]
 
 import atexit
 import os
@@ -17,9 +17,8 @@ import torch.distributed as dist
 from panther.distributed import get_distributed_info, get_world_size, init, shutdown
 from panther.distributed.comm._agreement import gather_objects
 from panther.distributed.comm._ranks import in_process_group
-from panther.train.batches import Batch
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHOWN = 16  # samples of a rank that an error message lists
 
 
@@ -31,10 +30,10 @@ class StepExchange:
         """Signals that this process received."""
         self.stop_signal = 0
         """The signal that some rank had received by the last step; 0 for none."""
-        self._device = get_distributed_info().device
         self._alone = get_world_size() == 1
+        # Alone there is nothing to send, and a GPU would only be waited for.
+        self._device = torch.device("cpu") if self._alone else get_distributed_info().device
         self._own_loss = 0.0
-        self._row = [0.0] * 5
         self._sent = torch.zeros(5)
         self._work: Any = None
 
@@ -42,34 +41,31 @@ class StepExchange:
         """Send the sum of this rank's losses over its samples; both are ignored where the rank does not report."""
         self._own_loss = loss_sum
         finite = loss_sum - loss_sum == 0.0
-        signals = [float(number in self.received) for number in _SIGNALS]
+        signals = [float(number in self.received) for number in SIGNALS]
         row = [
             *signals,
             float(not finite),
             loss_sum if finite and reports_loss else 0.0,  # a NaN would hide which of the sums it came from
             float(samples if reports_loss else 0),
         ]
-        if self._alone:
-            self._row = row
-        else:
+        self._sent = torch.tensor(row, dtype=torch.float64, device=self._device)
+        if not self._alone:
             # Asynchronous, so that it costs nothing: the backward pass that follows takes longer.
-            self._sent = torch.tensor(row, dtype=torch.float64, device=self._device)
             self._work = dist.all_reduce(self._sent, async_op=True)
 
     def finish(self) -> tuple[float, float]:
         """Return the mean loss over all samples of the step (NaN if a rank's is not finite) and their number."""
         if self._work is not None:
             self._work.wait()
-            self._work, self._row = None, self._sent.tolist()
-        *signals, nonfinite, loss_sum, samples = self._row
-        self.stop_signal = next((int(number) for number, n in zip(_SIGNALS, signals, strict=True) if n), 0)
+            self._work = None
+        *signals, nonfinite, loss_sum, samples = self._sent.tolist()
+        self.stop_signal = next((int(number) for number, n in zip(SIGNALS, signals, strict=True) if n), 0)
         return (float("nan") if nonfinite else loss_sum / max(samples, 1.0)), samples
 
-    def describe_nonfinite(self, window: Sequence[Batch]) -> str:
-        """Name the ranks whose loss is not finite, and their samples. Every rank must call it."""
-        indices = [index for batch in window for index in batch.indices or ()]
+    def describe_nonfinite(self, indices: Sequence[int]) -> str:
+        """Name the ranks whose loss is not finite, and their samples of the step. Every rank must call it."""
         parts = []
-        for rank, (loss, own) in enumerate(gather_objects((self._own_loss, indices), None)):
+        for rank, (loss, own) in enumerate(gather_objects((self._own_loss, list(indices)), None)):
             if loss - loss != 0.0:
                 more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
                 samples = ", ".join(map(str, own[:_SHOWN])) + more
@@ -115,7 +111,7 @@ def catch_signals() -> Iterator[StepExchange]:
             raise KeyboardInterrupt
         exchange.received.append(number)
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield exchange
     finally:

@@ -5,6 +5,7 @@ __all__ = ["Engine", "ModelEngine", "PipelineEngine", "loss_of_output"]
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from panther.distributed import HybridParallelTrainer, make_schedule
-from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.pipeline.losses import DividedLoss, reduction_of
 from panther.errors import ConfigError
 from panther.train.batches import Batch
@@ -24,6 +24,7 @@ from panther.train.checks import check_loss
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 
 
+@dataclass(kw_only=True, eq=False)
 class Engine(ABC):
     """A distributed model that computes losses and gradients of windows of batches."""
 
@@ -31,17 +32,23 @@ class Engine(ABC):
     """The model, or the list of this rank's stages. Checkpoints take it as it is."""
     loss_fn: Callable[..., Tensor] | None
     device: torch.device
-    rank: int
+    rank: int = 0
     """The rank among those that split the data."""
-    size: int
+    size: int = 1
     """Number of ranks that split the data."""
     stages: int = 1
     """Number of ranks of the pipeline."""
-    reports_loss: bool
+    reports_loss: bool = True
     """Whether this rank's losses are counted. Of ranks that see the same samples, only one reports them."""
     group: dist.ProcessGroup | None = None
     """The ranks that split the data; None is all ranks."""
-    autocast_dtype: torch.dtype | None
+    autocast_dtype: torch.dtype | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
+    """Scales the loss of fp16. Otherwise it is disabled: torch's does nothing then except to call the optimizer."""
+
+    def __post_init__(self) -> None:
+        """Read from the loss whether it is a sum, which is not divided by the number of samples."""
+        self.loss_is_sum = reduction_of(self.loss_fn) == "sum"
 
     @abstractmethod
     def forward_backward(self, window: list[Batch], before_backward: Callable[[float], None]) -> None:
@@ -59,9 +66,9 @@ class Engine(ABC):
     def check_evaluation(self) -> None:  # noqa: B027 (most engines can evaluate)
         """Raise ConfigError if this layout cannot be evaluated."""
 
-    @abstractmethod
     def modules(self) -> list[nn.Module]:
         """Return the modules of this rank."""
+        return self.model if isinstance(self.model, list) else [self.model]
 
     def prepare_resume(self, first_window: Callable[[], list[Batch] | None]) -> None:  # noqa: B027 (optional)
         """Trigger what torch does once after the first backward pass, so that resumed runs sum in the same order.
@@ -87,14 +94,6 @@ class Engine(ABC):
         for module in self.modules():
             yield from module.parameters()
 
-    def gradient_norm(self) -> Tensor:
-        """Return the norm of the gradient of the whole model, the same on every rank."""
-        return gradient_norm(self.parameters(), stages=self.stages)
-
-    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients, whose norm is ``norm``, so that it is at most ``max_norm``."""
-        clip_gradients(self.parameters(), max_norm, norm)
-
     def _to_device(self, data: Any) -> Any:
         if self.device.type == "cpu":
             return data
@@ -104,30 +103,21 @@ class Engine(ABC):
         dtype = self.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
+    def _totals(self, loss: Tensor, output: Any, target: Any, samples: int, metrics: Metrics) -> Tensor:
+        """Return loss and metrics of a batch times its samples, and their number."""
+        values = [(loss / (samples or 1) if self.loss_is_sum else loss).item()]
+        for name, metric in metrics.items():
+            value = torch.as_tensor(metric(output, target))
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"metric {name!r} has shape {tuple(value.shape)} and must be one number: the batch's mean"
+                )
+            values.append(value.item())
+        return torch.tensor([*values, 1.0], dtype=torch.float64) * samples
+
 
 class ModelEngine(Engine):
     """Calls the model as one module: on one process, replicated, sharded, or with tensor parallelism."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Tensor] | None,
-        *,
-        device: torch.device,
-        rank: int = 0,
-        size: int = 1,
-        reports_loss: bool = True,
-        autocast_dtype: torch.dtype | None = None,
-        scaler: Any = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.model, self.group, self.loss_fn, self.device = model, group, loss_fn, device
-        self.rank, self.size, self.reports_loss = rank, size, reports_loss
-        self.autocast_dtype, self.scaler = autocast_dtype, scaler
-        self._loss_is_sum = reduction_of(loss_fn) == "sum"
-
-    def modules(self) -> list[nn.Module]:  # noqa: D102 (documented in Engine)
-        return [self.model]
 
     def _forward(self, data: Any) -> tuple[Tensor, Any, Any]:
         """Return loss, output and target of a batch."""
@@ -162,12 +152,12 @@ class ModelEngine(Engine):
                 check_loss(loss)
                 if batch.samples:
                     # A mean counts by its samples, a sum by itself.
-                    losses.append((loss.detach(), 1 if self._loss_is_sum else batch.samples))
+                    losses.append((loss.detach(), 1 if self.loss_is_sum else batch.samples))
                 if last:  # item() waits for a GPU, so the values are read once per window
                     before_backward(sum(one.item() * count for one, count in losses))
                 # Ranks average gradients. With this weight, the average is the gradient of the mean over all samples of
                 # the window, or of their sum.
-                weight = self.size * (bool(batch.samples) if self._loss_is_sum else batch.share)
+                weight = self.size * (bool(batch.samples) if self.loss_is_sum else batch.share)
                 weighted = loss
                 if not batch.samples:
                     # This rank must still join the other ranks' collectives, with gradients of zero, although its
@@ -175,7 +165,7 @@ class ModelEngine(Engine):
                     weighted = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
                 elif weight != 1.0:
                     weighted = loss * weight
-                (weighted if self.scaler is None else self.scaler.scale(weighted)).backward()
+                self.scaler.scale(weighted).backward()
         self.broadcast_buffers()
 
     def prepare_resume(self, first_window: Callable[[], list[Batch] | None]) -> None:  # noqa: D102 (see Engine)
@@ -196,12 +186,9 @@ class ModelEngine(Engine):
 
     def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
         loss, output, target = self._forward(batch.data)
-        values = [loss / (batch.samples or 1) if self._loss_is_sum else loss]
-        values += [_scalar(name, metric(output, target)) for name, metric in metrics.items()]
-        row = torch.stack(
-            [*(value.detach().double().to("cpu") for value in values), torch.ones((), dtype=torch.float64)]
-        )
-        return row * batch.samples if batch.samples and self.reports_loss else torch.zeros_like(row)
+        totals = self._totals(loss, output, target, batch.samples, metrics)
+        # A filler batch may give a loss that is not finite.
+        return totals if batch.samples and self.reports_loss else torch.zeros_like(totals)
 
 
 class PipelineEngine(Engine):
@@ -216,19 +203,22 @@ class PipelineEngine(Engine):
         num_microbatches: int,
         autocast_dtype: torch.dtype | None,
     ) -> None:
-        self.device, self.group, self.loss_fn = device, parallel.dp_group, loss_fn
-        self.model = [stage.submod for stage in parallel.stages]
         dp, tp = parallel.mesh["dp"], parallel.mesh["tp"]
-        self.rank, self.size, self.stages = dp.get_local_rank(), dp.size(), parallel.mesh["pp"].size()
-        self.autocast_dtype, self.schedule_name = autocast_dtype, parallel.schedule_name
-        self._loss_is_sum = reduction_of(loss_fn) == "sum"
+        super().__init__(
+            model=[stage.submod for stage in parallel.stages],
+            loss_fn=loss_fn,
+            device=device,
+            rank=dp.get_local_rank(),
+            size=dp.size(),
+            stages=parallel.mesh["pp"].size(),
+            group=parallel.dp_group,
+            autocast_dtype=autocast_dtype,
+        )
+        self.schedule_name = parallel.schedule_name
         self._divided_loss = DividedLoss(loss_fn, 1 / self.size)
         self.schedule = make_schedule(self.schedule_name, parallel.stages, num_microbatches, self._divided_loss)
         self.reports_loss = self.schedule.is_last and tp.get_local_rank() == 0
         self._batch_size: int | None = None
-
-    def modules(self) -> list[nn.Module]:  # noqa: D102 (documented in Engine)
-        return list(self.model)
 
     def _inputs_and_target(self, data: Any) -> tuple[Any, Any]:
         data = self._to_device(data)
@@ -240,7 +230,7 @@ class PipelineEngine(Engine):
         self, window: list[Batch], before_backward: Callable[[float], None]
     ) -> None:
         total = 0.0
-        if not self._loss_is_sum:
+        if not self.loss_is_sum:
             self._divided_loss.divisor = len(window)  # the last window of an epoch may have fewer batches
         for batch in window:
             inputs, target = self._inputs_and_target(batch.data)
@@ -248,7 +238,7 @@ class PipelineEngine(Engine):
             with self._autocast():
                 _, loss = self.schedule.step(inputs, target)
             if loss is not None:
-                total += loss.item() * self._divided_loss.divisor * (1 if self._loss_is_sum else batch.samples)
+                total += loss.item() * self._divided_loss.divisor * (1 if self.loss_is_sum else batch.samples)
         before_backward(total if self.reports_loss else 0.0)
         self.broadcast_buffers()
 
@@ -272,10 +262,7 @@ class PipelineEngine(Engine):
                 output = self._outputs(tuple(x[indices] for x in inputs), target[indices])
             if self.reports_loss and count > 0:
                 output, wanted = output[:count], target[begin : begin + count]
-                loss = self.loss_fn(output, wanted)  # type: ignore[misc]
-                values = [loss / count if self._loss_is_sum else loss]
-                values += [_scalar(name, metric(output, wanted)) for name, metric in metrics.items()]
-                row += torch.tensor([*(float(value) for value in values), 1.0], dtype=torch.float64) * count
+                row += self._totals(self.loss_fn(output, wanted), output, wanted, count, metrics)  # type: ignore[misc]
         return row
 
     def _outputs(self, inputs: tuple[Tensor, ...], target: Tensor) -> Any:
@@ -296,10 +283,3 @@ def loss_of_output(output: Any) -> Tensor:
             "let the model return its loss"
         )
     return loss
-
-
-def _scalar(name: str, value: Any) -> Tensor:
-    value = torch.as_tensor(value)
-    if value.numel() != 1:
-        raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)} and must be one number: the batch's mean")
-    return value.reshape(())

@@ -1,6 +1,6 @@
 """The optimizer of a distributed model, and its learning rate in each step."""
 
-__all__ = ["Optimizer", "learning_rate_factor", "optimizer_builder"]
+__all__ = ["Groups", "Optimizer", "groups_by_name", "learning_rate_factor", "make_optimizer"]
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +13,9 @@ from panther.errors import ConfigError
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 """What a Trainer takes: an optimizer, a function that makes one from parameters, or None for AdamW."""
+
+Groups = list[tuple[dict[str, Any], list[str]]]
+"""The settings and the names of the parameters of each group."""
 
 
 def learning_rate_factor(schedule: str, step: int, total: int | None, warmup: int) -> float:
@@ -38,56 +41,16 @@ def learning_rate_factor(schedule: str, step: int, total: int | None, warmup: in
     return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def optimizer_builder(
-    optimizer: Optimizer, model: nn.Module
-) -> Callable[[Mapping[str, nn.Parameter], bool, float | None], torch.optim.Optimizer]:
-    """Return a function that makes the optimizer once the model is distributed.
+def groups_by_name(optimizer: Optimizer, model: nn.Module) -> Groups:
+    """Return the groups of an optimizer that the user made, and none for a function or None.
 
-    FSDP and tensor parallelism replace a model's parameters by other objects. The groups of an optimizer that the user
-    made before are therefore noted by name here, and rebuilt from the new parameters.
-
-    Args:
-        optimizer: As given to the Trainer.
-        model: The model before it is distributed.
-
-    Returns:
-        A function of this rank's parameters by their names in ``model``, of whether to shard the optimizer's state over
-        the ranks, and of the learning rate (None keeps the optimizer's own).
+    FSDP and tensor parallelism replace a model's parameters by other objects. Names stay, if they are noted before.
 
     Raises:
         ConfigError: If the optimizer has state already, or parameters that are not the model's.
     """
-    groups = _groups_by_name(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else None
-
-    def build(
-        named: Mapping[str, nn.Parameter], shard_state: bool, learning_rate: float | None
-    ) -> torch.optim.Optimizer:
-        kind: Any = optimizer or torch.optim.AdamW
-        parameters: list[Any] = [parameter for parameter in named.values() if parameter.requires_grad]
-        defaults: dict[str, Any] = {}
-        if groups is not None and isinstance(optimizer, torch.optim.Optimizer):
-            kind, defaults = type(optimizer), dict(optimizer.defaults)
-            # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
-            own = [(settings, [named[name] for name in names if name in named]) for settings, names in groups]
-            parameters = [{**settings, "params": here} for settings, here in own if here]
-        if shard_state:
-            # Imported here because its module compiles with torch.jit, which takes a while and warns.
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-            made: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, kind, **defaults)
-        elif isinstance(optimizer, torch.optim.Optimizer) and _all_current(optimizer, named):
-            made = optimizer  # callbacks and schedulers of the user may refer to it
-        else:
-            made = kind(parameters, **defaults)
-        for group in made.param_groups if learning_rate is not None else ():
-            group["lr"] = learning_rate
-        return made
-
-    return build
-
-
-def _groups_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the settings and the parameter names of each group."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
     if optimizer.state:
         raise ConfigError("the optimizer has already taken steps: pass a new one, or resume from a checkpoint")
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -100,7 +63,31 @@ def _groups_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     return groups
 
 
-def _all_current(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether the optimizer's parameters are still those of the distributed model."""
-    current = {id(parameter) for parameter in named.values()}
-    return all(id(parameter) in current for group in optimizer.param_groups for parameter in group["params"])
+def make_optimizer(
+    optimizer: Optimizer, groups: Groups, named: Mapping[str, nn.Parameter], *, shard_state: bool
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model that is distributed.
+
+    Args:
+        optimizer: As given to the Trainer.
+        groups: What :func:`groups_by_name` returned before.
+        named: This rank's parameters by their names in the model that the user built.
+        shard_state: Whether the optimizer's state is sharded over the ranks.
+    """
+    kind: Any = optimizer or torch.optim.AdamW
+    parameters: list[Any] = [parameter for parameter in named.values() if parameter.requires_grad]
+    defaults: dict[str, Any] = {}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        current = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not shard_state and set(named.values()).issuperset(current):
+            return optimizer  # callbacks and schedulers of the user may refer to it
+        kind, defaults = type(optimizer), dict(optimizer.defaults)
+        # A pipeline stage has only some of the parameters, so names that are not here belong to other stages.
+        own = [(settings, [named[name] for name in names if name in named]) for settings, names in groups]
+        parameters = [{**settings, "params": here} for settings, here in own if here]
+    if shard_state:
+        # Imported here because its module compiles with torch.jit, which takes a while and warns.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(parameters, kind, **defaults)
+    return kind(parameters, **defaults)

@@ -1,13 +1,12 @@
 """Distribute a model over the ranks by the strategy of the configuration, and make its optimizer."""
 
-__all__ = ["TrainingSetup", "choose_strategy", "set_up"]
+__all__ = ["set_up"]
 
 import dataclasses
 import logging
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,21 +36,11 @@ from panther.distributed.data.precision import compute_dtype
 from panther.errors import ConfigError
 from panther.train.config import TrainConfig
 from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output
-from panther.train.optimizer import Optimizer, optimizer_builder
+from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
 
 _MODEL_PARALLEL = ("tp", "pp", "hybrid")
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """A distributed model with its optimizer, ready to train."""
-
-    engine: Engine
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
-    strategy: str
 
 
 def set_up(
@@ -60,7 +49,7 @@ def set_up(
     loss_fn: Callable[..., Tensor] | None,
     config: TrainConfig,
     sample_batch: Callable[[], Any],
-) -> TrainingSetup:
+) -> tuple[Engine, torch.optim.Optimizer]:
     """Distribute a model over the ranks, and make its optimizer.
 
     Args:
@@ -74,16 +63,20 @@ def set_up(
         ConfigError: If the settings contradict each other, or do not suit the number of ranks or the model.
     """
     world = get_world_size()
-    config = choose_strategy(model, config, loss_fn, sample_batch)
+    config = _with_strategy(model, config, loss_fn, sample_batch)
     strategy = "single" if world == 1 else config.strategy
-    _check(config, strategy, world, loss_fn)
-    device = get_distributed_info().device if world > 1 else _single_device(model)
-    make_optimizer = optimizer_builder(optimizer, model)  # before the parameters become other objects
+    _check(config, strategy, world)
+    if world > 1:
+        device = get_distributed_info().device
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = next(model.parameters()).device
+    groups = groups_by_name(optimizer, model)  # before the parameters become other objects
     # In place, as Module.to is: the names noted above stay those of these parameters.
     model.to(device)
     _checkpoint_activations(model, config.activation_checkpointing)
     dtype = compute_dtype(config.mixed_precision)
-    scaler = torch.amp.GradScaler(device.type) if config.mixed_precision == "fp16" else None
     engine: Engine
     if strategy in _MODEL_PARALLEL:
         engine = _model_parallel_engine(model, loss_fn, config, strategy, sample_batch, device, dtype)
@@ -91,22 +84,25 @@ def set_up(
         if config.compile:
             # In place, so that names of parameters get no prefix.
             model.compile()
-        wrapped = model if strategy == "single" else _data_parallel(model, config, strategy)
         engine = ModelEngine(
-            wrapped, loss_fn, device=device, rank=get_rank(), size=world, autocast_dtype=dtype, scaler=scaler
+            model=model if strategy == "single" else _data_parallel(model, config, strategy),
+            loss_fn=loss_fn,
+            device=device,
+            rank=get_rank(),
+            size=world,
+            autocast_dtype=dtype,
+            scaler=torch.amp.GradScaler(device.type, enabled=config.mixed_precision == "fp16"),
         )
-    made = make_optimizer(_named_parameters(engine), strategy == "zero1", config.learning_rate)
+    made = make_optimizer(optimizer, groups, _named_parameters(engine), shard_state=strategy == "zero1")
     if isinstance(made, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
     scaling = {"none": 1.0, "sqrt": engine.size**0.5, "linear": float(engine.size)}[config.learning_rate_scaling]
     for group in made.param_groups:
-        group["lr"] = group["lr"] * scaling
-    return TrainingSetup(engine, made, scaler, strategy)
+        group["lr"] = (config.learning_rate or group["lr"]) * scaling
+    return engine, made
 
 
-def choose_strategy(
-    model: nn.Module, config: TrainConfig, loss_fn: Any, sample_batch: Callable[[], Any]
-) -> TrainConfig:
+def _with_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample_batch: Callable[[], Any]) -> TrainConfig:
     """Return the configuration with a strategy in place of ``"auto"``: the advisor's, for these ranks and their memory.
 
     A model that the advisor cannot read is replicated, with a warning that says why.
@@ -168,7 +164,7 @@ def _advised_layout(
     return options[0].layout if options else None, None
 
 
-def _check(config: TrainConfig, strategy: str, world: int, loss_fn: Any) -> None:
+def _check(config: TrainConfig, strategy: str, world: int) -> None:
     if config.mixed_precision == "fp16" and strategy in (*_MODEL_PARALLEL, "fsdp", "replicate"):
         raise ConfigError(
             f"mixed_precision='fp16' scales the loss, which strategy={strategy!r} does not support: use 'bf16'"
@@ -220,8 +216,8 @@ def _model_parallel_engine(
         parallel = HybridParallelTrainer(model, settings)
         mesh = parallel.mesh
         return ModelEngine(
-            parallel.model,
-            loss_fn,
+            model=parallel.model,
+            loss_fn=loss_fn,
             device=device,
             rank=mesh["dp"].get_local_rank(),
             size=mesh["dp"].size(),
@@ -240,13 +236,6 @@ def _model_parallel_engine(
         settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(device) for x in inputs)
     parallel = HybridParallelTrainer(model, settings)
     return PipelineEngine(parallel, loss_fn, device=device, num_microbatches=num_microbatches, autocast_dtype=dtype)
-
-
-def _single_device(model: nn.Module) -> torch.device:
-    """Return the device for one process: the current GPU, or where the model is."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _named_parameters(engine: Engine) -> dict[str, nn.Parameter]:

@@ -1,6 +1,6 @@
-"""Trackers of a run's records: a progress bar, JSON lines, TensorBoard and MLflow, on the first rank only."""
+"""The built-in callbacks of a run: a progress bar, JSON lines, TensorBoard and MLflow on the first rank; a profiler."""
 
-__all__ = ["Tracker", "open_trackers"]
+__all__ = ["built_in_callbacks"]
 
 import importlib.util
 import json
@@ -16,47 +16,14 @@ from typing import Any
 
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.errors import TrainingError, require_extra
+from panther.train.callbacks import BuiltInCallback
 from panther.train.config import TrainConfig
+from panther.train.profiler import StepProfiler
 
 _log = logging.getLogger(__name__)
 
 
-class Tracker:
-    """Base class of trackers; by default its methods do nothing."""
-
-    def begin(self, total: int | None, step: int) -> None:
-        """Note that the run continues after ``step``, and how many steps it has in total."""
-
-    def advance(self, step: int, loss: float) -> None:
-        """Note a finished step."""
-
-    def record(self, record: Mapping[str, Any]) -> None:
-        """Write a record."""
-
-    def close(self, status: str = "FINISHED") -> None:
-        """End the run as ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
-
-
-class _Trackers(Tracker):
-    """Several trackers as one."""
-
-    def __init__(self, trackers: list[Tracker]) -> None:
-        self.trackers = trackers
-
-    def begin(self, total: int | None, step: int) -> None:
-        for tracker in self.trackers:
-            tracker.begin(total, step)
-
-    def advance(self, step: int, loss: float) -> None:
-        for tracker in self.trackers:
-            tracker.advance(step, loss)
-
-    def record(self, record: Mapping[str, Any]) -> None:
-        for tracker in self.trackers:
-            tracker.record(record)
-
-
-class _Bar(Tracker):
+class _Bar(BuiltInCallback):
     """A progress bar of tqdm, which shows nothing unless the output is a terminal."""
 
     def __init__(self) -> None:
@@ -65,19 +32,22 @@ class _Bar(Tracker):
         self._tqdm.set_lock(threading.RLock())
         self._bar: Any = None
 
-    def begin(self, total: int | None, step: int) -> None:
-        self._bar = self._tqdm(total=total, initial=step, unit="step", disable=None)
+    def on_start(self, trainer: Any) -> None:
+        self._bar = self._tqdm(total=trainer.total_steps, initial=trainer.step, unit="step", disable=None)
 
-    def advance(self, step: int, loss: float) -> None:
+    def on_step(self, trainer: Any, loss: float) -> None:
         self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
         self._bar.update()
 
-    def close(self, status: str = "FINISHED") -> None:
+    def on_skip(self, trainer: Any) -> None:
+        self._bar.update()
+
+    def close(self, status: str) -> None:
         if self._bar is not None:
             self._bar.close()
 
 
-class _JsonLines(Tracker):
+class _JsonLines(BuiltInCallback):
     """One line per record in ``log.jsonl``. On resuming, records of later steps are removed."""
 
     def __init__(self, path: Path, step: int) -> None:
@@ -92,8 +62,12 @@ class _JsonLines(Tracker):
         except (OSError, ValueError) as error:
             raise TrainingError(f"{path} cannot be written ({error}): remove it, or name another directory") from None
 
-    def record(self, record: Mapping[str, Any]) -> None:
-        plain = {name: value if _finite(value) else None for name, value in record.items()}  # JSON has no NaN
+    def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
+        # JSON has no NaN.
+        plain = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         try:
             self._file.write(json.dumps(plain) + "\n")
             # Each record is on disk at once, for whoever watches the run.
@@ -101,8 +75,11 @@ class _JsonLines(Tracker):
         except OSError as error:
             raise TrainingError(f"{self._file.name} cannot be written ({error.strerror}): make room") from error
 
-    def close(self, status: str = "FINISHED") -> None:
+    def close(self, status: str) -> None:
         self._file.close()
+        path = Path(self._file.name)
+        if not path.stat().st_size:  # a run that failed at once leaves nothing
+            path.unlink()
 
 
 def _before(line: str, step: int) -> bool:
@@ -112,26 +89,22 @@ def _before(line: str, step: int) -> bool:
         return False
 
 
-def _finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-class _TensorBoard(Tracker):
+class _TensorBoard(BuiltInCallback):
     """Event files in ``tensorboard/``. On resuming, ``purge_step`` hides the steps that are repeated."""
 
     def __init__(self, folder: Path, step: int) -> None:
         module = require_extra("torch.utils.tensorboard", "tensorboard")
         self._writer = module.SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
-    def record(self, record: Mapping[str, Any]) -> None:
+    def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
         for name, value in _numbers(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
-    def close(self, status: str = "FINISHED") -> None:
+    def close(self, status: str) -> None:
         self._writer.close()
 
 
-class _MLflow(Tracker):
+class _MLflow(BuiltInCallback):
     """A run in ``mlflow.db`` or at MLFLOW_TRACKING_URI. Its identifier is stored, so that a restart continues it."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
@@ -166,11 +139,11 @@ class _MLflow(Tracker):
             self._client.log_param(run, name, str(value)[:500])
         return run
 
-    def record(self, record: Mapping[str, Any]) -> None:
+    def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
         for name, value in _numbers(record).items():
             self._client.log_metric(self._run, name, value, step=record["step"])
 
-    def close(self, status: str = "FINISHED") -> None:
+    def close(self, status: str) -> None:
         if (log := self._folder / "log.jsonl").exists():
             self._client.log_artifact(self._run, str(log))
         self._client.set_terminated(self._run, status)
@@ -181,39 +154,40 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def open_trackers(config: TrainConfig, step: int) -> Iterator[Tracker]:
-    """Open the trackers that the configuration names on the first rank; other ranks have none.
+def built_in_callbacks(config: TrainConfig, step: int) -> Iterator[list[BuiltInCallback]]:
+    """Yield the profiler of each rank and, on the first one, the trackers that the configuration names.
 
     Args:
         config: The settings.
         step: The step after which the run continues.
     """
-    found: list[Tracker] = []
+    folder = Path(config.checkpoint_dir or "")
+    makers: dict[str, Callable[[], BuiltInCallback]] = {
+        "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),
+        "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
+        "mlflow": lambda: _MLflow(config, folder),
+    }
+    found: list[BuiltInCallback] = []
 
-    def make() -> None:
+    def make_trackers() -> None:
         if config.progress and importlib.util.find_spec("tqdm"):
             found.append(_Bar())
-        if config.checkpoint_dir is not None:
-            folder = Path(config.checkpoint_dir)
-            makers: dict[str, Callable[[], Tracker]] = {
-                "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),
-                "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
-                "mlflow": lambda: _MLflow(config, folder),
-            }
-            for name in config.trackers:
-                found.append(makers[name]())
+        for name in config.trackers if config.checkpoint_dir is not None else ():
+            found.append(makers[name]())
 
     status = "FAILED"
     try:
-        run_on_first_rank(make, None)
-        yield _Trackers(found)
+        run_on_first_rank(make_trackers, None)
+        if config.profile:
+            found.append(StepProfiler(folder / "profile"))
+        yield found
         status = "FINISHED"
     except SystemExit:
         status = "KILLED"
         raise
     finally:
-        for tracker in found:
+        for callback in found:
             try:
-                tracker.close(status)
+                callback.close(status)
             except Exception as error:  # it must not hide how the run ended
-                _log.warning("a tracker could not be closed: %s: %s", type(error).__name__, error)
+                _log.warning("%s could not be closed: %s: %s", type(callback).__name__, type(error).__name__, error)

@@ -78,12 +78,12 @@ def test_json_has_no_nan(tmp_path):
 
 def test_a_full_disk_is_named(tmp_path):
     tracker = _JsonLines(tmp_path / "log.jsonl", 0)
-    tracker.close()
+    tracker.close("FINISHED")
     tracker._file = open("/dev/full", "w")  # noqa: SIM115 (closing it fails, too)
     with pytest.raises(TrainingError, match=r"^/dev/full cannot be written \(No space left on device\): make room$"):
-        tracker.record({"step": 1})
+        tracker.on_record(None, {"step": 1})
     with pytest.raises(OSError, match="No space left"):
-        tracker.close()
+        tracker.close("FAILED")
 
 
 def events(folder):
@@ -150,7 +150,7 @@ def test_what_a_tracker_says_at_the_end_does_not_hide_how_the_run_ended(tmp_path
     monkeypatch.setattr("panther.train.trackers._Bar.close", lambda self, status: 1 / 0)
     with pytest.raises(BrokenError):
         train(tmp_path, [Breaks(3)])
-    assert "a tracker could not be closed: ZeroDivisionError" in caplog.text
+    assert "_Bar could not be closed: ZeroDivisionError" in caplog.text
 
 
 def test_a_log_that_cannot_be_written_is_said(tmp_path):
