@@ -1,12 +1,22 @@
-"""What is called at points of a run: the user's callbacks, and those that the Trainer makes itself."""
+"""The callbacks of a run: their base class, that of those the Trainer makes itself, and the profiler of its steps."""
 
-__all__ = ["BuiltInCallback", "Callback"]
+__all__ = ["BuiltInCallback", "Callback", "StepProfiler"]
 
+import logging
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import profiler
+
+from panther.distributed import get_rank
 
 if TYPE_CHECKING:
     from panther.train.trainer import Trainer
+
+_WAIT, _WARMUP, _ACTIVE = 2, 1, 5  # steps: the first ones allocate and compile, and are left out of the profile
+_log = logging.getLogger(__name__)
 
 
 class Callback:
@@ -40,3 +50,37 @@ class BuiltInCallback(Callback):
 
     def close(self, status: str) -> None:
         """End the run as ``"FINISHED"``, ``"FAILED"`` by an exception, or ``"KILLED"`` by a signal."""
+
+
+class StepProfiler(BuiltInCallback):
+    """Profiles a few steps into a Chrome trace and a table for each rank."""
+
+    def __init__(self, folder: Path) -> None:
+        # Without it, the profiler's library writes to the terminal that it starts and stops.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._folder, self._steps = folder, 0
+        plan = profiler.schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1)
+        self._profiler = profiler.profile(schedule=plan, on_trace_ready=self._write)
+        self._profiler.start()
+
+    def on_step(self, trainer: Any, loss: float) -> None:
+        """Count the step."""
+        self.on_skip(trainer)
+
+    def on_skip(self, trainer: Any) -> None:
+        """Count the step, which was computed up to its gradients."""
+        self._steps += 1
+        self._profiler.step()
+
+    def close(self, status: str) -> None:
+        """Stop, and warn if the run was too short."""
+        self._profiler.stop()
+        if self._steps < _WAIT + _WARMUP + _ACTIVE and get_rank() == 0:
+            profiled = max(0, self._steps - _WAIT - _WARMUP)
+            _log.warning("profiled %d of %d steps: the run had only %d", profiled, _ACTIVE, self._steps)
+
+    def _write(self, measured: Any) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        measured.export_chrome_trace(str(self._folder / f"rank-{get_rank()}.json"))
+        table = measured.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+        (self._folder / f"rank-{get_rank()}.txt").write_text(table, encoding="utf-8")

@@ -16,9 +16,8 @@ from typing import Any
 
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.errors import TrainingError, require_extra
-from panther.train.callbacks import BuiltInCallback
+from panther.train.callbacks import BuiltInCallback, StepProfiler
 from panther.train.config import TrainConfig
-from panther.train.profiler import StepProfiler
 
 _log = logging.getLogger(__name__)
 
