@@ -253,7 +253,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     optimizer = torch.optim.Adam(first.parameters())
     folder = checkpoint.save(tmp_path / "run", first, optimizer, step=1)
     manifest = json.loads((folder / "checkpoint.json").read_text())
-    assert manifest["aliases"] == {"head.weight": "embedding.weight"}
+    assert manifest["model"]["head.weight"] == manifest["model"]["embedding.weight"]
     assert "model.head.weight" not in manifest["tensors"]
     checkpoint.load(tmp_path / "run", second, torch.optim.Adam(second.parameters()))
     assert torch.equal(first.head.weight, second.head.weight)

@@ -82,12 +82,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
 def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None) -> None:
     """Replace a model's tensors by fake ones, in place: tied ones stay tied, parameters get the compute dtype."""
     made: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = _fake(tensor, compute_dtype)
-        return made[id(tensor)]
-
     with mode:
         for module in model.modules():
             # The dictionaries of the module: assigning attributes would run hooks and type checks.
@@ -95,7 +89,9 @@ def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtyp
             for place in places:
                 for name, tensor in list(place.items()):
                     if isinstance(tensor, Tensor):
-                        place[name] = fake(tensor)
+                        if id(tensor) not in made:
+                            made[id(tensor)] = _fake(tensor, compute_dtype)
+                        place[name] = made[id(tensor)]
 
 
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:

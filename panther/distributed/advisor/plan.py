@@ -18,7 +18,7 @@ from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.data.strategies import data_parallel
 from panther.distributed.hybrid import HybridParallelTrainer
-from panther.distributed.pipeline.schedules import SCHEDULES
+from panther.distributed.pipeline.schedules import SCHEDULES, check_schedule
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import DistributedError, ShapeError, check_size
 
@@ -200,8 +200,7 @@ def plan_parallelism(
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown: use one of {', '.join(map(repr, _OBJECTIVES))}")
     for schedule in schedules:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule {schedule!r} is unknown: use some of {', '.join(map(repr, SCHEDULES))}")
+        check_schedule(schedule)
     notes: list[str] = []
     estimates = []
     for layout in _layouts(stats, cluster, batch, schedules, notes):

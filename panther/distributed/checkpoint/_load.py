@@ -4,7 +4,7 @@ __all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,16 @@ def load(
     # state_dict() of a sharded model can communicate, so it is called once, on all ranks together.
     own = run_on_all_ranks(lambda: states.model_state(parts), group)
     names = gather_objects(set(own), group)
-    # The tied names of a tensor are stored as one.
-    saved_name = {name: states.MODEL + manifest["aliases"].get(name, name) for name in own}
+    entries = {name: entry for name, entry in manifest["model"].items() if name in own}
 
     def targets_of_rank() -> dict[str, Tensor]:
         _check_architecture(parts, manifest["modules"], folder)
         _check_names(own, names, manifest, folder)
         targets = {
-            saved_name[name]: torch.empty_like(value) for name, value in own.items() if isinstance(value, Tensor)
+            place: empty(manifest["tensors"][place])
+            for place in states.places([manifest["extra"], per_rank_extra, generators, entries])
         }
-        others = [manifest["model_values"].get(name) for name in own]
-        for place in states.places([manifest["extra"], per_rank_extra, generators, others]):
-            targets[place] = empty(manifest["tensors"][place])
+        targets |= {entries[name]["$tensor"]: torch.empty_like(x) for name, x in own.items() if isinstance(x, Tensor)}
         if optimizer is not None:
             if manifest["optimizer"] is None:
                 raise CheckpointError(f"{folder} was saved without an optimizer: load it without one")
@@ -99,9 +97,7 @@ def load(
     read_tensors(folder, manifest, targets, group)
 
     def fill() -> None:
-        values = {name: states.decode(value, targets) for name, value in manifest["model_values"].items()}
-        values |= {name: targets[saved_name[name]] for name, value in own.items() if isinstance(value, Tensor)}
-        states.fill_model(parts, values)
+        states.fill_model(parts, states.decode(entries, targets))
         if optimizer is not None:
             states.fill_optimizer(optimizer, parts, manifest["optimizer"], targets)
         if random_state and generators is not None:
@@ -173,13 +169,23 @@ def export(
 def _consolidate(folder: Path, target: Path) -> None:
     """Write the whole model of a checkpoint in the inference format, in one process."""
     manifest = read_manifest(folder)
-    if values := list(manifest["model_values"]):
-        raise CheckpointError(
-            f"state_dict entry {values[0]!r} is not a tensor: the inference format holds only tensors"
-        )
-    tensors = {name: empty(entry) for name, entry in _model_entries(manifest).items()}
-    read_tensors(folder, manifest, {states.MODEL + name: tensor for name, tensor in tensors.items()}, None, alone=True)
-    write_folder(target, tensors, manifest["modules"], manifest["aliases"])
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for name, entry in manifest["model"].items():
+        if not _is_tensor(entry):
+            raise CheckpointError(f"state_dict entry {name!r} is not a tensor: the inference format holds only tensors")
+        first = places.setdefault(entry["$tensor"], name)
+        if first == name:
+            tensors[name] = empty(manifest["tensors"][entry["$tensor"]])
+        else:
+            aliases[name] = first
+    read_tensors(folder, manifest, {place: tensors[name] for place, name in places.items()}, None, alone=True)
+    write_folder(target, tensors, manifest["modules"], aliases)
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, dict) and "$tensor" in entry
 
 
 def restore_architecture(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
@@ -225,18 +231,19 @@ def _check_architecture(parts: Sequence[nn.Module], saved: dict[str, Any], folde
 
 def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str, Any], folder: Path) -> None:
     """Raise unless all ranks together have what was saved, with the same shapes and kinds of dtype."""
-    entries = _model_entries(manifest)
-    saved = entries.keys() | manifest["model_values"].keys() | manifest["aliases"].keys()
+    saved = manifest["model"].keys()
     # A pipeline rank has only its own names, so the names of all ranks together are compared.
     here = set().union(*names)
     wrong = []
     for name, value in own.items():
-        entry = entries.get(manifest["aliases"].get(name, name))
-        if isinstance(value, Tensor) and entry is not None:
-            dtype = getattr(torch, entry["dtype"])
+        entry = manifest["model"].get(name)
+        if isinstance(value, Tensor) and _is_tensor(entry):
+            stored = manifest["tensors"][entry["$tensor"]]
+            dtype = getattr(torch, stored["dtype"])
             # float32 may be loaded into bfloat16; a float into an integer is a different model.
-            if list(value.shape) != entry["shape"] or value.is_floating_point() != dtype.is_floating_point:
-                wrong.append(f"{name} saved {tuple(entry['shape'])}, {dtype}; here {tuple(value.shape)}, {value.dtype}")
+            if list(value.shape) != stored["shape"] or value.is_floating_point() != dtype.is_floating_point:
+                found = f"{tuple(value.shape)}, {value.dtype}"
+                wrong.append(f"{name} saved {tuple(stored['shape'])}, {dtype}; here {found}")
     missing, extra = sorted(here - saved), sorted(saved - here)
     if missing or extra or wrong:
         raise CheckpointError(
@@ -247,9 +254,3 @@ def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str,
 
 def _some(items: list[str]) -> str:
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "") or "none"
-
-
-def _model_entries(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of the model's tensors by their names in the model."""
-    tensors = manifest["tensors"].items()
-    return {name.removeprefix(states.MODEL): entry for name, entry in tensors if name.startswith(states.MODEL)}

@@ -185,17 +185,10 @@ def _collect(
     def own() -> tuple[dict[str, Tensor], dict[str, Any]]:
         parts = states.parts_of(model)
         state = states.model_state(parts)
-        # Tied tensors are stored once; the manifest lists their other names.
-        same = states.aliases(state)
         tensors: dict[str, Tensor] = {}
-        values = {}
-        for name, value in state.items():
-            if name in same:
-                continue
-            if isinstance(value, Tensor):
-                tensors[states.MODEL + name] = value
-            else:
-                values[name] = states.encode(value, f"model_values.{name}", tensors)
+        # Tied tensors are stored once, under the first of their names.
+        first = states.first_names(state)
+        entries = {name: states.encode(value, f"model.{first[name]}", tensors) for name, value in state.items()}
         trained = None
         if optimizer is not None:
             more, trained = states.optimizer_state(optimizer, parts)
@@ -207,9 +200,7 @@ def _collect(
         return tensors, {
             "arguments": {"step": step, "optimizer": optimizer is not None, "directory": where, "keep": keep},
             "modules": {name: spec for part in parts for name, spec in module_specs(part).items()},
-            "aliases": same,
-            "names": [name for name in state if name not in same],
-            "model_values": values,
+            "model": entries,
             "optimizer": trained,
             "random": generator_values,
             "extra": extras,
@@ -226,8 +217,7 @@ def _collect(
                     f"{name} is {wanted!r} on rank 0 and {value!r} on rank {rank}: pass the same value on all"
                 )
     if states.are_stages(model):
-        _check_stages(tensors, [set(one["names"]) for one in every], group)
-    names = {name for one in every for name in one["names"]}
+        _check_stages(tensors, [set(states.places(one["model"])) for one in every], group)
     trained = None
     if optimizer is not None:
         # A pipeline's ranks, and those of a ZeroRedundancyOptimizer, have the states of their own parameters only.
@@ -237,9 +227,7 @@ def _collect(
         "step": step,
         "world_size": get_world_size(group),
         "modules": _union(every, "modules"),
-        "model_values": _union(every, "model_values"),
-        # A tensor that is an alias on one stage can be the only one of its name on another.
-        "aliases": {name: first for name, first in _union(every, "aliases").items() if name not in names},
+        "model": _union(every, "model"),
         "optimizer": trained,
         "random": [one["random"] for one in every],
         "extra": every[0]["extra"],
@@ -253,8 +241,8 @@ def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], grou
     common = {name for index, one in enumerate(names) for other in names[:index] for name in one & other}
     own = {}
     for name in sorted(common):
-        if (tensor := tensors.get(states.MODEL + name)) is not None:
-            place, local = placed(tensor)
+        if name in tensors:
+            place, local = placed(tensors[name])
             own[name, place] = checksum(local)
     first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for rank, found in enumerate(gather_objects(own, group)):
@@ -262,8 +250,8 @@ def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], grou
             other, expected = first.setdefault((name, place), (rank, value))
             if value != expected:
                 raise CheckpointError(
-                    f"{name!r} names a different tensor on each of {name_ranks([other, rank])}: stages must keep the "
-                    "names of the whole model, as split_stages does"
+                    f"{name.removeprefix('model.')!r} names a different tensor on each of {name_ranks([other, rank])}: "
+                    "stages must keep the names of the whole model, as split_stages does"
                 )
 
 

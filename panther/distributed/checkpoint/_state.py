@@ -8,7 +8,7 @@ several pipeline stages.
 """
 
 __all__ = [
-    "MODEL", "aliases", "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "model_state",
+    "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "first_names", "model_state",
     "optimizer_state", "optimizer_targets", "parts_of", "places", "random_state", "set_random_state",
 ]  # fmt: skip
 
@@ -29,7 +29,6 @@ from panther.errors import CheckpointError
 from panther.nn.io import unwrapped
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # added to names by torch
-MODEL = "model."
 
 
 def are_stages(model: nn.Module | Sequence[nn.Module]) -> bool:
@@ -59,22 +58,18 @@ def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
     return state
 
 
-def aliases(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the further names of tensors that have several, such as tied weights, with the first name of each."""
+def first_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the first name of each entry: tensors such as tied weights have several."""
     seen: dict[Any, str] = {}
-    found = {}
+    first = {}
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.numel():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            # Empty shards all have the address 0.
-            if not local.numel():
-                continue
-            # Shape and strides too: a view of the first rows has the same address, and is not an alias.
+        local = value.to_local() if isinstance(value, DTensor) else value
+        place: Any = name
+        if isinstance(local, Tensor) and local.numel():  # empty shards all have the address 0
+            # Shape and strides too: a view of the first rows has the same address, and is not the same tensor.
             place = (local.data_ptr(), local.device, value.dtype, value.shape, local.stride())
-            if place in seen:
-                found[name] = seen[place]
-            seen.setdefault(place, name)
-    return found
+        first[name] = seen.setdefault(place, name)
+    return first
 
 
 def fill_model(parts: Iterable[nn.Module], values: Mapping[str, Any]) -> None:

@@ -3,16 +3,16 @@
 __all__ = ["MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"]
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther.distributed._layer_configs import check_configs
+from panther.distributed._layer_configs import check_configs, perceptron
 from panther.distributed.pipeline._balance import balance_stages
 from panther.distributed.pipeline.losses import check_reduction
 from panther.errors import ShapeError, check_size
-from panther.nn import SKLinear
 
 
 class PipelineParallelSketchedModel(nn.Module):
@@ -43,22 +43,17 @@ class PipelineParallelSketchedModel(nn.Module):
 
     def __init__(self, layer_configs: Sequence[Mapping[str, Any]], devices: Sequence[torch.device | str]) -> None:
         super().__init__()
-        check_configs(layer_configs)
+        sizes = check_configs(layer_configs)
         if not devices:
             raise ShapeError("devices is empty and must name one device for each stage")
         self.devices = [torch.device(device) for device in devices]
-        costs = [config["sketch_size"] * (config["in_features"] + config["out_features"]) for config in layer_configs]
-        begins = [*balance_stages(costs, len(devices)), len(layer_configs)]
+        begins = balance_stages([sketch_size * (n_in + n_out) for n_in, n_out, sketch_size in sizes], len(devices))
         self.stages = nn.ModuleList()
-        for device, begin, end in zip(self.devices, begins, begins[1:], strict=False):
-            stage = nn.Sequential()
-            for index in range(begin, end):
-                config = layer_configs[index]
-                layer = SKLinear(config["in_features"], config["out_features"], config["sketch_size"], device=device)
-                stage.append(layer)
-                if index < len(layer_configs) - 1:
-                    stage.append(nn.ReLU())
-            self.stages.append(stage)
+        for device, (begin, end) in zip(self.devices, pairwise([*begins, len(sizes)]), strict=True):
+            stage = perceptron(sizes[begin:end])
+            if end < len(sizes):
+                stage.append(nn.ReLU())
+            self.stages.append(stage.to(device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(*, in_features)`` of the first layer to ``(*, out_features)`` of the last, on the last device."""
