@@ -27,7 +27,6 @@ from panther.distributed import (
     tensor_parallel,
 )
 from panther.distributed.comm._diagnostics import gather_all
-from panther.distributed.comm._store import Meeting
 from panther.distributed.comm.process_group import start_group
 from panther.errors import DistributedError, SketchMismatchError
 from panther.nn import SKLinear
@@ -82,11 +81,7 @@ def survivors(tmp_path, fn, victim, world=3, timeout=2.0):
         if pid == 0:
             try:
                 torch.set_num_threads(1)
-
-                def store(rank, world_size, timeout_s, deadline):
-                    return Meeting(dist.FileStore(str(tmp_path / "store"), world_size))
-
-                start_group(rank, world, "gloo", timeout, store)
+                start_group(rank, world, "gloo", timeout, dist.FileStore(str(tmp_path / "store"), world))
                 (tmp_path / str(rank)).write_text(str(error_of(fn)))
             finally:
                 os._exit(0)

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from panther.distributed.comm._store import Meeting
 from panther.distributed.comm.process_group import shutdown, start_group
 
 TIMEOUT_S = 120.0
@@ -206,7 +205,7 @@ def _serve(rank, n, pipe):
 def _answer_to(work, args, rank, n, store, timeout_s):
     begun = time.process_time()
     try:
-        start_group(rank, n, "gloo", timeout_s, lambda *_: Meeting(dist.FileStore(store, n)))
+        start_group(rank, n, "gloo", timeout_s, dist.FileStore(store, n))
         group = dist.group.WORLD
         value = work(*args)
         clean = dist.is_initialized() and dist.group.WORLD is group

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
-from panther.distributed.comm._ranks import name_ranks
+from panther.distributed.comm._ranks import name_ranks, transport
 from panther.errors import DistributedError
 
 _GRACE_S = 2.0  # ranks that time out do so within this time of one another
 _POLL_S = 0.02
-_SIGNS = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
+_SIGNS = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer", "Wait timeout")
 
 _faults = 0
 _gatherings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -29,21 +28,15 @@ def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
     """Wait in the store until every rank of the group is here; for NCCL, whose watchdog ends processes that wait."""
     found = group or dist.group.WORLD
     assert found is not None
-    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
     # Keys of a store stay, so every gathering has a number of its own.
     number = _gatherings[found] = _gatherings.get(found, 0) + 1
-    keys = {other: f"panther/here/{found.group_name}/{number}/{other}" for other in ranks}
-    begun = time.monotonic()
-    kind = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    name = f"panther/here/{found.group_name}/{number}"
     # torch keeps the timeout that init was given in the backend's options, and has no public way to it.
-    timeout = found._get_backend(torch.device(kind)).options._timeout
-    try:
+    timeout = found._get_backend(transport(group)).options._timeout
+    with watched(doing, group):
         store = dist.distributed_c10d._get_default_store()
-        store.set(keys[rank], "")
-        store.wait(list(keys.values()), timeout)
-    except RuntimeError as error:
-        fault = str(error).splitlines()[0]
-        raise DistributedError(_explain(doing, group, time.monotonic() - begun, fault)) from error
+        store.set(f"{name}/{dist.get_rank()}", "")
+        store.wait([f"{name}/{rank}" for rank in dist.get_process_group_ranks(group)], timeout)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ Group = dist.ProcessGroup | None
 
 def in_process_group() -> bool:
     """Return whether this process has a process group; the only place that asks torch for it."""
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_initialized()
 
 
 def require_process_group(group: Group = None) -> None:

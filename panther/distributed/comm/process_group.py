@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,15 +51,15 @@ _session: _Session | None = None
 def start_group(
     rank: int,
     world_size: int,
-    backend: str | None,
-    timeout_s: float,
-    opener: Callable[[int, int, float, float], Meeting],  # takes rank, world size, timeout and deadline
+    backend: str | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    store: dist.Store | None = None,
 ) -> None:
-    """Join the process group; every failure raises an error of one sentence."""
+    """Join the process group in a store, or in that of the environment; every failure is an error of one sentence."""
     global _session
     _check_request(rank, world_size, backend, timeout_s)
     deadline = time.monotonic() + timeout_s
-    meeting = opener(rank, world_size, timeout_s, deadline)
+    meeting = open_store(rank, world_size, timeout_s, deadline) if store is None else Meeting(store)
     agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
     _session = _Session(meeting.store, f"leave/{agreement.token}", world_size, _choose_interface(agreement))
     try:
@@ -107,8 +106,6 @@ def _choose_interface(agreement: Agreement) -> bool:
 
 
 def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: float) -> None:
-    if not dist.is_available():
-        raise DistributedError("this torch is built without torch.distributed: install a build that has it")
     if in_process_group():
         raise DistributedError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group already: initialise "
@@ -172,7 +169,7 @@ def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
         # A launcher that is killed would leave its processes behind; torch's own workers use the same private call.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
         record_uncaught_exceptions()
-    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s, open_store)
+    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s)
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:
@@ -194,7 +191,7 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
         >>> setup_distributed(0, 1)
         >>> cleanup_distributed()
     """
-    start_group(rank, world_size, backend, _TIMEOUT_S, open_store)
+    start_group(rank, world_size, backend)
 
 
 def shutdown() -> None:

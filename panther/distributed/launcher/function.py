@@ -19,11 +19,8 @@ from torch._utils import cpu_count  # private, and what torchrun counts with
 
 from panther.distributed._error_file import record_failure
 from panther.distributed.comm._ranks import in_process_group
-from panther.distributed.comm._store import Meeting
 from panther.distributed.comm.process_group import shutdown, start_group
 from panther.errors import DistributedError, check_size
-
-_TIMEOUT_S = 300.0
 
 
 def launch(
@@ -78,11 +75,6 @@ class _Job:
     threads: int
     forked: bool
 
-    def open_store(self, rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
-        """Open a file of this attempt: nothing of an earlier one is in it, and no port can be taken."""
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        return Meeting(dist.FileStore(str(self.folder / f"store-{attempt}"), world_size))
-
     def result_of(self, rank: int) -> Path:
         return self.folder / f"result-{rank}.pickle"
 
@@ -112,7 +104,10 @@ def _call(job: _Job) -> None:
         torch.set_num_threads(job.threads)
     fn, args = pickle.loads(job.call) if isinstance(job.call, bytes) else job.call
     rank = int(os.environ["RANK"])
-    start_group(rank, int(os.environ["WORLD_SIZE"]), None, _TIMEOUT_S, job.open_store)
+    world_size = int(os.environ["WORLD_SIZE"])
+    # A file of this attempt: nothing of an earlier one is in it, and no port can be taken.
+    file = job.folder / f"store-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    start_group(rank, world_size, store=dist.FileStore(str(file), world_size))
     try:
         result = fn(*args)
     except SystemExit as error:
