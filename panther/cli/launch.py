@@ -21,12 +21,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start(arguments: list[str], name: str | None = None) -> int:
-    """Start the processes that a command line asks for; return the exit code.
-
-    Args:
-        arguments: Those of ``panther launch``.
-        name: What to call the run in place of the script's name.
-    """
+    """Start the processes that the arguments of ``panther launch`` ask for; return the exit code."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from panther.distributed.launcher.script import run_script

@@ -16,8 +16,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch
@@ -34,18 +33,8 @@ _FAREWELL_S = 5.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-@dataclass(frozen=True)
-class _Session:
-    """What shutdown undoes, apart from the process group."""
-
-    store: dist.Store
-    farewell: str
-    """Key of the store at which the ranks meet before they leave."""
-    world_size: int
-    set_interface: bool
-
-
-_session: _Session | None = None
+_at_shutdown = ExitStack()
+"""What shutdown does before it destroys the process group."""
 
 
 def start_group(
@@ -56,12 +45,13 @@ def start_group(
     store: dist.Store | None = None,
 ) -> None:
     """Join the process group in a store, or in that of the environment; every failure is an error of one sentence."""
-    global _session
     _check_request(rank, world_size, backend, timeout_s)
     deadline = time.monotonic() + timeout_s
     meeting = open_store(rank, world_size, timeout_s, deadline) if store is None else Meeting(store)
     agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
-    _session = _Session(meeting.store, f"leave/{agreement.token}", world_size, _choose_interface(agreement))
+    if _choose_interface(agreement):
+        _at_shutdown.callback(os.environ.pop, _INTERFACE, None)
+    _at_shutdown.callback(_wait_for_leaving_ranks, meeting.store, f"leave/{agreement.token}", world_size)
     try:
         device = None
         if "nccl" in agreement.backend and (gpu := own_gpu(rank)) is not None:
@@ -103,6 +93,13 @@ def _choose_interface(agreement: Agreement) -> bool:
     if name is not None:
         os.environ[_INTERFACE] = name
     return name is not None
+
+
+def _wait_for_leaving_ranks(store: dist.Store, key: str, world_size: int) -> None:
+    # After an exception the others may never come, and its message must not wait for them.
+    if sys.exc_info()[0] is None:
+        with suppress(RuntimeError):  # the host of the store may go first
+            meet(store, key, world_size, time.monotonic() + _FAREWELL_S)
 
 
 def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: float) -> None:
@@ -206,18 +203,9 @@ def shutdown() -> None:
         >>> torch.distributed.is_initialized()
         False
     """
-    global _session
-    session, _session = _session, None
-    try:
-        # After an exception the others may never come, and its message must not wait for them.
-        if session is not None and sys.exc_info()[0] is None:
-            with suppress(RuntimeError):  # the host of the store may go first
-                meet(session.store, session.farewell, session.world_size, time.monotonic() + _FAREWELL_S)
-        if in_process_group():
-            dist.destroy_process_group()
-    finally:
-        if session is not None and session.set_interface:
-            os.environ.pop(_INTERFACE, None)
+    _at_shutdown.close()
+    if in_process_group():
+        dist.destroy_process_group()
 
 
 def cleanup_distributed() -> None:

@@ -13,7 +13,6 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
@@ -77,9 +76,9 @@ class _Agent(LocalElasticAgent):
 
 
 def run_agent(
-    work: Callable[[Any], None], job: object, nproc: int, max_restarts: int, start_method: str, folder: Path
+    work: Callable[..., None], args: tuple[Any, ...], nproc: int, max_restarts: int, start_method: str, folder: str
 ) -> None:
-    """Run ``work(job)`` in ``nproc`` workers, and raise DistributedError if they fail.
+    """Run ``work(*args)`` in ``nproc`` workers, and raise DistributedError if they fail.
 
     On SIGINT, SIGTERM and the like, torch's SignalException is raised once the workers have ended.
     """
@@ -88,13 +87,13 @@ def run_agent(
             role="worker",
             local_world_size=nproc,
             entrypoint=work,
-            args=(job,),
+            args=args,
             rdzv_handler=LoopbackRendezvous(listen=False),
             max_restarts=max_restarts,
             monitor_interval=0.05,
             local_addr="127.0.0.1",
         )
-        agent = _Agent(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method, shutdown_timeout=_SHUTDOWN_S)
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder), start_method, shutdown_timeout=_SHUTDOWN_S)
         try:
             result = agent.run()
         finally:

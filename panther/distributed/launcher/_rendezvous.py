@@ -6,13 +6,7 @@ import socket
 import uuid
 
 from torch.distributed import HashStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 _LOOPBACK = "127.0.0.1"
@@ -59,8 +53,4 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(alone, 0, 1, RendezvousStoreInfo.build(0, alone, _LOOPBACK))
 
 
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(listen=True)
-
-
-rendezvous_handler_registry.register(BACKEND, _create)
+rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezvous(listen=True))

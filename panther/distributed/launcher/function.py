@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +57,17 @@ def launch(
     from panther.distributed.launcher import _agent  # whose import takes as long as that of torch
 
     _check_launch(fn, nproc, max_restarts, start_method)
-    forked = start_method == "fork"
+    call = (fn, args) if start_method == "fork" else _pickle_call(fn, args)
     with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
-        threads = 1 if forked else max(1, (cpu_count() or 1) // nproc)  # a forked OpenMP pool would hang
-        job = _Job((fn, args) if forked else _pickle_call(fn, args), Path(folder), threads, forked)
-        _agent.run_agent(_work, job, nproc, max_restarts, start_method, Path(folder))
-        return [pickle.loads(job.result_of(rank).read_bytes()) for rank in range(nproc)]
+        _agent.run_agent(_work, (call, Path(folder)), nproc, max_restarts, start_method, folder)
+        return [pickle.loads(_result_of(rank, Path(folder)).read_bytes()) for rank in range(nproc)]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The call, and where its results go; goes to every worker."""
-
-    call: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
-    folder: Path
-    threads: int
-    forked: bool
-
-    def result_of(self, rank: int) -> Path:
-        return self.folder / f"result-{rank}.pickle"
+def _result_of(rank: int, folder: Path) -> Path:
+    return folder / f"result-{rank}.pickle"
 
 
-def _work(job: _Job) -> None:
+def _work(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path) -> None:
     """Run in each worker of launch."""
     # SIGINT is also what a worker gets when its parent dies: it must end even one that waits in a collective operation.
     # The others may be handled by the parent that was forked.
@@ -87,7 +75,7 @@ def _work(job: _Job) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        _call(job)
+        _run(call, folder)
     except BaseException as error:
         # Leave at once, with the record written: the others find out by the closed connections, so theirs come later,
         # and a live process group would abort the interpreter's shutdown.
@@ -99,14 +87,15 @@ def _work(job: _Job) -> None:
         os._exit(1)
 
 
-def _call(job: _Job) -> None:
-    if job.forked or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(job.threads)
-    fn, args = pickle.loads(job.call) if isinstance(job.call, bytes) else job.call
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
+def _run(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path) -> None:
+    forked = isinstance(call, tuple)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if forked or "OMP_NUM_THREADS" not in os.environ:
+        # A forked OpenMP pool would hang.
+        torch.set_num_threads(1 if forked else max(1, (cpu_count() or 1) // world_size))
+    fn, args = call if isinstance(call, tuple) else pickle.loads(call)
     # A file of this attempt: nothing of an earlier one is in it, and no port can be taken.
-    file = job.folder / f"store-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    file = folder / f"store-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     start_group(rank, world_size, store=dist.FileStore(str(file), world_size))
     try:
         result = fn(*args)
@@ -119,7 +108,7 @@ def _call(job: _Job) -> None:
             f"the function returned a {type(result).__name__} that cannot be pickled ({error}): return tensors, "
             "numbers or other plain data"
         ) from error
-    job.result_of(rank).write_bytes(data)
+    _result_of(rank, folder).write_bytes(data)
     shutdown()
 
 
