@@ -291,13 +291,14 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
         (["nowhere.py"], "the script nowhere.py does not exist"),
         (
             ["--nproc-per-node=many", "work.py"],
-            "torchrun does not accept these options: Unsupported nproc_per_node value: many",
+            "one of --backend, --nnodes and --nproc-per-node is not valid: Unsupported nproc_per_node value: many",
         ),
         (
             ["--nnodes=2:1", "--master-port=1", "work.py"],
             "does not accept these options: min_nodes must be > 0 and <= max_nodes",
         ),
-        (["--nproc-per-node=0", "work.py"], "--nproc-per-node=0 must be at least 1"),
+        (["--nproc-per-node=0", "work.py"], "nproc_per_node=0 must be at least 1"),
+        (["--nnodes=1:2:3", "work.py"], 'nnodes=1:2:3 is not in "MIN:MAX" format'),
         (["--nproc=2", "work.py"], "--nproc is not an option of panther launch: use --nproc-per-node; panther launch"),
         (
             ["--no", "work.py"],
@@ -306,7 +307,10 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
         (["--frob=2", "work.py"], "unrecognized arguments: --frob=2; panther launch --help lists the options"),
         ([], "the following arguments are required: training_script"),
         (["--nproc-per-node", "2"], "the following arguments are required: training_script"),
-        (["--nnodes=two", "work.py"], "--nnodes and --backend are not valid: invalid literal for int"),
+        (
+            ["--nnodes=two", "work.py"],
+            "--nnodes and --nproc-per-node is not valid: invalid literal for int() with base 10: 'two'",
+        ),
         (["--max-restarts=-1", "work.py"], "max_restarts must be >= 0"),
         (["--backend=smoke", "work.py"], "backend='smoke' is unknown: use one of 'gloo'"),
         (["--nnodes=2", "work.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST --node-rank N"),

@@ -110,7 +110,7 @@ def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
     Cost: the bytes of ``x``; the same in backward, which gathers the gradients of all chunks.
     """
     dim = _dimension("reduce_scatter", x, dim)
-    n = _check("reduce_scatter", x, group, "replicate", dim=dim)
+    n = _check("reduce_scatter", x, group, dim=dim)
     place: dict[str, Any] = {"dim": dim, "sizes": chunk_sizes(x.shape[dim], n), "group": group}
     with watched("reduce_scatter", group):
         return _Collective.apply(x, partial(_sum_own_chunk, **place), partial(_gather, **place))
@@ -221,7 +221,7 @@ def _check_tensor(name: str, x: Tensor) -> None:
         raise DTypeError(f"{name} sums numbers, and x is torch.bool: convert it, for example by x.int()")
 
 
-def _check(name: str, x: Tensor, group: Group, grad: str, **settings: Any) -> int:
+def _check(name: str, x: Tensor, group: Group, grad: str = "replicate", **settings: Any) -> int:
     """Return the world size of the group, if this rank is in it and the others pass the same, compared once a case."""
     if grad not in _GRADS:
         raise ValueError(f"grad={grad!r} is unknown: use one of {', '.join(map(repr, _GRADS))}")

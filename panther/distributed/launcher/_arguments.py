@@ -26,7 +26,7 @@ from panther.distributed.comm._store import Route, find_route, interface_of, lis
 from panther.distributed.comm.process_group import check_backend
 from panther.distributed.launcher._logs import RankLogs, new_folder
 from panther.distributed.launcher._rendezvous import BACKEND
-from panther.errors import ConfigError, DistributedError
+from panther.errors import ConfigError, DistributedError, check_size
 
 _LOGGER = logging.getLogger(__name__)
 LOG_DIR = "panther-logs"
@@ -55,10 +55,12 @@ def prepare(
     try:
         check_backend(args.backend)
         nodes = parse_min_max_nnodes(args.nnodes)[1]
-    except ValueError as error:
-        raise ConfigError(f"--nnodes and --backend are not valid: {error}") from None
+        nproc = check_size("nproc_per_node", determine_local_world_size(args.nproc_per_node), least=1)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"one of --backend, --nnodes and --nproc-per-node is not valid: {error}") from None
     # A shared store keeps the addresses of an earlier attempt, and some restarts hang on them (2 of 8 measured).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpu_count() or 1) // nproc)))
     if args.backend is not None:
         os.environ["PANTHER_BACKEND"] = args.backend
     if (interface := _set_rendezvous(args, nodes)) is not None:
@@ -70,13 +72,9 @@ def prepare(
     torchs_logs = torchs_logs or args.duplicate_stdout_filters or args.duplicate_stderr_filters
     args.log_dir = log_dir if torchs_logs else os.devnull
     try:
-        nproc = determine_local_world_size(args.nproc_per_node)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpu_count() or 1) // max(1, nproc))))
         config, command, arguments = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise ConfigError(f"torchrun does not accept these options: {error}") from error
-    if nproc < 1:
-        raise ConfigError(f"--nproc-per-node={args.nproc_per_node} must be at least 1")
     if not torchs_logs:
         script = name or args.training_script
         stem = script.rpartition(".")[2] if args.module and name is None else Path(script).stem
