@@ -19,15 +19,14 @@ from panther.compression.conversion import Replacement, convert_all, convert_in_
 from panther.compression.fits import Fits, fit_targets
 from panther.compression.measurement import Measured, measure
 from panther.compression.report import CompressionReport, HealResult, layer_reports
-from panther.compression.runner import Runner, calibrating
-from panther.compression.survey import Loss, survey_targets
+from panther.compression.runner import Loss, Runner, calibrating
+from panther.compression.survey import survey_targets
 from panther.compression.targets import Selector, Survey, replace_modules, select_targets, swap_modules
 from panther.errors import CompressionError, PerformanceWarning, check_size
 from panther.sketch import check_seed
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
-_ALLOCATIONS = ("global", "uniform")
 _SLOWER = 0.8  # of the dense layer's speed: a layer below it is warned about
 
 
@@ -131,19 +130,19 @@ def compress(
 
         healing.check_ranks(group)
     with torch.inference_mode(False), torch.enable_grad():
-        runner = Runner(model, calibration, forward_fn, mask_fn, group, progress)
+        runner = Runner(model, calibration, forward_fn, mask_fn, group, progress, loss_fn)
         seed = runner.agreed(check_seed(seed))
         healed, write_ = None, None
         with calibrating(model, seed):
             survey = select_targets(model, include, exclude, seeded=method == "random").check()
             if method in _CALIBRATED:  # svd and random look at the weights only
-                survey = survey_targets(runner, survey, loss_fn, gradients=method == "two_sided").check()
+                survey = survey_targets(runner, survey, gradients=method == "two_sided").check()
             # Losses of different layers can be compared through the output's gradients alone.
             allocate = (allocate or "global") if survey.gradients else "uniform"
             limit = byte_limit(model, survey, budget=budget, max_bytes=max_bytes)
             fits = Fits() if method == "random" else fit_targets(
-                runner, survey, limit, loss_fn=loss_fn, memory=statistics_memory_bytes, keep=sequential,
-                healing=heal is not None, seed=seed,
+                runner, survey, limit, memory=statistics_memory_bytes, keep=sequential, healing=heal is not None,
+                seed=seed,
             )  # fmt: skip
             allocation = allocate_ranks(runner, survey, fits, allocate, limit, max_error, seed)
             replacement, notes = convert_all(survey, fits, allocation.ranks, seed), [*survey.notes, *allocation.notes]
@@ -223,7 +222,7 @@ def _finish(
         for name, module in model.named_modules()
         if isinstance(module, nn.TransformerEncoder)
         and module.use_nested_tensor
-        and any(child in replacement for child in module.modules())
+        and not replacement.keys().isdisjoint(module.modules())
     }
     notes += [
         f"use_nested_tensor is off in {repr(name) if name else 'the model'}: with it torch reads the dense weight of "
@@ -283,7 +282,7 @@ def _check_options(
     budget: Any, max_bytes: Any, max_error: Any, method: str, allocate: str | None, loss_fn: Any, sequential: bool,
     calibration: Any, heal: Any,
 ) -> None:  # fmt: skip
-    for name, value, known in (("method", method, _METHODS), ("allocate", allocate or "global", _ALLOCATIONS)):
+    for name, value, known in (("method", method, _METHODS), ("allocate", allocate or "global", ("global", "uniform"))):
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
     given = {name: value for name, value in (("budget", budget), ("max_bytes", max_bytes), ("max_error", max_error))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from panther.compression.fits import Fit, Fits, fit_weight
 from panther.compression.moments import gather_drift
 from panther.compression.runner import Runner
-from panther.compression.targets import Ranks, Survey, Target, is_conv1d, replace_modules
+from panther.compression.targets import Ranks, Survey, Target, replace_modules
 from panther.errors import PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last
@@ -105,14 +105,12 @@ def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _as_linear(module: nn.Module) -> nn.Linear:
-    """Return an nn.Linear with the weight of a module, which may be transformers' Conv1D."""
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
-    weight = nn.Parameter(weight.detach().mT if is_conv1d(module) else weight.detach())
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")  # takes no memory
-    linear.weight = weight
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach())
+    """Return the module itself, or an nn.Linear with the weight and bias of transformers' Conv1D."""
+    if isinstance(module, nn.Linear):
+        return module
+    weight, bias = module.get_parameter("weight").detach(), module.get_parameter("bias").detach()
+    linear = nn.Linear(weight.shape[0], weight.shape[1], device="meta")  # takes no memory
+    linear.weight, linear.bias = nn.Parameter(weight.mT), nn.Parameter(bias)
     return linear.train(module.training)
 
 
@@ -132,10 +130,8 @@ def _nonzero(left: Tensor) -> Tensor:  # (groups, outer, r) -> (groups, r)
 
 
 def _linear(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> SKLinear:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    (out, inner), R = (left.shape[1], right.shape[2]), -(-left.shape[2] // 2)
-    bias = getattr(module, "bias", None) is not None
+    weight, bias = module.get_parameter("weight"), getattr(module, "bias", None) is not None
+    inner, out, R = right.shape[2], left.shape[1], -(-left.shape[2] // 2)
     layer = SKLinear(inner, out, 1, R, bias=bias, dtype=weight.dtype, device=weight.device, seed=seed)
     # Columns that stay zero would never learn; split_factors gives them zero S and random signs in U.
     kept = _nonzero(left)[0]

@@ -13,15 +13,16 @@ Reference: X. Jiao et al., "TinyBERT: distilling BERT for natural language under
 __all__ = ["Distillation", "blocks_of", "lost_variance"]
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
-from panther.compression.runner import Runner, counted, floating_tensor, gpus_of, seed_generators
+from panther.compression.runner import Runner, counted, floating_tensor, seed_generators
 from panther.compression.targets import replace_modules, swap_modules
 
 
@@ -33,50 +34,43 @@ class Distillation(nn.Module):
     nor the flags of the model change before :meth:`write_`. The model is not a submodule: checkpoints, gradients and
     their exchange between ranks are of the copies only.
 
-    Args:
+    Attributes:
         trained: The parameters to train by their names in the compressed model.
-        hidden: Whether the outputs of blocks are matched, besides the model's.
-        seed: Seed of the random numbers that a model draws, the same at every call.
-        autocast: Whether an autocast around it applies.
+        scaled: Whether the Trainer has to scale the loss, as the gradients of float16 overflow and underflow.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        replacement: Replacement,
-        trained: Mapping[str, nn.Parameter],
-        *,
-        hidden: bool,
-        seed: int,
-        autocast: bool = True,
-    ) -> None:
+    def __init__(self, runner: Runner, replacement: Replacement, config: HealConfig, seed: int) -> None:
         super().__init__()
-        self.runner, self.seed, self.autocast = runner, seed, autocast
+        self.runner, self.seed, model = runner, seed, runner.model
         self.batches = [*runner.batches, *runner.held_out]
-        self.trained = list(trained.values())
-        self.values = nn.ParameterList(
-            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.trained
-        )
-        model = runner.model
         self._new, self._old = replacement, {new: old for old, new in replacement.items()}
-        index = {parameter: number for number, parameter in enumerate(self.trained)}
+        factors = {parameter for layer in replacement.values() for parameter in layer.parameters()}
+        every = config.train == "all"
         with replace_modules(model, replacement):
+            named = model.named_parameters()
+            self.trained = {name: p for name, p in named if p in factors or (every and p.requires_grad)}
+            index = {parameter: number for number, parameter in enumerate(self.trained.values())}
             self._parameters_at = [  # every place, because a parameter can be shared
                 (module._parameters, name, index[parameter])
                 for module in model.modules()
                 for name, parameter in module._parameters.items()
                 if parameter is not None and parameter in index
             ]
+        self.values = nn.ParameterList(
+            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in index
+        )
+        self.scaled = any(p.dtype is torch.float16 for p in index)
+        # The Trainer scales only under autocast, which then computes nothing that was not asked for.
+        self._autocast = not self.scaled or config.mixed_precision is not None
         # nn.GRU and the like read their weights from a list besides `_parameters`.
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-        self._blocks = blocks_of(model, set(replacement)) if hidden else []
-        self._gpus = gpus_of(model)
+        self._blocks = blocks_of(model, set(replacement)) if config.match == "hidden" else []
 
     def place(self, *, student: bool) -> None:
         """Put the new layers and the trained values into the model, or the original layers and parameters back."""
         swap_modules(self.runner.model, self._new if student else self._old)
         # With the gradient of the float32 copies.
-        pairs = zip(self.values, self.trained, strict=True)
+        pairs = zip(self.values, self.trained.values(), strict=True)
         values = [value.to(p.device, p.dtype) if student else p for value, p in pairs]
         for parameters, name, number in self._parameters_at:
             # Past nn.Module's setattr, which takes only a Parameter here; torch.func.functional_call does the same.
@@ -96,14 +90,14 @@ class Distillation(nn.Module):
     @torch.no_grad()
     def write_(self) -> None:
         """Write the trained values to the parameters."""
-        for parameter, value in zip(self.trained, self.values, strict=True):
+        for parameter, value in zip(self.trained.values(), self.values, strict=True):
             parameter.copy_(value)
 
     def forward(self, index: Tensor) -> Tensor:  # (1,) -> ()
         """Return the loss on a batch."""
         batch = self.batches[int(index)]
         mask = self.runner.mask(batch)
-        with nullcontext() if self.autocast else torch.autocast(self.runner.device.type, enabled=False):
+        with nullcontext() if self._autocast else torch.autocast(self.runner.device.type, enabled=False):
             self.place(student=False)
             with torch.no_grad():
                 (target,), *targets = self._observe(batch)
@@ -122,7 +116,7 @@ class Distillation(nn.Module):
     def _observe(self, batch: Any) -> list[list[Tensor]]:
         """Return the output, and the output of each call of each block."""
         # Both models must draw the same, dropout that stays on in eval mode for example.
-        seed_generators(self.seed, self._gpus)
+        seed_generators(self.runner.model, self.seed)
         blocks = [parent.get_submodule(name) for parent, name in self._blocks]
         seen: dict[nn.Module, list[Tensor]] = {block: [] for block in blocks}
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from panther.compression.moments import Moments, gather_moments, split_passes
 from panther.compression.runner import Runner
-from panther.compression.survey import Loss
 from panther.compression.targets import LEAST_RANK, Survey, Target
 from panther.linalg import randomized_svd
 
@@ -87,15 +86,7 @@ class Fits:
 
 
 def fit_targets(
-    runner: Runner,
-    survey: Survey,
-    limit: int | None,
-    *,
-    loss_fn: Loss | None,
-    memory: int | None,
-    keep: bool,
-    healing: bool,
-    seed: int,
+    runner: Runner, survey: Survey, limit: int | None, *, memory: int | None, keep: bool, healing: bool, seed: int
 ) -> Fits:
     """Gather moments pass by pass, and factor every weight in their metric.
 
@@ -115,21 +106,19 @@ def fit_targets(
     # Without calibration there are no inputs, and weights are fitted in the plain metric.
     plain = survey.targets if not split else ()
     fits = {target: fit_weight(target, None, most=most[target], seed=seeds[target]) for target in plain}
-    tails, kept = {}, {}
+    tails, kept, comparable = {}, {}, survey.gradients and runner.loss_fn is None
     for number, inputs in enumerate(split):
         description = f"moments {number + 1}/{len(split)}"
-        found, energy = gather_moments(
-            runner, inputs, loss_fn, gradients=survey.gradients, seed=seed, description=description
-        )
+        found, energy = gather_moments(runner, inputs, gradients=survey.gradients, seed=seed, description=description)
         for target in list(found):
             own = found.pop(target)  # so that its memory is free once it is used
             fits[target] = fit_weight(target, own, most=most[target], seed=seeds[target])
             if survey.gradients:
-                scale = own.positions / energy if energy > 0 and loss_fn is None else own.positions
+                scale = own.positions / energy if energy > 0 and comparable else own.positions
                 tails[target] = fits[target].tails * scale
             if keep:
                 kept[target] = own
-    return Fits(fits, tails, kept, len(split), extra, loss_fn is None and survey.gradients)
+    return Fits(fits, tails, kept, len(split), extra, comparable)
 
 
 def _most_bytes(most: Mapping[Target, int], moments: int, limit: int | None, *, keep: bool, healing: bool) -> int:
@@ -192,14 +181,11 @@ def _wide_dtype(target: Target) -> torch.dtype:
 
 
 def components(target: Target, share: float) -> int:
-    """Return how many components of a target to store where all targets may keep ``share`` of their bytes.
-
-    All that are of use; for large weights twice as many as a uniform rank needs, so that the randomized SVD, which is
-    faster, can be used for budgets up to a quarter.
-    """
+    """Return how many components of a target to store where all targets may keep ``share`` of their bytes."""
     most = target.largest_rank
     if min(target.inner, target.outer) < _LARGE:
         return most
+    # Twice as many as a uniform rank needs: the randomized SVD, which is faster, can be used for up to a quarter.
     return max(min(most, int(2 * share * most)) // 2 * 2, LEAST_RANK)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from panther.compression.config import HealConfig
@@ -27,7 +27,6 @@ from panther.compression.conversion import Replacement
 from panther.compression.distillation import Distillation
 from panther.compression.report import HealResult
 from panther.compression.runner import Runner, calibrating
-from panther.compression.targets import replace_modules
 from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
@@ -51,26 +50,17 @@ def heal(
     five times the trained parameters (values, gradients, two moments, best point), a copy of those of half precision,
     and the hidden states of one batch, twice.
     """
-    with replace_modules(runner.model, replacement):
-        factors = {parameter for layer in replacement.values() for parameter in layer.parameters()}
-        every = config.train == "all"
-        named = runner.model.named_parameters()
-        trained = {name: p for name, p in named if p in factors or (every and p.requires_grad)}
-    # The gradients of float16 overflow and underflow unless the loss is scaled, which the Trainer does under autocast.
-    scaled = any(p.dtype is torch.float16 for p in trained.values())
-    settings = config.train_config(seed=seed, progress=runner.show, scaled=scaled)
+    # Before parameters stop to require gradients, which decides whether they are trained.
+    distillation = Distillation(runner, replacement, config, seed)
+    settings = config.train_config(seed=seed, progress=runner.show, scaled=distillation.scaled)
     # The Trainer moves what it trains to the current GPU.
     gpu = torch.cuda.device(runner.device) if runner.device.type == "cuda" else nullcontext()
     with calibrating(runner.model, seed), preserved_generators(), gpu:
-        distillation = Distillation(
-            runner, replacement, trained, hidden=config.match == "hidden", seed=seed,
-            autocast=not scaled or config.mixed_precision is not None,
-        )  # fmt: skip
         training, total = len(runner.batches), len(distillation.batches)
         # Without a batch size, because an index stands for a whole batch.
         batches = DataLoader(_Stream(shuffled(training, config.max_steps, seed)), batch_size=None)
         held_out = DataLoader(_Stream(torch.arange(training, total)), batch_size=None)
-        _check_identity(runner, trained, config, seed)
+        _check_identity(distillation, config)
         course = _Course(distillation, held_out)
         optimizer = partial(torch.optim.AdamW, betas=_BETAS, weight_decay=config.weight_decay)
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[course])
@@ -145,11 +135,10 @@ class _Course(Callback):
             self.diverged = trainer.stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STATE}
+        return {name: value for name, value in vars(self).items() if name not in ("values", "held_out")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in _STATE:
-            setattr(self, name, state[name])
+        vars(self).update(state)
 
     @torch.no_grad()
     def restore_(self) -> None:
@@ -172,14 +161,11 @@ class _Course(Callback):
         )
 
 
-_STATE = ("best", "loss_before", "best_loss", "best_step", "diverged")
-
-
-def _check_identity(runner: Runner, trained: Mapping[str, nn.Parameter], config: HealConfig, seed: int) -> None:
+def _check_identity(distillation: Distillation, config: HealConfig) -> None:
     """Raise on every rank unless all ranks, and the run in the folder for checkpoints, are the same."""
-    settings = asdict(config) | {"seed": seed}
+    runner, settings = distillation.runner, asdict(config) | {"seed": distillation.seed}
     folder, _ = settings.pop("checkpoint_dir"), settings.pop("trackers")
-    identity = in_words(settings) | {name: f"{tuple(p.shape)} {p.dtype}" for name, p in trained.items()}
+    identity = in_words(settings) | {name: f"{tuple(p.shape)} {p.dtype}" for name, p in distillation.trained.items()}
     checksum = 0
     for parameter in runner.model.parameters():
         checksum = zlib.crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)

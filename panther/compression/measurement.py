@@ -76,7 +76,6 @@ def _measure_layers(
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))  # lost, and whole
     speedups: dict[Target, float] = {}
-    mask: Tensor | None = None
 
     def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> None:
         new = replacement[module]
@@ -111,14 +110,15 @@ def _model_speedup(runner: Runner, replacement: Replacement) -> float:
 def _speedup(old: Callable[[], Any], new: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS) -> float:
     """Return the median over rounds of the ratio of the two times."""
 
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     def timed(call: Callable[[], Any]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
+        begin = now()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
+        return now() - begin
 
     old(), new()  # the first calls allocate, and compile kernels on a GPU
     # The ratio within a round, because a shared machine gets slower and faster over the rounds.

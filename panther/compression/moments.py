@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.compression.runner import Runner, counted, squares
-from panther.compression.survey import Loss, input_key, output_gradients, watched
+from panther.compression.survey import input_key, output_gradients, watched
 from panther.compression.targets import Target
 from panther.errors import CompressionError
 from panther.nn._conv import pad_input
@@ -62,12 +62,9 @@ def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
 def split_passes(
     inputs: Sequence[Sequence[Target]], gradients: bool, limit: int | None
 ) -> tuple[list[list[Sequence[Target]]], int]:
-    """Split the sets of targets into passes whose moments fit into ``limit`` bytes.
+    """Return passes of sets of targets whose moments fit into ``limit`` bytes, and the bytes of the largest one.
 
     A set that is larger by itself has a pass of its own. None is the memory that the three largest layers need.
-
-    Returns:
-        The passes, and the bytes of the largest one.
     """
     if limit is None:
         each = sorted(moments_bytes([target], gradients) for several in inputs for target in several)
@@ -102,19 +99,9 @@ class _Sums:
 
 
 def gather_moments(
-    runner: Runner,
-    inputs: Sequence[Sequence[Target]],
-    loss_fn: Loss | None,
-    *,
-    gradients: bool,
-    seed: int,
-    description: str,
+    runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, description: str
 ) -> tuple[dict[Target, Moments], float]:
-    """Pass over the batches once, for the moments of the targets in ``inputs``.
-
-    Returns:
-        The moments, which targets of one input share, and the sum of squares of the output.
-    """
+    """Pass over the batches once: return the moments, which targets of one input share, and the output's squares."""
     sums: dict[Target, _Sums] = {}
     for several in inputs:
         sums |= dict.fromkeys(several, _Sums(several, gradients, runner.device))
@@ -123,8 +110,6 @@ def gather_moments(
     seen: dict[Target, list[Any]] = {}
     alive: list[Tensor] = []  # so that an address is not used again within a batch
     energy = torch.zeros(1, dtype=torch.float64)
-    number = 0
-    mask: Tensor | None = None
 
     def note(target: Target, module: nn.Module, x: Tensor) -> None:
         if target in compared:
@@ -144,7 +129,7 @@ def gather_moments(
         mask = runner.mask(batch)
         with watched(list(sums), note, gradients=gradients) as watch, torch.set_grad_enabled(gradients):
             output = runner.output(batch)
-            found = output_gradients(runner, output, batch, watch, seed + number, loss_fn) if watch.taps else []
+            found = output_gradients(runner, output, batch, watch, seed + number) if watch.taps else []
         for several in inputs:
             for other in several[1:]:
                 if seen.get(several[0]) != seen.get(other):

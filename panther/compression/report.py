@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from panther._text import counted, format_bytes, format_table
+from panther.compression.allocation import predicted_loss
 from panther.compression.fits import Fits
 from panther.compression.measurement import Measured
 from panther.compression.targets import Ranks, SkippedLayer
@@ -77,9 +78,7 @@ def layer_reports(
     fits: Fits, ranks: Ranks, replacement: Mapping[nn.Module, Any], measured: Measured
 ) -> tuple[LayerReport, ...]:
     """Return the report of each target."""
-    losses = {
-        target: tail[rank].item() if (rank := ranks[target]) is not None else 0.0 for target, tail in fits.tails.items()
-    }
+    losses = {target: predicted_loss(fits.tails, {target: ranks[target]}) for target in fits.tails}
     whole = sum(losses.values())
     return tuple(
         LayerReport(

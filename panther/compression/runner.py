@@ -1,7 +1,7 @@
 """Running a model on calibration batches: its arguments, the output that is compared, and the positions that count."""
 
 __all__ = [
-    "Runner", "calibrating", "counted", "floating_tensor", "gpus_of", "main_output", "relative_error",
+    "Loss", "Runner", "calibrating", "counted", "floating_tensor", "main_output", "relative_error",
     "rows_of", "seed_generators", "squares",
 ]  # fmt: skip
 
@@ -18,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from panther.errors import CompressionError
+
+Loss = Callable[[Tensor, Any], Tensor]
 
 _OUTPUTS = ("logits", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch
@@ -59,8 +61,9 @@ class Runner:
         mask_fn: Callable[[Any], Tensor | None] | None,
         group: dist.ProcessGroup | None,
         progress: bool | None,
+        loss_fn: Loss | None = None,
     ) -> None:
-        self.model, self.forward_fn, self.mask_fn, self.group = model, forward_fn, mask_fn, group
+        self.model, self.forward_fn, self.mask_fn, self.loss_fn, self.group = model, forward_fn, mask_fn, loss_fn, group
         self.show = sys.stderr.isatty() if progress is None else progress
         self.batches: list[Any] = []
         self.held_out: list[Any] = []
@@ -201,15 +204,15 @@ def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
     return (x if rows is None else x[rows]).flatten(0, -2)
 
 
-def gpus_of(model: nn.Module) -> list[int]:
+def _gpus_of(model: nn.Module) -> list[int]:
     """Return the indices of the GPUs that hold parameters."""
     return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
-def seed_generators(seed: int, gpus: Sequence[int]) -> None:
-    """Seed the generators of the CPU and of these GPUs; torch.manual_seed would seed every GPU."""
+def seed_generators(model: nn.Module, seed: int) -> None:
+    """Seed the generators of the CPU and of the model's GPUs; torch.manual_seed would seed every GPU."""
     torch.default_generator.manual_seed(seed)
-    for index in gpus:
+    for index in _gpus_of(model):
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
@@ -230,9 +233,9 @@ def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
         if buffer is not None and not is_lazy(buffer)
     ]
     # A compiled model would be compiled again for every layer that is replaced for a while.
-    with torch.random.fork_rng(gpus_of(model)), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(_gpus_of(model)), torch.compiler.set_stance("force_eager"):
         try:
-            seed_generators(seed, gpus_of(model))
+            seed_generators(model, seed)
             torch.backends.mha.set_fastpath_enabled(False)  # its outputs have other lengths where batches are padded
             model.eval()
             for parameter in trained:

@@ -1,6 +1,6 @@
 """A survey of the layers on one batch: which are called, which share an input, and which affect the output."""
 
-__all__ = ["Loss", "Watch", "hooked", "input_key", "output_gradients", "survey_targets", "watched"]
+__all__ = ["Watch", "hooked", "input_key", "output_gradients", "survey_targets", "watched"]
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,10 @@ from panther.compression.runner import Runner, rows_of
 from panther.compression.targets import SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
 
-Loss = Callable[[Tensor, Any], Tensor]
-
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
 
-def survey_targets(runner: Runner, survey: Survey, loss_fn: Loss | None, *, gradients: bool) -> Survey:
+def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey:
     """Run the first batch, and skip the layers that the batches say nothing about.
 
     Warns:
@@ -40,7 +38,7 @@ def survey_targets(runner: Runner, survey: Survey, loss_fn: Loss | None, *, grad
             gradients = False
             notes.append("the output has no gradient, so G is the identity and ranks are uniform (method 'activation')")
             warnings.warn(f"method='two_sided' is not possible: {notes[-1]}", NumericalWarning, stacklevel=3)
-        found = output_gradients(runner, output, batch, watch, 0, loss_fn) if gradients else []
+        found = output_gradients(runner, output, batch, watch, 0) if gradients else []
     reached = {target for (target, _, _), g in zip(watch.taps, found, strict=False) if g is not None and g.any()}
     reasons: dict[Target, str] = {}
     for target in survey.targets:
@@ -110,19 +108,12 @@ def hooked(
         yield
 
 
-def output_gradients(
-    runner: Runner,
-    output: Tensor,
-    batch: Any,
-    watch: Watch,
-    seed: int,
-    loss_fn: Loss | None,
-) -> Sequence[Tensor | None]:
+def output_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, seed: int) -> Sequence[Tensor | None]:
     """Return the gradients at the layers' outputs of the loss, or of the output times a normal vector."""
     watch.over = True
     at = [tap for _, _, tap in watch.taps]
-    if loss_fn is not None:
-        loss = loss_fn(output, batch)
+    if runner.loss_fn is not None:
+        loss = runner.loss_fn(output, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise CompressionError(

@@ -148,11 +148,8 @@ class Survey:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is transformers' Conv1D, a linear layer whose weight is (in, out).
-
-    By name, because transformers must not be imported for it.
-    """
-    kind = type(module)
+    """Return whether a module is transformers' Conv1D, a linear layer whose weight is (in, out)."""
+    kind = type(module)  # by name, because transformers must not be imported for it
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
 
 
@@ -178,13 +175,13 @@ def select_targets(
             reasons[module] = _refusal(module, places, wanted, unwanted)
 
     # A weight that several layers share becomes one target, so that it is compressed once and stays shared.
-    owners: dict[int, dict[nn.Module, None]] = {}
+    owners: dict[Tensor, dict[nn.Module, None]] = {}
     for module in names:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), {})[module] = None
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, {})[module] = None
     targets = []
-    for sharing in dict.fromkeys(tuple(owners[id(m.weight)]) for m, reason in reasons.items() if reason is None):
+    found = [module.get_parameter("weight") for module, reason in reasons.items() if reason is None]
+    for sharing in dict.fromkeys(tuple(owners[weight]) for weight in found):
         sound = [module for module in sharing if reasons.get(module, "") is None]
         alike = len(sound) == len(sharing) and len({type(module) for module in sharing}) == 1
         if len(sharing) > 1 and not (alike and isinstance(sound[0], nn.Linear)):
@@ -193,12 +190,11 @@ def select_targets(
                 reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
             continue
         target = _target(tuple(name for module in sharing for name in names[module]), sharing, seeded)
-        least = target.numbers(rank)
-        if least < target.dense_numbers:
+        least, dense = target.numbers(rank), target.dense_numbers
+        if least < dense:
             targets.append(target)
         else:
-            figures = f"matrix rank {rank} takes {least:,} numbers, the layer {target.dense_numbers:,}"
-            reasons[sound[0]] = f"would not shrink: {figures}"
+            reasons[sound[0]] = f"would not shrink: matrix rank {rank} takes {least:,} numbers, the layer {dense:,}"
     skipped = [
         SkippedLayer(names[module][0] or "(the model)", type(module).__name__, reason)
         for module, reason in reasons.items()
@@ -238,10 +234,7 @@ def _holds_matrix(module: nn.Module) -> bool:
     return (
         isinstance(module, (nn.Linear, nn.Conv2d))
         or _is_quantized(module)
-        or any(
-            parameter is not None and (is_lazy(parameter) or parameter.dim() > 1)
-            for parameter in module._parameters.values()
-        )
+        or any(is_lazy(parameter) or parameter.dim() > 1 for parameter in module.parameters(recurse=False))
     )
 
 

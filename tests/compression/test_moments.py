@@ -17,8 +17,8 @@ def run(model, batches, **kwargs):
     runner = Runner(model, batches, kwargs.pop("forward_fn", None), kwargs.pop("mask_fn", None), None, False)
     selection = select_targets(model)
     with calibrating(model, 0):
-        found = survey_targets(runner, selection, None, gradients=True)
-        moments, energy = gather_moments(runner, found.inputs, None, gradients=True, seed=5, description="")
+        found = survey_targets(runner, selection, gradients=True)
+        moments, energy = gather_moments(runner, found.inputs, gradients=True, seed=5, description="")
     return runner, selection.targets, found, {target.name: moments[target] for target in moments}, energy
 
 
@@ -125,8 +125,8 @@ def test_a_layer_used_twice_and_layers_never_used():
     model, x = Model(), torch.randn(8, 16)
     runner = Runner(model, [x, x, x], None, None, None, False)
     with calibrating(model, 0):
-        found = survey_targets(runner, select_targets(model), None, gradients=True)
-        moments, _ = gather_moments(runner, found.inputs, None, gradients=True, seed=0, description="")
+        found = survey_targets(runner, select_targets(model), gradients=True)
+        moments, _ = gather_moments(runner, found.inputs, gradients=True, seed=0, description="")
     reasons = {entry.name: entry.reason for entry in found.skipped}
     assert reasons["idle"] == "is not called on the first calibration batch"
     assert reasons["blind"].startswith("has no gradient")
