@@ -26,10 +26,10 @@ from panther.distributed.comm._store import Route, find_route, interface_of, lis
 from panther.distributed.comm.process_group import check_backend
 from panther.distributed.launcher._logs import RankLogs, new_folder
 from panther.distributed.launcher._rendezvous import BACKEND
+from panther.distributed.launcher.script import LOG_DIR
 from panther.errors import ConfigError, DistributedError, check_size
 
 _LOGGER = logging.getLogger(__name__)
-LOG_DIR = "panther-logs"
 _POLL_S = 0.2
 _JOIN_S = 600.0  # torch's own default for the c10d rendezvous
 _USAGE = "panther launch [options] script.py [arguments of the script]"

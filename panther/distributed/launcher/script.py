@@ -3,7 +3,7 @@
 torch's own launcher does it, with torchrun's options.
 """
 
-__all__ = ["LaunchConfig", "launch_distributed_training"]
+__all__ = ["LOG_DIR", "LaunchConfig", "launch_distributed_training", "run_script"]
 
 import signal
 from dataclasses import dataclass, fields
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from panther.errors import DistributedError
+
+LOG_DIR = "panther-logs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class LaunchConfig:
     max_restarts: int = 0
     monitor_interval_s: float = 0.1
     backend: str | None = None
-    log_dir: str | PathLike[str] = "panther-logs"
+    log_dir: str | PathLike[str] = LOG_DIR
     shutdown_timeout_s: float = 30
     module: bool = False
 
