@@ -64,7 +64,7 @@ def sketched_matmul(
     if to_operator and (compiling or not needs_torch()):
         return _sketched_matmul(*autocast(x.device, x, S1, U1, S2, U2, bias), scale)[0]
     if packed:
-        _check_signs(S1, U1, S2, U2)
+        _check(x, S1, U1, S2, U2, bias)
         U1, U2 = dense_signs(S1, U1, S2, U2)
     if compiling or choose_path(x.shape[0], S1.shape[1], triton=False) == "chain":
         if x.dtype is torch.float16 and scale != 1.0:
@@ -74,22 +74,6 @@ def sketched_matmul(
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     product = torch_orders.JoinedProduct.apply if torch.is_grad_enabled() else torch_orders.JoinedProduct.forward
     return product(x, S1, U1, S2, U2, bias, scale)[0]
-
-
-def _check_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> None:
-    """Raise ValueError unless U1 and U2 are packed signs of the shapes that S1 and S2 call for."""
-    if U1.dtype is not torch.int32 or U2.dtype is not torch.int32:
-        raise ValueError(
-            f"U1 and U2 must both be dense or both int32 words, not {U1.dtype} and {U2.dtype}: use pack_signs for "
-            "both, or for neither"
-        )
-    R = S1.shape[1]
-    expected = (R, -(-S2.shape[1] // 32)), (R, -(-S1.shape[0] // 32))
-    if (tuple(U1.shape), tuple(U2.shape)) != expected:
-        raise ValueError(
-            f"U1 and U2 as words must have the shapes {expected[0]} and {expected[1]} for in = {S1.shape[0]}, "
-            f"out = {S2.shape[1]} and R = {R}, not {tuple(U1.shape)} and {tuple(U2.shape)}: pack U1 and U2.mT"
-        )
 
 
 def dense_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,8 +108,18 @@ def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tens
             "sketched_matmul takes x (rows, in), S1 and U2 (in, R), U1 and S2 (R, out) and bias (out,), not "
             + ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         )
-    if not dense:
-        _check_signs(S1, U1, S2, U2)
+    if not dense and not U1.dtype is U2.dtype is torch.int32:
+        raise ValueError(
+            f"U1 and U2 must both be dense or both int32 words, not {U1.dtype} and {U2.dtype}: use pack_signs for "
+            "both, or for neither"
+        )
+    (n_in, R), n_out = S1.shape, S2.shape[1]
+    words = (R, -(-n_out // 32)), (R, -(-n_in // 32))
+    if not dense and (U1.shape, U2.shape) != words:
+        raise ValueError(
+            f"U1 and U2 as words must have the shapes {words[0]} and {words[1]} for in = {n_in}, out = {n_out} and "
+            f"R = {R}, not {tuple(U1.shape)} and {tuple(U2.shape)}: pack U1 and U2.mT"
+        )
     check_one_device(_NAME, tensors)
 
 

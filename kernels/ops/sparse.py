@@ -88,10 +88,6 @@ def _multiply(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor
     return sparse.csr_matmul(starts.contiguous(), index.contiguous(), value.contiguous(), A)
 
 
-def _fake(starts: Tensor, index: Tensor, value: Tensor, A: Tensor) -> Tensor:
-    return A.new_empty(*A.shape[:-2], starts.shape[0] - 1, A.shape[-1])
-
-
 def _backward(ctx: Any, grad: Tensor) -> Any:
     raise NotImplementedError(
         "csr_matmul has no backward, for which it would need the transpose of S in CSR: use panther.sketch.SparseSketch"
@@ -107,7 +103,7 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], starts: Tensor, index: Tensor, va
 _csr_matmul = define(
     "csr_matmul(Tensor starts, Tensor index, Tensor value, Tensor A) -> Tensor",
     _multiply,
-    _fake,
+    lambda starts, index, value, A: A.new_empty(*A.shape[:-2], starts.shape[0] - 1, A.shape[-1]),
     backward=_backward,
     vmap=_vmap,
 )

@@ -14,7 +14,6 @@ linear algebra", Acta Numer. 29 (2020), section 12, doi:10.1017/S096249292000002
 __all__ = ["ErrorEstimate", "estimate_error"]
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,7 +88,6 @@ def estimate_error(
         True
     """
     operand = as_operand(A)
-    product = _product_of(approximation, operand)
     probes = check_size("probes", probes, least=1)
     if probes > _MAX_PROBES:
         raise ShapeError(
@@ -99,9 +97,9 @@ def estimate_error(
     *batch, _, n = operand.shape
     S = GaussianSketch(n, probes, seed=seed, stream=_STREAM, scale=False, dtype=operand.dtype, device=operand.device)
     omega = S.dense().expand(*batch, n, probes)
+    approximated = _multiply(approximation, omega, operand)
     exact = operand.matmul(omega)
     operand.check_finite(exact)
-    approximated = product(omega)
     if approximated.shape != exact.shape:
         raise _shape_error(operand, f"its products have the shape {tuple(approximated.shape)}")
     if not bool(approximated.isfinite().all()):
@@ -139,38 +137,37 @@ def _quantile(failure: float, probes: int) -> float:
     return low
 
 
-def _product_of(approximation: Any, operand: Operand) -> Callable[[Tensor], Tensor]:
-    """Return the function that multiplies by an approximation."""
+def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
+    """Return the product of an approximation of the operand with X."""
     if hasattr(approximation, "__matmul__") and hasattr(approximation, "shape"):
-        return _matrix(approximation, operand)
+        if tuple(approximation.shape) != tuple(operand.shape):
+            raise _shape_error(operand, f"it has the shape {tuple(approximation.shape)}")
+        other = as_operand(approximation)
+        _check_device(other.device, operand)
+        return other.matmul(X.to(other.dtype)).to(X.dtype)
     parts = list(approximation) if isinstance(approximation, tuple | list) else []
     if hasattr(approximation, "Vh"):  # torch.linalg.svd and numpy.linalg.svd return the transpose of V
         parts[2] = parts[2].conj().swapaxes(-1, -2)
-    if hasattr(approximation, "__matmul__"):
-        dtypes = [part.dtype for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-        dtype = dtypes[0] if dtypes else operand.dtype
-        return _guarded(lambda X: (approximation @ X.to(dtype)).to(X.dtype), operand)
-    if len(parts) not in (2, 3):
+    multiplies = hasattr(approximation, "__matmul__")
+    if not multiplies and len(parts) not in (2, 3):
         what = f"a {type(approximation).__name__} of {len(parts)}" if parts else type(approximation).__name__
         raise TypeError(
             f"an approximation must be what a driver returned, a matrix, or a tuple of 2 or 3 factors, not {what}: "
             "multiply its factors"
         )
-    factors = [_factor(part, operand) for part in parts]
-    if len(factors) == 2:
-        Q, B = factors
-        return _guarded(lambda X: Q @ (B @ X), operand)
-    U, S, V = factors
-    return _guarded(lambda X: U @ (S[..., None] * (V.mT @ X)), operand)
-
-
-def _matrix(approximation: Any, operand: Operand) -> Callable[[Tensor], Tensor]:
-    if tuple(approximation.shape) != tuple(operand.shape):
-        raise _shape_error(operand, f"it has the shape {tuple(approximation.shape)}")
-    other = as_operand(approximation)
-    if other.device.type != operand.device.type:
-        raise _device_error(other.device, operand)
-    return lambda X: other.matmul(X.to(other.dtype)).to(X.dtype)
+    dtypes = [part.dtype for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+    factors = [] if multiplies else [_factor(part, operand) for part in parts]
+    try:
+        if multiplies:
+            return (approximation @ X.to(dtypes[0] if dtypes else X.dtype)).to(X.dtype)
+        if len(factors) == 2:
+            return factors[0] @ (factors[1] @ X)
+        U, S, V = factors
+        return U @ (S[..., None] * (V.mT @ X))
+    except (RuntimeError, IndexError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        what = f"its product with a matrix of shape {tuple(X.shape)} failed ({reason})"
+        raise _shape_error(operand, what) from error
 
 
 def _factor(part: Any, operand: Operand) -> Tensor:
@@ -179,22 +176,8 @@ def _factor(part: Any, operand: Operand) -> Tensor:
     factor = torch.as_tensor(part)
     if not factor.is_floating_point():
         raise DTypeError(f"a factor is {factor.dtype} and must be real and floating: use (U, S, V) or (Q, B)")
-    if factor.device.type != operand.device.type:
-        raise _device_error(factor.device, operand)
+    _check_device(factor.device, operand)
     return factor.to(operand.dtype)
-
-
-def _guarded(product: Callable[[Tensor], Tensor], operand: Operand) -> Callable[[Tensor], Tensor]:
-    def multiply(X: Tensor) -> Tensor:
-        try:
-            return product(X)
-        except (RuntimeError, IndexError, ValueError) as error:
-            reason = str(error).split("\n")[0]
-            raise _shape_error(
-                operand, f"its product with a matrix of shape {tuple(X.shape)} failed ({reason})"
-            ) from error
-
-    return multiply
 
 
 def _shape_error(operand: Operand, what: str) -> ShapeError:
@@ -204,5 +187,6 @@ def _shape_error(operand: Operand, what: str) -> ShapeError:
     )
 
 
-def _device_error(device: torch.device, operand: Operand) -> DTypeError:
-    return DTypeError(f"the approximation is on {device} and A on {operand.device}: move it there")
+def _check_device(device: torch.device, operand: Operand) -> None:
+    if device.type != operand.device.type:
+        raise DTypeError(f"the approximation is on {device} and A on {operand.device}: move it there")

@@ -37,8 +37,15 @@ def test_operator_without_triton_draws_the_same():
     assert torch.equal(out, expected)
 
 
-def test_draws_compile_whole_and_soon():
+@pytest.mark.parametrize("backend", ["counted", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_draws_compile_whole_and_soon(backend):
     """One operator each: Inductor would take longer than anyone waits for ten rounds of Philox as an expression."""
+    targets = []
+
+    def counted(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
     place = (5, 0, 1, range(3), range(20, 220))
     options = {"dtype": torch.float32, "device": "cpu"}
 
@@ -49,9 +56,10 @@ def test_draws_compile_whole_and_soon():
 
     _backend.backend.cache_clear()
     x = torch.randn(3, 200)
-    compiled = torch.compile(draw, fullgraph=True)
+    compiled = torch.compile(draw, fullgraph=True, backend=counted if backend == "counted" else backend)
     for ours, theirs in zip(compiled(x), draw(x), strict=True):
         torch.testing.assert_close(ours, theirs)
+    assert targets.count("panther.fill_block_.default") == (4 if backend == "counted" else 0)
 
 
 def test_layers_may_be_built_on_the_cpu_where_triton_is_demanded(monkeypatch):
