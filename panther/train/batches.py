@@ -198,28 +198,32 @@ class Feed:
 
         The random generators are unchanged until the first batch is fetched.
         """
-        if self.is_stream:
-            return self._stream_windows(start)
-        plan = self._plan(epoch)[start:]
+        plan = None if self.is_stream else self._plan(epoch)[start:]
         self._order[:] = [
             (
                 _mix(self.seed, epoch, step, number, self.rank) if self.loader.num_workers else None,
                 batch[self.rank :: self.size] or batch[:1],
             )
-            for step, window in enumerate(plan, start)
+            for step, window in enumerate(plan or (), start)
             for number, batch in enumerate(window)
         ]
         with _signals_blocked(self.loader):
-            return self._planned_windows(plan, iter(self.loader))
+            loaded = iter(self.loader)
+        if plan is not None:
+            return self._planned_windows(plan, loaded)
+        # Batches of an epoch that was resumed are fetched again and thrown away, unless the loader has been given a
+        # state, from which it continues by itself.
+        if not self._positioned:
+            for _ in islice(loaded, start * self.accumulation):
+                pass
+        self._positioned = False
+        return self._counted_windows(loaded)
 
     def _planned_windows(self, plan: list[list[list[int]]], loaded: Iterator[Any]) -> Windows:
         for window in plan:
             total = sum(map(len, window))
-            batches = []
-            for batch in window:
-                mine = batch[self.rank :: self.size]
-                batches.append(Batch(next(loaded), len(mine), len(mine) / total, mine))
-            yield batches
+            own = [batch[self.rank :: self.size] for batch in window]
+            yield [Batch(next(loaded), len(indices), len(indices) / total, indices) for indices in own]
 
     def _plan(self, epoch: int) -> list[list[list[int]]]:
         """Return the indices of all processes: a list of windows of batches."""
@@ -238,17 +242,6 @@ class Feed:
             if batches and len(batches[-1]) < per_step and (self.even or loader.drop_last):
                 batches.pop()
         return [batches[i : i + self.accumulation] for i in range(0, len(batches), self.accumulation)]
-
-    def _stream_windows(self, start: int) -> Windows:
-        """Return the windows of the user's loader, which skips to the start itself if it has been given a state."""
-        with _signals_blocked(self.loader):
-            loaded = iter(self.loader)
-        # Batches of an epoch that was resumed are fetched again and thrown away.
-        if not self._positioned:
-            for _ in islice(loaded, start * self.accumulation):
-                pass
-        self._positioned = False
-        return self._counted_windows(loaded)
 
     def _counted_windows(self, loaded: Iterator[Any]) -> Windows:
         """Yield windows as long as every rank has one."""

@@ -3,7 +3,7 @@
 __all__ = ["Engine", "ModelEngine", "PipelineEngine", "loss_of_output"]
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,15 +52,29 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, window: list[Batch], before_backward: Callable[[float], None]) -> None:
-        """Add the gradients of a window to the parameters.
+        """Add the gradients of the batches of one optimizer step to the parameters.
 
-        Args:
-            window: The batches of one optimizer step.
-            before_backward: Called with the sum of this rank's losses over its samples, before the last backward pass.
+        ``before_backward`` is called with the sum of this rank's losses over its samples, before the last backward.
         """
 
+    def evaluate(self, batches: Iterable[Batch], metrics: Metrics) -> Tensor:
+        """Return the sums of loss and metrics over this rank's samples, and their number."""
+        # Users may keep single modules, such as a frozen BatchNorm, in evaluation mode.
+        modes = [(module, module.training) for part in self.modules() for module in part.modules()]
+        totals = torch.zeros(len(metrics) + 2, dtype=torch.float64)
+        try:
+            for part in self.modules():
+                part.eval()
+            with torch.no_grad():
+                for batch in batches:
+                    totals += self.evaluate_batch(batch, metrics)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return totals
+
     @abstractmethod
-    def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:
+    def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:
         """Return loss and metrics of a batch times its samples, and their number; zeros on a rank that reports none."""
 
     def check_evaluation(self) -> None:  # noqa: B027 (most engines can evaluate)
@@ -184,40 +198,27 @@ class ModelEngine(Engine):
             self.model.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
+    def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
         loss, output, target = self._forward(batch.data)
         totals = self._totals(loss, output, target, batch.samples, metrics)
         # A filler batch may give a loss that is not finite.
         return totals if batch.samples and self.reports_loss else torch.zeros_like(totals)
 
 
+@dataclass(kw_only=True, eq=False)
 class PipelineEngine(Engine):
     """Runs stages on the ranks of an axis. All batches have the same size."""
 
-    def __init__(
-        self,
-        parallel: HybridParallelTrainer,
-        loss_fn: Callable[[Any, Any], Tensor],
-        *,
-        device: torch.device,
-        num_microbatches: int,
-        autocast_dtype: torch.dtype | None,
-    ) -> None:
-        dp, tp = parallel.mesh["dp"], parallel.mesh["tp"]
-        super().__init__(
-            model=[stage.submod for stage in parallel.stages],
-            loss_fn=loss_fn,
-            device=device,
-            rank=dp.get_local_rank(),
-            size=dp.size(),
-            stages=parallel.mesh["pp"].size(),
-            group=parallel.dp_group,
-            autocast_dtype=autocast_dtype,
-        )
-        self.schedule_name = parallel.schedule_name
-        self._divided_loss = DividedLoss(loss_fn, 1 / self.size)
-        self.schedule = make_schedule(self.schedule_name, parallel.stages, num_microbatches, self._divided_loss)
-        self.reports_loss = self.schedule.is_last and tp.get_local_rank() == 0
+    loss_fn: Callable[..., Tensor]
+    parallel: HybridParallelTrainer
+
+    def __post_init__(self) -> None:
+        """Make the schedule, which calls the loss on the last stage."""
+        super().__post_init__()
+        self._divided_loss = DividedLoss(self.loss_fn, 1 / self.size)
+        name, stages = self.parallel.schedule_name, self.parallel.stages
+        self.schedule = make_schedule(name, stages, self.parallel.num_microbatches, self._divided_loss)
+        self.reports_loss = self.reports_loss and self.schedule.is_last
         self._batch_size: int | None = None
 
     def _inputs_and_target(self, data: Any) -> tuple[Any, Any]:
@@ -244,13 +245,14 @@ class PipelineEngine(Engine):
 
     def check_evaluation(self) -> None:  # noqa: D102 (documented in Engine)
         # torch 2.13: the eval of these schedules looks for gradients, which an evaluation does not compute.
-        if self.schedule_name in ("zbv", "dualpipev"):
+        name = self.parallel.schedule_name
+        if name in ("zbv", "dualpipev"):
             raise ConfigError(
-                f"pipeline_schedule={self.schedule_name!r} cannot be evaluated by torch: leave the validation data "
-                "out, or use '1f1b', 'interleaved' or 'zero_bubble'"
+                f"pipeline_schedule={name!r} cannot be evaluated by torch: leave the validation data out, or use "
+                "'1f1b', 'interleaved' or 'zero_bubble'"
             )
 
-    def evaluate(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
+    def evaluate_batch(self, batch: Batch, metrics: Metrics) -> Tensor:  # noqa: D102 (documented in Engine)
         inputs, target = self._inputs_and_target(batch.data)
         # torch's stages have buffers of the size of the first batch, so others are split or repeat their last sample.
         size = self._batch_size or len(target)
@@ -262,7 +264,7 @@ class PipelineEngine(Engine):
                 output = self._outputs(tuple(x[indices] for x in inputs), target[indices])
             if self.reports_loss and count > 0:
                 output, wanted = output[:count], target[begin : begin + count]
-                row += self._totals(self.loss_fn(output, wanted), output, wanted, count, metrics)  # type: ignore[misc]
+                row += self._totals(self.loss_fn(output, wanted), output, wanted, count, metrics)
         return row
 
     def _outputs(self, inputs: tuple[Tensor, ...], target: Tensor) -> Any:

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from panther.distributed import (
     ClusterSpec,
@@ -39,7 +40,7 @@ from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_o
 from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
 
 _MODEL_PARALLEL = ("tp", "pp", "hybrid")
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
 _log = logging.getLogger(__name__)
 
 
@@ -52,12 +53,8 @@ def set_up(
 ) -> tuple[Engine, torch.optim.Optimizer]:
     """Distribute a model over the ranks, and make its optimizer.
 
-    Args:
-        model: The model, built alike on every rank.
-        optimizer: An optimizer of the model's parameters, a function that makes one from parameters, or None for AdamW.
-        loss_fn: The loss, or None if the model returns its loss.
-        config: The settings.
-        sample_batch: Returns a batch, for the advisor and for pipelines whose model has to be traced.
+    The arguments are those of a Trainer. ``sample_batch`` returns a batch, for the advisor, and for pipelines whose
+    model has to be traced.
 
     Raises:
         ConfigError: If the settings contradict each other, or do not suit the number of ranks or the model.
@@ -76,23 +73,26 @@ def set_up(
     # In place, as Module.to is: the names noted above stay those of these parameters.
     model.to(device)
     _checkpoint_activations(model, config.activation_checkpointing)
-    dtype = compute_dtype(config.mixed_precision)
+    common: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "device": device,
+        "autocast_dtype": compute_dtype(config.mixed_precision),
+    }
     engine: Engine
     if strategy in _MODEL_PARALLEL:
-        engine = _model_parallel_engine(model, loss_fn, config, strategy, sample_batch, device, dtype)
+        engine = _model_parallel_engine(model, config, strategy, sample_batch, common)
     else:
         if config.compile:
             # In place, so that names of parameters get no prefix.
             model.compile()
-        engine = ModelEngine(
-            model=model if strategy == "single" else _data_parallel(model, config, strategy),
-            loss_fn=loss_fn,
-            device=device,
-            rank=get_rank(),
-            size=world,
-            autocast_dtype=dtype,
-            scaler=torch.amp.GradScaler(device.type, enabled=config.mixed_precision == "fp16"),
-        )
+        if strategy in ("ddp", "zero1"):
+            options: dict[str, Any] = {} if config.bucket_cap_mb is None else {"bucket_cap_mb": config.bucket_cap_mb}
+            options["find_unused_parameters"] = config.find_unused_parameters
+            model = data_parallel(model, comm_hook=config.comm_hook, **options)
+        elif strategy != "single":
+            model = data_parallel(model, strategy=strategy)
+        scaler = torch.amp.GradScaler(device.type, enabled=config.mixed_precision == "fp16")
+        engine = ModelEngine(model=model, rank=get_rank(), size=world, scaler=scaler, **common)
     made = make_optimizer(optimizer, groups, _named_parameters(engine), shard_state=strategy == "zero1")
     if isinstance(made, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
@@ -180,25 +180,13 @@ def _check(config: TrainConfig, strategy: str, world: int) -> None:
         )
 
 
-def _data_parallel(model: nn.Module, config: TrainConfig, strategy: str) -> nn.Module:
-    if strategy in ("ddp", "zero1"):
-        options: dict[str, Any] = {"find_unused_parameters": config.find_unused_parameters}
-        if config.bucket_cap_mb is not None:
-            options["bucket_cap_mb"] = config.bucket_cap_mb
-        return data_parallel(model, comm_hook=config.comm_hook, **options)
-    return data_parallel(model, strategy=strategy)
-
-
 def _model_parallel_engine(
-    model: nn.Module,
-    loss_fn: Any,
-    config: TrainConfig,
-    strategy: str,
-    sample_batch: Callable[[], Any],
-    device: torch.device,
-    dtype: torch.dtype | None,
+    model: nn.Module, config: TrainConfig, strategy: str, sample_batch: Callable[[], Any], common: dict[str, Any]
 ) -> Engine:
-    """Combine tensor and pipeline parallelism, with data parallelism over the remaining ranks."""
+    """Combine tensor and pipeline parallelism, with data parallelism over the remaining ranks.
+
+    ``common`` has the arguments of every engine.
+    """
     world = get_world_size()
     tp = config.tensor_parallel_size or (world if strategy == "tp" else 1)
     pp = config.pipeline_parallel_size or (world if strategy == "pp" else 1)
@@ -212,30 +200,27 @@ def _model_parallel_engine(
         "data_parallel_size": config.data_parallel_size or world // (tp * pp),
         "schedule": config.pipeline_schedule,
     }
-    if pp == 1:
-        parallel = HybridParallelTrainer(model, settings)
-        mesh = parallel.mesh
-        return ModelEngine(
-            model=parallel.model,
-            loss_fn=loss_fn,
-            device=device,
-            rank=mesh["dp"].get_local_rank(),
-            size=mesh["dp"].size(),
-            reports_loss=mesh["tp"].get_local_rank() == 0,
-            autocast_dtype=dtype,
-            group=parallel.dp_group,
-        )
-    if loss_fn is None:
-        raise ConfigError("a pipeline needs loss_fn, which its last stage calls")
-    settings["num_microbatches"] = num_microbatches = config.num_microbatches or pp
-    if config.pipeline_layers is not None:
-        data = sample_batch()
-        inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)
-        settings["pipeline_layers"] = config.pipeline_layers
-        # A stage is traced on one microbatch, the shape that it will run on.
-        settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(device) for x in inputs)
+    if pp > 1:
+        if common["loss_fn"] is None:
+            raise ConfigError("a pipeline needs loss_fn, which its last stage calls")
+        settings["num_microbatches"] = num_microbatches = config.num_microbatches or pp
+        if config.pipeline_layers is not None:
+            data = sample_batch()
+            inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)
+            settings["pipeline_layers"] = config.pipeline_layers
+            # A stage is traced on one microbatch, the shape that it will run on.
+            settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(common["device"]) for x in inputs)
     parallel = HybridParallelTrainer(model, settings)
-    return PipelineEngine(parallel, loss_fn, device=device, num_microbatches=num_microbatches, autocast_dtype=dtype)
+    dp = parallel.mesh["dp"]
+    common |= {
+        "rank": dp.get_local_rank(),
+        "size": dp.size(),
+        "group": parallel.dp_group,
+        "reports_loss": parallel.mesh["tp"].get_local_rank() == 0,
+    }
+    if pp == 1:
+        return ModelEngine(model=parallel.model, **common)
+    return PipelineEngine(model=[stage.submod for stage in parallel.stages], stages=pp, parallel=parallel, **common)
 
 
 def _named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
@@ -258,13 +243,9 @@ def _checkpoint_activations(model: nn.Module, kind: str) -> None:
             f"activation_checkpointing={kind!r} needs blocks, the modules of a ModuleList or nn.Sequential, and the "
             "model has none"
         )
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
     options: dict[str, Any] = {}
     if kind == "selective":
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, **options),

@@ -154,12 +154,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def built_in_callbacks(config: TrainConfig, step: int) -> Iterator[list[BuiltInCallback]]:
-    """Yield the profiler of each rank and, on the first one, the trackers that the configuration names.
-
-    Args:
-        config: The settings.
-        step: The step after which the run continues.
-    """
+    """Yield the profiler of each rank and, on the first one, the trackers of a run that continues after a step."""
     folder = Path(config.checkpoint_dir or "")
     makers: dict[str, Callable[[], BuiltInCallback]] = {
         "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),

@@ -296,12 +296,11 @@ class Trainer:
                 break
             self._end_epoch(feed, validation)
         if self._sums[1]:
-            self._record({})
+            self._record()
         if validation is not None and self._validated_at != self.step:
             self._validate(validation)
-        if config.checkpoint_dir is not None:
-            self._save(feed)
-            self._finish_saving()
+        self._save(feed)
+        self._finish_saving()
 
     def _end_epoch(self, feed: Feed, validation: Feed | None) -> None:
         self.epoch, self._windows_done = self.epoch + 1, 0
@@ -330,36 +329,36 @@ class Trainer:
         # The exchange starts before the last backward pass and is waited for after it.
         engine.forward_backward(window, lambda loss_sum: exchange.start(loss_sum, samples, engine.reports_loss))
         loss, seen = exchange.finish()
+        step = self.step + 1
         if not math.isfinite(loss):
             self._skip_or_stop(window, exchange)
             return
-        logs = (self.step + 1) % config.log_every_n_steps == 0
+        logs = step % config.log_every_n_steps == 0
         # Whether this step may be saved: parameters of a gradient that is not finite must not reach a checkpoint.
         saves = config.checkpoint_dir is not None and (
             self._windows_per_epoch in (None, self._windows_done + 1)
-            or self.step + 1 == config.max_steps
-            or (self.step + 1) % (config.checkpoint_every_n_steps or self.step + 2) == 0
+            or step == config.max_steps
+            or (config.checkpoint_every_n_steps is not None and step % config.checkpoint_every_n_steps == 0)
             or exchange.stop_signal
         )
         norm = None
         if config.gradient_clipping is not None or logs or saves or config.on_nonfinite == "skip":
             scaler.unscale_(self.optimizer)
             norm = gradient_norm(engine.parameters(), stages=engine.stages)
-            if not scaler.is_enabled() and not torch.isfinite(
-                norm
-            ):  # a scaler skips such steps itself, and lowers its scale
+            # A scaler skips such steps itself, and lowers its scale.
+            if not scaler.is_enabled() and not torch.isfinite(norm):
                 self._skip_or_stop(window, exchange)
                 return
             if config.gradient_clipping is not None:
                 clip_gradients(engine.parameters(), config.gradient_clipping, norm)
         scaler.step(self.optimizer)
         scaler.update()
-        self.step, self._windows_done = self.step + 1, self._windows_done + 1
+        self.step, self._windows_done = step, self._windows_done + 1
         self._samples_seen += seen
         self._sums = [self._sums[0] + loss * seen, self._sums[1] + seen]
         self._notify("on_step", loss)
         if logs:
-            self._record({"gradient_norm": None if norm is None or not norm.isfinite() else norm.item()})
+            self._record(gradient_norm=None if norm is None or not norm.isfinite() else norm.item())
 
     def _skip_or_stop(self, window: list[Batch], exchange: StepExchange) -> None:
         """Skip a step that is not finite, or raise TrainingError, depending on ``on_nonfinite``."""
@@ -376,57 +375,44 @@ class Trainer:
 
     # Records and checkpoints
 
-    def _record(self, more: Mapping[str, Any]) -> None:
+    def _append(self, quantities: Mapping[str, Any]) -> None:
+        """Add a record to the history."""
+        record = {"step": self.step, "epoch": self.epoch, **quantities}
+        self.history.append(record)
+        self._notify("on_record", record)
+
+    def _record(self, **more: float | None) -> None:
         losses, samples = self._sums
-        now = time.perf_counter()
-        record = {
-            "step": self.step,
-            "epoch": self.epoch,
+        seconds = max(time.perf_counter() - self._clock, 1e-9)
+        quantities = {
             "loss": losses / samples,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             **more,
-            "samples_per_s": self._samples_seen / max(now - self._clock, 1e-9),
+            "samples_per_s": self._samples_seen / seconds,
             "memory_bytes": peak_memory(),
             "skipped": self.skipped,
         }
-        self._sums, self._clock, self._samples_seen = [0.0, 0.0], now, 0.0
-        self._append(record)
-
-    def _append(self, record: dict[str, Any]) -> None:
-        self.history.append(record)
-        self._notify("on_record", record)
+        self._sums, self._clock, self._samples_seen = [0.0, 0.0], time.perf_counter(), 0.0
+        self._append(quantities)
 
     def _validate(self, validation: Feed) -> None:
         begin = time.perf_counter()
         values = self._evaluate(validation)
         self._validated_at = self.step
         self._clock += time.perf_counter() - begin  # samples_per_s is the speed of training alone
-        record = {"step": self.step, "epoch": self.epoch}
-        self._append(record | {f"validation_{name}": value for name, value in values.items()})
+        self._append({f"validation_{name}": value for name, value in values.items()})
 
     def _evaluate(self, feed: Feed) -> dict[str, float]:
-        engine = self._engine
-        # Users may keep single modules, such as a frozen BatchNorm, in evaluation mode.
-        modes = [(module, module.training) for part in engine.modules() for module in part.modules()]
-        sums = torch.zeros(len(self.metrics) + 2, dtype=torch.float64)
-        try:
-            for part in engine.modules():
-                part.eval()
-            with torch.no_grad(), preserved_generators():
-                for batch in chain.from_iterable(feed.windows(0)):
-                    sums += engine.evaluate(batch, self.metrics)
-        finally:
-            for module, training in modes:
-                module.training = training
-        *values, samples = sum_over_ranks(sums.tolist())
+        with preserved_generators():
+            totals = self._engine.evaluate(chain.from_iterable(feed.windows(0)), self.metrics)
+        *values, samples = sum_over_ranks(totals.tolist())
         if not samples:
             raise feed.no_windows_error("validation")
         return {name: value / samples for name, value in zip(("loss", *self.metrics), values, strict=True)}
 
     def _save(self, feed: Feed) -> None:
-        assert self.config.checkpoint_dir is not None
         state = (self.step, self.epoch, len(self.history))
-        if self._saved_at == state:
+        if self.config.checkpoint_dir is None or self._saved_at == state:
             return
         self._saved_at = state
         extra = {name: getattr(self, name) for name in _SAVED} | {
@@ -457,12 +443,11 @@ class Trainer:
 
     def _leave(self, feed: Feed, stop_signal: int) -> None:
         """Save, and end the process on every rank, because one of them received a signal."""
+        self._save(feed)
+        self._finish_saving()
+        outcome = "nothing is saved, because checkpoint_dir is not set"
         if self.config.checkpoint_dir is not None:
-            self._save(feed)
-            self._finish_saving()
             outcome = f"a checkpoint is in {self.config.checkpoint_dir}, and the same command resumes from it"
-        else:
-            outcome = "nothing is saved, because checkpoint_dir is not set"
         if get_rank() == 0:
             _log.warning("stopped by %s after step %d: %s", signal.Signals(stop_signal).name, self.step, outcome)
         raise SystemExit(128 + stop_signal)
