@@ -60,7 +60,7 @@ class Distillation(nn.Module):
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in index
         )
         self.scaled = any(p.dtype is torch.float16 for p in index)
-        # The Trainer scales only under autocast, which then computes nothing that was not asked for.
+        # The Trainer scales under autocast alone; where no mixed precision was asked for, the forward turns that off.
         self._autocast = not self.scaled or config.mixed_precision is not None
         # nn.GRU and the like read their weights from a list besides `_parameters`.
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]

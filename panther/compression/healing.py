@@ -50,7 +50,7 @@ def heal(
     five times the trained parameters (values, gradients, two moments, best point), a copy of those of half precision,
     and the hidden states of one batch, twice.
     """
-    # Before parameters stop to require gradients, which decides whether they are trained.
+    # Before `calibrating` turns off the flags by which it chooses what to train.
     distillation = Distillation(runner, replacement, config, seed)
     settings = config.train_config(seed=seed, progress=runner.show, scaled=distillation.scaled)
     # The Trainer moves what it trains to the current GPU.

@@ -50,18 +50,21 @@ def test_moments_of_a_chain_in_closed_form():
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, flat):
         super().__init__()
+        self.flat = flat
         self.q, self.k, self.o = (nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x, attention_mask):
         weights = (self.q(x) @ self.k(x).mT).masked_fill(~attention_mask[:, None].bool(), -torch.inf).softmax(-1)
-        return {"hidden": x, "logits": self.o(weights @ x)}
+        logits = self.o(weights @ x)
+        return {"hidden": x, "logits": logits.flatten(0, 1) if self.flat else logits}
 
 
-def test_padding_has_no_influence():
+@pytest.mark.parametrize("flat", [False, True])
+def test_padding_has_no_influence(flat):
     torch.manual_seed(0)
-    model = Attention()
+    model = Attention(flat)
     mask = torch.ones(3, 7, dtype=torch.long)
     mask[1, 4:] = mask[2, :2] = 0
 
