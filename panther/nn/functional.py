@@ -12,6 +12,7 @@ from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
+from panther.kernels.ops._library import autocast
 from panther.nn._conv import convolve
 from panther.nn._sizes import check_padding, per_dim
 
@@ -56,8 +57,7 @@ def sketched_linear(
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        x, S1, U1, S2, U2, bias = (_autocast(tensor) for tensor in (x, S1, U1, S2, U2, bias))  # type: ignore[assignment]
+    x, S1, U1, S2, U2, bias = autocast(x.device, x, S1, U1, S2, U2, bias)  # once, and not in each of four products
     _check(x, S1, U1, S2, U2, bias)
     if x.is_nested:
         # Nested tensors support F.linear, but few of the other operations used here.
@@ -200,13 +200,6 @@ def linear_attention(
         denominator = q @ k.sum(-2)[..., None]
         empty = denominator == 0
         return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0).to(v.dtype)
-
-
-def _autocast(tensor: Tensor | None) -> Tensor | None:
-    """Cast an operand as autocast would for a matrix product; once here, instead of once in each of four products."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _check(x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> None:
