@@ -7,6 +7,7 @@ __all__ = ["HybridParallelTrainer"]
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,17 +165,27 @@ class HybridParallelTrainer:
         data, targets = batch
         with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
             divisor = self._divisor_of(data, targets, criterion)
-            return self._step(data, targets, optimizer, criterion, divisor)
+            device = next(self.model.parameters()).device
+            optimizer.zero_grad()
+            loss = self._forward_and_backward(data.to(device), targets.to(device), criterion, divisor)
+            if self.gradient_clipping is not None:
+                # Over all stages and shards: torch's own norm sees this rank's stages only.
+                norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
+                clip_gradients(self.model.parameters(), self.gradient_clipping, norm)
+            optimizer.step()
+            # Only the ranks of a last stage have a loss, and each tp rank of those has the same one.
+            total = torch.zeros((), dtype=torch.float64, device=device)
+            if loss is not None:
+                total += loss.detach()
+            dist.all_reduce(total)
+            return total.item() / (self.mesh["dp"].size() * self.mesh["tp"].size())
 
     def _divisor_of(self, data: Tensor, targets: Tensor, criterion: Any) -> float:
         """Return the loss's divisor for which the gradients, averaged along dp, are those of all samples' loss.
 
         Ranks exchange the sizes of their batches in every step: none sees by itself that another's has changed.
         """
-
-        def form() -> dict[str, str]:
-            return _form(data, targets, criterion)
-
+        form = partial(_form, data, targets, criterion)
         try:
             digest = hashlib.blake2b(repr(form()).encode(), digest_size=8).digest()
             mine = [len(data), int.from_bytes(digest, signed=True), int(reduction_of(criterion) == "sum")]
@@ -194,17 +205,7 @@ class HybridParallelTrainer:
             return 1 / dp  # undoes the mean that data parallelism takes of the gradients
         return int(samples[:, 0].sum()) / (len(data) * len(places))
 
-    def _step(
-        self,
-        data: Tensor,
-        targets: Tensor,
-        optimizer: torch.optim.Optimizer,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        divisor: float,
-    ) -> float:
-        device = next(self.model.parameters()).device
-        data, targets = data.to(device), targets.to(device)
-        optimizer.zero_grad()
+    def _forward_and_backward(self, data: Tensor, targets: Tensor, criterion: Any, divisor: float) -> Tensor | None:
         # torch's schedule is made for one loss function; the divisor may change in every step.
         if self._loss_fn is None or self._loss_fn.loss_fn is not criterion:
             self._loss_fn, self._schedule = DividedLoss(criterion), None
@@ -212,21 +213,10 @@ class HybridParallelTrainer:
         if self.stages:
             if self._schedule is None:
                 self._schedule = make_schedule(self.schedule_name, self.stages, self.num_microbatches, self._loss_fn)
-            _, loss = self._schedule.step(data, targets)
-        else:
-            loss = self._loss_fn(self.model(data), targets)
-            loss.backward()
-        if self.gradient_clipping is not None:
-            # Over all stages and shards: torch's own norm sees this rank's stages only.
-            norm = gradient_norm(self.model.parameters(), stages=self.mesh["pp"].size())
-            clip_gradients(self.model.parameters(), self.gradient_clipping, norm)
-        optimizer.step()
-        # Only the ranks of a last stage have a loss, and each tp rank of those has the same one.
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if loss is not None:
-            total += loss.detach()
-        dist.all_reduce(total)
-        return total.item() / (self.mesh["dp"].size() * self.mesh["tp"].size())
+            return self._schedule.step(data, targets)[1]
+        loss = self._loss_fn(self.model(data), targets)
+        loss.backward()
+        return loss
 
 
 def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:

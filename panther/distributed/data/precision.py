@@ -4,21 +4,11 @@ __all__ = ["compute_dtype"]
 
 import torch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(mixed_precision: str | None) -> torch.dtype | None:
-    """Return the dtype of matrix products with ``mixed_precision``; None without it.
-
-    Raises:
-        ValueError: If the name is unknown.
-
-    Example:
-        >>> compute_dtype("bf16")
-        torch.bfloat16
-    """
-    if mixed_precision is None:
-        return None
+    """Return the dtype of matrix products with ``mixed_precision``; None without it."""
     if mixed_precision not in _DTYPES:
         raise ValueError(f"mixed_precision={mixed_precision!r} is unknown: use 'bf16', 'fp16' or None")
     return _DTYPES[mixed_precision]

@@ -8,6 +8,7 @@ FSDP2 with shards of size one: it replicates the model, and goes together with t
 __all__ = ["data_parallel"]
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import ranks_of
+from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
 from panther.distributed.data.precision import compute_dtype
@@ -90,9 +91,9 @@ def data_parallel(
     """
 
     def settings() -> dict[str, Any]:
-        _check_options(strategy, comm_hook, mixed_precision, cpu_offload)
-        axes = _check_axes(mesh, strategy) if isinstance(mesh, DeviceMesh) else None
+        _check_options(mesh, strategy, comm_hook, mixed_precision, cpu_offload)
         check_model(model, strategy)
+        axes = (mesh.mesh_dim_names, tuple(mesh.shape)) if isinstance(mesh, DeviceMesh) else None
         given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
         return {**given, "cpu_offload": cpu_offload, **options}
 
@@ -104,8 +105,7 @@ def data_parallel(
         send_sketches(model, ranks_of(groups[0])[0], groups[0])  # by their seeds; DDP itself broadcasts the rest
         return wrap_in_ddp(model, groups[0], comm_hook, **options)
     if not isinstance(mesh, DeviceMesh):
-        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
-        mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, kind, mesh_dim_names=("dp",))  # type: ignore[arg-type]
+        mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, transport(mesh).type, mesh_dim_names=("dp",))  # type: ignore[arg-type]
     for axis in range(mesh.ndim):  # along one axis, then the other, so that all ranks get those of the first
         send_model(model, mesh.get_group(axis), "data_parallel")
     return fully_shard_(model, mesh, strategy, mixed_precision, cpu_offload, **options)
@@ -133,14 +133,21 @@ def fully_shard_(
     # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    options = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": _placement(mesh), **options}
+    options = {
+        "mesh": mesh,
+        "offload_policy": offload,
+        "shard_placement_fn": partial(_placement, mesh.shape[-1]),
+        **options,
+    }
     for block in () if one_block else fsdp_blocks(model):
         fully_shard(block, mp_policy=half, **options)
     # Only the model's own output is float32: between blocks, activations stay in the dtype that they compute in.
     return fully_shard(model, mp_policy=replace(half, output_dtype=torch.float32 if dtype else None), **options)
 
 
-def _check_options(strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool) -> None:
+def _check_options(
+    mesh: Any, strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool
+) -> None:
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, _STRATEGIES))}")
     if comm_hook is not None and comm_hook not in _HOOKS:
@@ -153,6 +160,13 @@ def _check_options(strategy: str, comm_hook: str | None, mixed_precision: str | 
         raise ValueError(f"{option} is for strategy='fsdp': with 'ddp' use torch.autocast, or ZeroRedundancyOptimizer")
     if cpu_offload and strategy == "replicate":
         raise ValueError("cpu_offload needs strategy='fsdp', because it moves shards to the CPU")
+    most = 2 if strategy == "fsdp" else 1
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > most:
+        raise ShapeError(
+            f"strategy={strategy!r} takes a mesh of {'one axis' if most == 1 else 'one or two axes'}, and the mesh has "
+            f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
+            + (", or mesh['replicate', 'dp']" if most == 2 else "")
+        )
 
 
 def check_model(model: nn.Module, strategy: str) -> None:
@@ -192,32 +206,15 @@ def check_model(model: nn.Module, strategy: str) -> None:
             )
 
 
-def _check_axes(mesh: DeviceMesh, strategy: str) -> tuple[Any, ...]:
-    """Return the names and sizes of the mesh's axes, if they fit the strategy."""
-    most = 2 if strategy == "fsdp" else 1
-    if mesh.ndim > most:
-        raise ShapeError(
-            f"strategy={strategy!r} takes a mesh of {'one axis' if most == 1 else 'one or two axes'}, and the mesh has "
-            f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
-            + (", or mesh['replicate', 'dp']" if most == 2 else "")
-        )
-    return mesh.mesh_dim_names, tuple(mesh.shape)
-
-
-def _placement(mesh: DeviceMesh) -> Any:
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Choose the dimension that FSDP shards: columns of S2 and U1, (R, out), if R is not a multiple of the ranks.
 
     FSDP pads rows up to a multiple of the ranks. Columns are chosen only then: gathering them needs one more copy.
     """
-    ranks = mesh.shape[-1]
-
-    def place(parameter: nn.Parameter) -> Shard | None:
-        if isinstance(parameter, DTensor) or parameter.dim() != 2:
-            return None
-        rows, columns = parameter.shape
-        return Shard(1) if rows % ranks and columns % ranks == 0 else None
-
-    return place
+    if isinstance(parameter, DTensor) or parameter.dim() != 2:
+        return None
+    rows, columns = parameter.shape
+    return Shard(1) if rows % ranks and columns % ranks == 0 else None
 
 
 def wrap_in_ddp(

@@ -1,6 +1,6 @@
 """Give every rank the same model: compare the models of all ranks, then broadcast the first one's."""
 
-__all__ = ["broadcast_model", "check_same_model", "describe_library", "describe_tensors", "send_model"]
+__all__ = ["broadcast_model", "check_same_model", "send_model"]
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,48 +19,13 @@ from panther.errors import DistributedError
 from panther.nn._sketched import SketchedModule
 
 
-def describe_tensors(model: nn.Module) -> dict[str, str]:
-    """Describe a model's tensors by name; sketches have descriptions of their own."""
-    described = {"model": type(model).__name__}
-    for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        skipped = (*module.sketch_names, "sketch_seed") if isinstance(module, SketchedModule) else ()
-        for name, parameter in module._parameters.items():
-            if parameter is not None and name not in skipped:
-                trained = "trained" if parameter.requires_grad else "frozen"
-                described[f"parameter '{dot}{name}'"] = f"{trained} {_in_short(parameter)}"
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in skipped:
-                described[f"buffer '{dot}{name}'"] = _in_short(buffer)
-    return described
-
-
-def describe_library() -> dict[str, str]:
-    """Describe the settings of a whole process that change its results."""
-    # Different versions may draw, pack or split differently without any error.
-    return {
-        "Panther's version": __version__,
-        "torch's version": torch.__version__,
-        "the default dtype": str(torch.get_default_dtype()),
-        "use_deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
-    }
-
-
-def _in_short(tensor: torch.Tensor) -> str:
-    placed = f" sharded as {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"{tensor.dtype} {tuple(tensor.shape)}{placed}"
-
-
 def broadcast_model(
     model: nn.Module,
     group: dist.ProcessGroup,
     what: str = "broadcast_model",
     settings: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
-    """Give every rank the sketches, parameters and buffers of the group's first rank.
-
-    Ranks compare models and settings first, in one exchange: a broadcast between different models would hang, or mix
-    their tensors.
+    """Give every rank the sketches, parameters and buffers of the group's first rank, if all have the same model.
 
     Args:
         model: Built equally on every rank.
@@ -78,19 +43,62 @@ def broadcast_model(
     send_model(model, group, what)
 
 
+def check_same_model(
+    model: nn.Module, group: dist.ProcessGroup | None, what: str, settings: Callable[[], Mapping[str, Any]] = dict
+) -> None:
+    """Compare models, settings and versions between ranks, in one exchange; see :func:`broadcast_model`.
+
+    A broadcast between different models would hang, or mix their tensors.
+    """
+
+    def describe() -> dict[str, str]:
+        given = in_words(settings())
+        ranks = ranks_of(group)
+        _check_replicated(model, ranks)
+        # Other versions may draw, pack or split differently, and other settings of the process compute differently:
+        # neither is an error by itself.
+        process = {
+            "Panther's version": __version__,
+            "torch's version": torch.__version__,
+            "the default dtype": str(torch.get_default_dtype()),
+            "use_deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        }
+        return {**describe_source(model, ranks[0], group), **_describe_tensors(model), **given, **process}
+
+    fix = "build the same model and pass the same arguments on every rank"
+    agree(what, describe, group, fix, "models or settings")
+
+
 def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
     """Broadcast a model after :func:`check_same_model` has compared it between ranks."""
     src = dist.get_process_group_ranks(group)[0]
     with watched(what, group):
         send_sketches(model, src, group)
         # Sketches are buffers or parameters too, but equal now: seeded ones were drawn from one seed, others sent.
-        layers = [module for module in model.modules() if isinstance(module, SketchedModule)]
-        sent = {id(getattr(layer, name)) for layer in layers for name in (*layer.sketch_names, "sketch_seed")}
+        sent = _sketches(model)
         for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) in sent:
-                continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            dist.broadcast(local.detach(), src, group=group)
+            if id(tensor) not in sent:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                dist.broadcast(local.detach(), src, group=group)
+
+
+def _sketches(model: nn.Module) -> set[int]:
+    """Return the ids of all sketches and of their seeds."""
+    layers = [module for module in model.modules() if isinstance(module, SketchedModule)]
+    return {id(getattr(layer, name)) for layer in layers for name in (*layer.sketch_names, "sketch_seed")}
+
+
+def _describe_tensors(model: nn.Module) -> dict[str, str]:
+    """Describe a model's tensors by name; sketches have descriptions of their own."""
+    described, sketches = {"model": type(model).__name__}, _sketches(model)
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if id(tensor) not in sketches:
+                # A rank that freezes what others train would not take part in the sum of its gradients.
+                trained = ("trained " if tensor.requires_grad else "frozen ") if kind == "parameter" else ""
+                placed = f" sharded as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+                described[f"{kind} {name!r}"] = f"{trained}{tensor.dtype} {tuple(tensor.shape)}{placed}"
+    return described
 
 
 def _check_replicated(model: nn.Module, ranks: list[int]) -> None:
@@ -112,19 +120,3 @@ def _is_sharded_over(tensor: DTensor, ranks: list[int]) -> bool:
         not placement.is_replicate() and len({*ranks}.intersection(dist.get_process_group_ranks(mesh.get_group(i)))) > 1
         for i, placement in enumerate(tensor.placements)
     )
-
-
-def check_same_model(
-    model: nn.Module, group: dist.ProcessGroup | None, what: str, settings: Callable[[], Mapping[str, Any]] = dict
-) -> None:
-    """Compare models, settings and versions between ranks; see :func:`broadcast_model`."""
-
-    def describe() -> dict[str, str]:
-        given = in_words(settings())
-        ranks = ranks_of(group)
-        _check_replicated(model, ranks)
-        layers = describe_source(model, ranks[0], group)
-        return {**layers, **describe_tensors(model), **given, **describe_library()}
-
-    fix = "build the same model and pass the same arguments on every rank"
-    agree(what, describe, group, fix, "models or settings")

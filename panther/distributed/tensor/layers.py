@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from panther.distributed._layer_configs import check_configs
-from panther.distributed.comm._ranks import require_process_group
+from panther.distributed.comm._ranks import require_process_group, transport
 from panther.distributed.comm.collectives import all_gather
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._linear import ColwiseSKLinear, RowwiseSKLinear, shard_layer_
@@ -61,7 +61,7 @@ class TensorParallelSKLinear(nn.Module):
         self.in_features, self.out_features, self.sketch_size = in_features, out_features, sketch_size
         self.gather_output, self.tp_group = gather_output, mesh.get_group()
         self.tp_world_size, self.tp_rank = mesh.size(), mesh.get_local_rank()
-        layer = SKLinear(in_features, out_features, sketch_size, device=_device_of(mesh))
+        layer = SKLinear(in_features, out_features, sketch_size, device=mesh.device_type)
         broadcast_model(layer, self.tp_group, "TensorParallelSKLinear")
         self.local_sklinear = shard_layer_(layer, mesh, ColwiseSKLinear)
         self.local_out_features = len(self.local_sklinear.local_range)
@@ -107,8 +107,7 @@ class TensorParallelModel(nn.Module):
         sizes = check_configs(layer_configs)
         mesh = _as_mesh(tensor_parallel_group)
         self.tp_group = mesh.get_group()
-        device = _device_of(mesh)
-        self.layers = nn.ModuleList(SKLinear(n, m, sketch_size, device=device) for n, m, sketch_size in sizes)
+        self.layers = nn.ModuleList(SKLinear(n, m, sketch_size, device=mesh.device_type) for n, m, sketch_size in sizes)
         broadcast_model(self.layers, self.tp_group, "TensorParallelModel")
         for index in range(len(self.layers)):
             shard_layer_(self.layers[index], mesh, RowwiseSKLinear if index % 2 else ColwiseSKLinear)
@@ -124,8 +123,4 @@ def _as_mesh(group: dist.ProcessGroup | DeviceMesh) -> DeviceMesh:
     if isinstance(group, DeviceMesh):
         return group
     require_process_group()
-    return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    return DeviceMesh.from_group(group, transport(group).type)

@@ -57,21 +57,20 @@ def unshard_module(module: nn.Module) -> nn.Module:
     copies: dict[int, Any] = {}
     modules = list(module.modules())
     for old in modules:
-        plain = _plain_class(old)
+        plain = _before(old).plain
         copies[id(old)] = plain.__new__(plain)  # not __init__, which would need its arguments and allocate
-        for parameter in old._parameters.values():
-            if parameter is not None and id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(_full(parameter), requires_grad=parameter.requires_grad)
-        for buffer in old._buffers.values():
-            if buffer is not None and id(buffer) not in copies:
-                copies[id(buffer)] = _full(buffer)
+        for tensor in (*old._parameters.values(), *old._buffers.values()):
+            if tensor is not None and id(tensor) not in copies:
+                full = _full(tensor)
+                trained = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = nn.Parameter(full, requires_grad=tensor.requires_grad) if trained else full
     for old in modules:
         _fill(copies[id(old)], old, copies)
     return copies[id(module)]
 
 
 def _fill(new: nn.Module, old: nn.Module, copies: dict[int, Any]) -> None:
-    before = vars(old).get("_unsharded", Unsharded(type(old)))
+    before = _before(old)
     for key, value in vars(old).items():
         # fully_shard leaves its state under "__composable_api...", which must not follow into a plain module.
         if key == "_unsharded" or key in before.added or key.startswith("__composable_api"):
@@ -98,12 +97,12 @@ def _mapped(value: Any, copies: dict[int, Any]) -> Any:
     return value.copy() if type(value) is set else value
 
 
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    if (before := vars(module).get("_unsharded")) is not None:
-        return before.plain
+def _before(module: nn.Module) -> Unsharded:
     cls = type(module)
-    # FSDP2 makes a class of its own from FSDPModule and the module's class, and notes the place of the latter.
-    return cls.__mro__[cls._orig_cls_mro_index] if issubclass(cls, FSDPModule) else cls
+    if issubclass(cls, FSDPModule):
+        # FSDP2 makes a class of its own from FSDPModule and the module's class, and notes the place of the latter.
+        cls = cls.__mro__[cls._orig_cls_mro_index]
+    return vars(module).get("_unsharded", Unsharded(cls))
 
 
 def _full(tensor: Tensor) -> Tensor:
