@@ -109,6 +109,7 @@ class AdvancedDistributedTrainer:
     def _as_many_everywhere(self, dataloader: Any) -> bool:
         """Return whether all ranks have equal numbers of batches, by lengths that can be relied on."""
         streams = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
+        # The length of a stream is its author's estimate, and a rank that ends early would leave the others waiting.
         known = isinstance(dataloader, list | tuple | DataLoader) and not streams
         length = len(dataloader) if known else -1
         ends = torch.tensor([length, -length], device=next(self.model.parameters()).device)

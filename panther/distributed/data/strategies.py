@@ -26,9 +26,8 @@ from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
 from panther.distributed.data.precision import compute_dtype
 from panther.distributed.sync.replicas import check_same_model, send_model
-from panther.distributed.sync.sketches import send_sketches
+from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
-from panther.nn._sketched import SketchedModule
 
 _STRATEGIES = ("ddp", "fsdp", "replicate")
 _POWERSGD_RANK, _POWERSGD_START = 4, 10
@@ -222,13 +221,8 @@ def wrap_in_ddp(
 ) -> DistributedDataParallel:
     """Wrap a model whose sketches are equal on all ranks already; with ``init_sync=False``, all of it."""
     # They never change in training: without this list DDP sends them again in every forward, evaluation included.
-    fixed = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, SketchedModule)
-        for name in (*module.sketch_names, "sketch_seed")
-        if name in module._buffers
-    ]
+    sketches = sketch_ids(model)
+    fixed = [name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in sketches]
     device = next(model.parameters()).device
     users = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     # Private, and DDP's only way to leave buffers out of the broadcast in every forward.

@@ -14,9 +14,8 @@ from panther._version import __version__
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import name_ranks, ranks_of
-from panther.distributed.sync.sketches import describe_source, send_sketches
+from panther.distributed.sync.sketches import describe_source, send_sketches, sketch_ids
 from panther.errors import DistributedError
-from panther.nn._sketched import SketchedModule
 
 
 def broadcast_model(
@@ -27,17 +26,8 @@ def broadcast_model(
 ) -> None:
     """Give every rank the sketches, parameters and buffers of the group's first rank, if all have the same model.
 
-    Args:
-        model: Built equally on every rank.
-        group: The ranks.
-        what: The public call that does this, for errors.
-        settings: Checks the arguments of the call, and returns those that must be equal on every rank. If it raises on
-            one rank, all raise.
-
-    Raises:
-        DistributedError: On every rank, before anything is changed, if models, settings or versions differ, or a tensor
-            is sharded over the ranks.
-        SketchMismatchError: On every rank, if sketched layers differ.
+    ``settings`` checks the arguments of the public call ``what``, and returns those that must be equal on every rank.
+    If it raises on one rank, or if models, arguments or versions differ, all raise, before anything is changed.
     """
     check_same_model(model, group, what, settings)
     send_model(model, group, what)
@@ -75,22 +65,16 @@ def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
     with watched(what, group):
         send_sketches(model, src, group)
         # Sketches are buffers or parameters too, but equal now: seeded ones were drawn from one seed, others sent.
-        sent = _sketches(model)
+        sent = sketch_ids(model)
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in sent:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 dist.broadcast(local.detach(), src, group=group)
 
 
-def _sketches(model: nn.Module) -> set[int]:
-    """Return the ids of all sketches and of their seeds."""
-    layers = [module for module in model.modules() if isinstance(module, SketchedModule)]
-    return {id(getattr(layer, name)) for layer in layers for name in (*layer.sketch_names, "sketch_seed")}
-
-
 def _describe_tensors(model: nn.Module) -> dict[str, str]:
     """Describe a model's tensors by name; sketches have descriptions of their own."""
-    described, sketches = {"model": type(model).__name__}, _sketches(model)
+    described, sketches = {"model": type(model).__name__}, sketch_ids(model)
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if id(tensor) not in sketches:

@@ -1,6 +1,6 @@
 """Keep the sketches of all ranks equal, by sending one seed a layer."""
 
-__all__ = ["describe_source", "send_sketches", "sync_sketches", "verify_sketches"]
+__all__ = ["describe_source", "send_sketches", "sketch_ids", "sync_sketches", "verify_sketches"]
 
 
 import torch
@@ -134,6 +134,12 @@ def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -
 def sketched_layers(model: nn.Module) -> dict[str, SketchedModule]:
     """Return the sketched layers by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SketchedModule)}
+
+
+def sketch_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the tensors that are sketches or mirror their seeds."""
+    layers = sketched_layers(model).values()
+    return {id(getattr(layer, name)) for layer in layers for name in (*layer.sketch_names, "sketch_seed")}
 
 
 def _describe(layer: SketchedModule) -> str:

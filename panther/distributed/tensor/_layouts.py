@@ -10,6 +10,7 @@ __all__ = ["Layouts"]
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -65,7 +66,7 @@ class Layouts:
     def give_columns(self, y: Tensor, size: int) -> Tensor:
         """Return this rank's features of ``size``, or gather them if the output is to be replicated."""
         if isinstance(self.output, Replicate):
-            return self._given(all_gather(y, -1, self.group), Replicate(), None)
+            return self._given(all_gather(y, -1, self.group), Replicate(), (*y.shape[:-1], size))
         return self._given(y, Shard(y.dim() - 1), (*y.shape[:-1], size))
 
     def take_columns(self, x: Tensor, columns: range) -> Tensor:
@@ -82,25 +83,19 @@ class Layouts:
 
     def give(self, y: Tensor, full_shape: tuple[int, ...]) -> Tensor:
         """Return a replicated output, or one sharded along ``output_dim``, whose full size ``full_shape`` tells."""
-        if self.output_dim is None:
-            return self._given(y, Replicate(), None)
-        shape = list(y.shape)
-        shape[self.output_dim] = full_shape[self.output_dim]
-        return self._given(y, Shard(self.output_dim), tuple(shape))
+        placement = Replicate() if self.output_dim is None else Shard(self.output_dim)
+        return self._given(y, placement, (*full_shape[:-1], y.shape[-1]))
 
     def _local(self, x: Tensor, placement: Placement) -> Tensor:
+        # A plain tensor is taken for what the layout says: nothing could tell which part of a full one it is.
         return x.redistribute(self.mesh, [placement]).to_local() if isinstance(x, DTensor) else x
 
-    def _given(self, y: Tensor, placement: Placement, shape: tuple[int, ...] | None) -> Tensor:
+    def _given(self, y: Tensor, placement: Placement, shape: tuple[int, ...]) -> Tensor:
         if self.local_output:
             return y
-        if shape is None:
-            return DTensor.from_local(y, self.mesh, [placement], run_check=False)
         # Shape and stride are given because from_local takes all shards to be of one size, and ours may be uneven.
-        stride, step = [1] * len(shape), 1
-        for dim in reversed(range(len(shape))):
-            stride[dim], step = step, step * shape[dim]
-        return DTensor.from_local(y, self.mesh, [placement], run_check=False, shape=shape, stride=tuple(stride))  # type: ignore[arg-type]
+        full = torch.empty(shape, device="meta")
+        return DTensor.from_local(y, self.mesh, [placement], run_check=False, shape=full.shape, stride=full.stride())
 
 
 def _other_dim(placement: Placement | None) -> int | None:
@@ -108,6 +103,7 @@ def _other_dim(placement: Placement | None) -> int | None:
 
 
 def _checked(dim: int, x: Tensor) -> int:
+    # Only here are the dimensions of an input known: a layer takes inputs of any number of them.
     if not 0 <= dim < x.dim() - 1:
         raise ShapeError(
             f"a layout of Shard({dim}) shards a dimension before the features, and the input has shape "

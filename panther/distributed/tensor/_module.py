@@ -163,21 +163,21 @@ def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: A
             module.__dict__["_parameters"] = parameters
 
 
-def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str:
-    """Put a module's own parameters on the mesh, replicated, in place, and return what was done, for a report.
+def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str | None:
+    """Put a module's own parameters on the mesh, replicated, in place, or return why they stay plain tensors.
 
     A gradient norm over all parameters of a model needs them on one mesh. With ``summed``, gradients are summed over
     the ranks, because each rank sees different inputs.
     """
     if reason := _must_stay_plain(module):
-        return f"replicated on every rank; its parameters stay plain tensors, because {reason}"
+        return f"its parameters stay plain tensors, because {reason}"
     owners = list(module.modules()) if isinstance(module, _READS_CHILDREN) else [module]
     for owner in owners:
         for name in tuple(owner._parameters):
             shard_parameter_(owner, name, mesh, Replicate())
     kind = _replicated_class(type(module))  # type: ignore[arg-type]  # of metaclasses, its __hash__
     become_(module, kind, mesh, summed=tuple(module._parameters) if summed else ())
-    return "replicated on every rank"
+    return None
 
 
 def _must_stay_plain(module: nn.Module) -> str | None:

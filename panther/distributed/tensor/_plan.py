@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from panther.distributed.tensor._attention import heads_refusal
 from panther.distributed.tensor._elementwise import is_elementwise, reason_against_pair
-from panther.distributed.tensor._transformers import declared_blocks, is_linear, known_attention
+from panther.distributed.tensor._transformers import Block, declared_blocks, is_linear, known_attention
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
@@ -95,9 +95,10 @@ def plan_automatically(model: nn.Module, ranks: int) -> Plan:
     repeated = frozenset(module for module, count in uses.items() if count > 1)
     shared = {name: [other for other, _ in places] for places in shared_parameters(model) for name, _ in places}
     survey = _Survey(model, ranks, modules, names, repeated, shared)
-    plan: Plan = {}
-    for planner in (_plan_attention, _plan_known_blocks, _plan_pairs, _plan_many_rows):
-        plan |= planner(survey, plan)
+    plan = _plan_attention(survey)
+    for block in (*declared_blocks(model, ranks), *known_attention(model, ranks), *_pairs(survey)):
+        _add_block(plan, survey, block)
+    _add_many_rows(plan, survey)
     for name, module in modules.items():
         if is_linear(module):
             plan.setdefault(name, ModulePlan(_NO_PARTNER))
@@ -110,7 +111,7 @@ def _is_sharded(plan: Plan, name: str) -> bool:
     return name in plan and plan[name].style is not None
 
 
-def _plan_attention(survey: _Survey, plan: Plan) -> Plan:
+def _plan_attention(survey: _Survey) -> Plan:
     found = {}
     for name, module in survey.modules.items():
         if isinstance(module, RandMultiHeadAttention | nn.MultiheadAttention):
@@ -122,53 +123,42 @@ def _plan_attention(survey: _Survey, plan: Plan) -> Plan:
     return found
 
 
-def _plan_known_blocks(survey: _Survey, plan: Plan) -> Plan:
-    found: Plan = {}
-    for block in (*declared_blocks(survey.model, survey.ranks), *known_attention(survey.model, survey.ranks)):
-        # transformers repeats the plan of a model in every model that contains it.
-        if any(_is_sharded(found, name) for name in block.layers):
-            continue
-        if refusal := survey.obstacle(*block.layers) if block.rowwise else block.reason:
-            for name in block.layers:
-                found.setdefault(name, ModulePlan(refusal))
-            continue
+def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
+    # A layer comes several times: transformers repeats the plan of a model in every model that contains it.
+    if any(_is_sharded(plan, name) for name in block.layers):
+        return
+    if refusal := survey.obstacle(*block.layers) if block.rowwise else block.reason:
         for name in block.layers:
-            found[name] = ModulePlan(
-                block.reason, RowwiseSKParallel() if name == block.rowwise else ColwiseSKParallel()
-            )
-        for name in block.norms:
-            found[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
-        for name, attributes in block.attributes.items():
-            found[name] = replace(found.get(name, ModulePlan("")), attributes=attributes)
-    return found
+            plan.setdefault(name, ModulePlan(refusal))
+        return
+    for name in block.layers:
+        by_rows = name == block.rowwise
+        partners = [other for other in block.layers if (other == block.rowwise) != by_rows]
+        reason = block.reason or f"paired with {' and '.join(map(repr, partners))}"
+        plan[name] = ModulePlan(reason, RowwiseSKParallel() if by_rows else ColwiseSKParallel())
+    for name in block.norms:
+        plan[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
+    for name, attributes in block.attributes.items():
+        plan[name] = replace(plan.get(name, ModulePlan("")), attributes=attributes)
 
 
-def _plan_pairs(survey: _Survey, plan: Plan) -> Plan:
-    found: Plan = {}
-    for owner, *aliases in _pairs(survey.model):
-        layers = [survey.names[survey.model.get_submodule(name)] for name in aliases]
-        *firsts, last = layers
-        if any(_is_sharded(plan, name) or _is_sharded(found, name) for name in layers):
-            continue
-        *modules, end = (survey.modules[name] for name in layers)
-        widths = {module.out_features for module in modules}
-        refusal = survey.obstacle(*layers)
-        if refusal is None and widths != {end.in_features}:
-            refusal = f"has {', '.join(map(str, sorted(widths)))} outputs, and {last!r} has {end.in_features} inputs"
-        if refusal is None and not _can_shard(end.in_features, survey.ranks):
-            refusal = f"has only {end.in_features} features, too few for {survey.ranks} ranks"
-        if refusal is None:
+def _pairs(survey: _Survey) -> Iterator[Block]:
+    """Yield pairs of linear layers: neighbours in an nn.Sequential, and feed-forward blocks by their names."""
+    for owner, *aliases in _candidates(survey.model):
+        layers = tuple(survey.names[survey.model.get_submodule(name)] for name in aliases)
+        *firsts, last = (survey.modules[name] for name in layers)
+        widths = {first.out_features for first in firsts}
+        if widths != {last.in_features}:
+            outputs = ", ".join(map(str, sorted(widths)))
+            refusal: str | None = f"has {outputs} outputs, and {layers[-1]!r} has {last.in_features} inputs"
+        elif not _can_shard(last.in_features, survey.ranks):
+            refusal = f"has only {last.in_features} features, too few for {survey.ranks} ranks"
+        else:
             refusal = reason_against_pair(survey.modules[owner])
-        if refusal is not None:
-            found |= dict.fromkeys(layers, ModulePlan(refusal))
-            continue
-        for name in firsts:
-            found[name] = ModulePlan(f"paired with {last!r}", ColwiseSKParallel())
-        found[last] = ModulePlan(f"paired with {' and '.join(map(repr, firsts))}", RowwiseSKParallel())
-    return found
+        yield Block(layers, refusal) if refusal else Block(layers, rowwise=layers[-1])
 
 
-def _pairs(model: nn.Module) -> Iterator[tuple[str, ...]]:
+def _candidates(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Yield candidates by names: a block, its layers to shard column-wise, and last the one to shard row-wise."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for prefix, module in model.named_modules():
@@ -190,9 +180,8 @@ def _pairs(model: nn.Module) -> Iterator[tuple[str, ...]]:
                     before = None
 
 
-def _plan_many_rows(survey: _Survey, plan: Plan) -> Plan:
+def _add_many_rows(plan: Plan, survey: _Survey) -> None:
     """Shard embeddings of many rows, and layers of many outputs, also those that share their weight."""
-    found: Plan = {}
     for name, module in survey.modules.items():
         table = type(module) is nn.Embedding
         if name in plan or not (table or is_linear(module)):
@@ -203,7 +192,7 @@ def _plan_many_rows(survey: _Survey, plan: Plan) -> Plan:
         refusal = None
         if rows < _LARGE or (not table and rows <= 4 * module.in_features):
             if table:
-                found[name] = ModulePlan(f"its {rows} rows are fewer than {_LARGE}")
+                plan[name] = ModulePlan(f"its {rows} rows are fewer than {_LARGE}")
             continue
         if any(survey.modules[place] in survey.repeated for place in places):
             refusal = "is used in several places of the model"
@@ -211,18 +200,17 @@ def _plan_many_rows(survey: _Survey, plan: Plan) -> Plan:
             refusal = "has max_norm, scale_grad_by_freq or sparse gradients"
         elif with_ and not all(type(survey.modules[other]) in (nn.Embedding, nn.Linear) for other in places):
             refusal = f"shares a parameter{with_}"
-        elif with_ and any(other in plan | found and not _is_sharded(plan | found, other) for other in places):
+        elif with_ and any(other in plan and not _is_sharded(plan, other) for other in places):
             refusal = f"shares a parameter{with_}, which is not sharded"
         elif not _can_shard(rows, survey.ranks):
             refusal = f"has {rows} rows, too few for {survey.ranks} ranks"
         if refusal is not None:
-            found[name] = ModulePlan(refusal)
+            plan[name] = ModulePlan(refusal)
         elif table:
-            found[name] = ModulePlan(f"{_LARGE} rows or more{with_}", RowwiseSKParallel())
+            plan[name] = ModulePlan(f"{_LARGE} rows or more{with_}", RowwiseSKParallel())
         else:
             style = ColwiseSKParallel(output_layouts=Replicate())
-            found[name] = ModulePlan(f"{_LARGE} outputs or more, which are gathered{with_}", style)
-    return found
+            plan[name] = ModulePlan(f"{_LARGE} outputs or more, which are gathered{with_}", style)
 
 
 def _can_shard(size: int, ranks: int) -> bool:
@@ -231,11 +219,7 @@ def _can_shard(size: int, ranks: int) -> bool:
 
 
 def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan:
-    """Give every module whose name matches a glob its style.
-
-    Raises:
-        ShapeError: If a glob matches nothing, or layers that share a parameter would shard it in different ways.
-    """
+    """Give every module whose name matches a glob its style."""
     names = [name for name, _ in model.named_modules() if name]
     plan: Plan = {}
     for pattern, style in styles.items():
@@ -245,6 +229,7 @@ def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan
                 f"plan names {pattern!r}, and no module matches it: the modules are {', '.join(names[:10])}"
             )
         plan |= dict.fromkeys(matched, ModulePlan(f"by the plan's {pattern!r}", style))
+    # A style gives its layer a parameter of its own, and equal shards can be shared again afterwards.
     for places in shared_parameters(model):
         dims = {_sharded_dim(model.get_submodule(owner), plan.get(owner)) for owner, _ in places}
         if len(dims) > 1 or dims == {"unknown"}:

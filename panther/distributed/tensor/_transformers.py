@@ -46,8 +46,8 @@ class Block:
     """An attention or feed-forward block, by the names of its layers in the model."""
 
     layers: tuple[str, ...]
-    reason: str
-    """Why the layers are sharded, or why not."""
+    reason: str = ""
+    """Why the layers are sharded, or why not; empty for a pair."""
     rowwise: str = ""
     """The one of them whose inputs are sharded, while of the others the outputs are; empty if none is sharded."""
     norms: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ def declared_blocks(model: nn.Module, ranks: int) -> Iterator[Block]:
             for name in fnmatch.filter(modules, f"{prefix}.{pattern}" if prefix else pattern):
                 declared.setdefault(name.rpartition(".")[0], {})[name] = style
     for parent, styles in declared.items():
+        # A block is decided as a whole: half of a pair would compute with a part of its inputs.
         kind = parent.rpartition(".")[2]
         if kind not in (*_ATTENTION, *_FEED_FORWARD) and not set(styles.values()) <= _STYLES:
             continue  # embeddings and output layers, whose plans are made by their sizes

@@ -62,6 +62,7 @@ class TensorParallelSKLinear(nn.Module):
         self.gather_output, self.tp_group = gather_output, mesh.get_group()
         self.tp_world_size, self.tp_rank = mesh.size(), mesh.get_local_rank()
         layer = SKLinear(in_features, out_features, sketch_size, device=mesh.device_type)
+        # A full layer first: its initial weights are those of one process with the first rank's random numbers.
         broadcast_model(layer, self.tp_group, "TensorParallelSKLinear")
         self.local_sklinear = shard_layer_(layer, mesh, ColwiseSKLinear)
         self.local_out_features = len(self.local_sklinear.local_range)
@@ -115,6 +116,7 @@ class TensorParallelModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(*, in_features)`` of the first layer to ``(*, out_features)`` of the last, on every rank."""
         for index, layer in enumerate(self.layers):
+            # ReLU is elementwise, so it is right on the shards that a column-wise layer returns.
             x = layer(x if index == 0 else torch.relu(x))
         return all_gather(x, -1, self.tp_group) if len(self.layers) % 2 else x
 

@@ -179,8 +179,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> None:
             module.use_nested_tensor = False
 
 
-def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> dict[str, str]:
-    """Step 5: put all remaining parameters on the mesh, and return what was done, by module."""
+def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> dict[str, str | None]:
+    """Step 5: put all remaining parameters on the mesh; return, by module, why its own stay plain, if they do."""
     done = {}
     # A list: replicating a module changes its class while the modules are gone through.
     for name, module in list(model.named_modules()):
@@ -200,7 +200,7 @@ def _tie(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
 
 
 def _report(
-    model: nn.Module, kinds: Mapping[str, str], decisions: Plan, replicated: Mapping[str, str]
+    model: nn.Module, kinds: Mapping[str, str], decisions: Plan, replicated: Mapping[str, str | None]
 ) -> TensorParallelReport:
     """Step 6: tell what was done to every module that has parameters or a style."""
     placements = []
@@ -211,9 +211,8 @@ def _report(
             action = module.action if isinstance(module, ShardedModule) else _ACTIONS.get(type(made.style))
             placements.append(ModulePlacement(name, kinds[name], action or type(made.style).__name__, made.reason))
         elif name in replicated:
-            how = replicated[name]
-            reason = f"{made.reason}; {how}" if made.reason and "plain" in how else made.reason or how
-            placements.append(ModulePlacement(name, kinds[name], "replicated", reason))
+            reasons = made.reason or "replicated on every rank", replicated[name]
+            placements.append(ModulePlacement(name, kinds[name], "replicated", "; ".join(filter(None, reasons))))
         elif parameters:  # placed together with the module that contains it, which reads them
             sharded = any(not p.is_replicate() for tensor in parameters for p in tensor.placements)
             owner = name.rpartition(".")[0]
