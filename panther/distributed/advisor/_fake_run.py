@@ -4,7 +4,7 @@ A copy of the model on the meta device is sharded by :func:`tensor_parallel` its
 and then runs forward and backward on torch's fake tensors. That needs no memory, and counts what the real code does.
 """
 
-__all__ = ["BYTES", "CALLS", "FLOPS", "Run", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
+__all__ = ["Run", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
 
 import copy
 import itertools
@@ -126,20 +126,15 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
         return tree_map_only(Tensor, grown, sample), times * batch
 
 
-FLOPS, BYTES, CALLS = range(3)  # columns of the counts of a Run
-
-
 class Run:
     """Counts of a forward and backward pass, by layers of the model."""
 
     def __init__(self, batch: int, layers: int) -> None:
         self.batch = batch
-        self.counts = np.zeros((layers, 3), dtype=np.int64)
-        """Flops, bytes that are reduced over the tp axis, and calls of these reductions."""
-        self.saved = [0] * layers
-        """Bytes that autograd saves first in this layer, without parameters and buffers."""
+        self.flops, self.tp_bytes, self.tp_calls, self.activations, self.output = np.zeros((5, layers), dtype=np.int64)
+        """Flops; bytes that are reduced over the tp axis, and calls of these reductions; bytes that autograd saves
+        first in a layer, without parameters and buffers; bytes of its output."""
         self.saves_input = [False] * layers
-        self.output = [0] * layers
 
 
 def run(
@@ -163,7 +158,8 @@ def run(
         """Attribute what was done until now to the layer that is left."""
         nonlocal current, before
         now = np.array([flops.get_total_flops(), traffic.bytes, traffic.calls])
-        done.counts[current] += now - before
+        for counts, more in zip((done.flops, done.tp_bytes, done.tp_calls), now - before, strict=True):
+            counts[current] += more
         current, before = layer, now
 
     def pack(tensor: Tensor) -> Tensor:
@@ -171,7 +167,7 @@ def run(
         # What several operations save is one tensor in memory.
         if key not in weights and key not in seen:
             seen[key] = tensor  # keeps it alive, so that no other storage gets its address
-            done.saved[current] += _local(tensor).untyped_storage().nbytes()
+            done.activations[current] += _local(tensor).untyped_storage().nbytes()
             done.saves_input[current] |= key == inputs_of[current]
         return tensor
 

@@ -15,17 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from panther.distributed.advisor._fake_run import (
-    BYTES,
-    CALLS,
-    FLOPS,
-    Run,
-    fake_inputs,
-    fake_mesh,
-    make_fake_,
-    meta_copy,
-    run,
-)
+from panther.distributed.advisor._fake_run import Run, fake_inputs, fake_mesh, make_fake_, meta_copy, run
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.precision import compute_dtype
 from panther.distributed.tensor.parallelize import tensor_parallel
@@ -128,11 +118,6 @@ class ModelStats:
     def num_sketch_entries(self) -> int:
         """Number of entries of the seeded sketches, which every rank draws itself."""
         return sum(tensor.numel for tensor in self.tensors if tensor.role == "sketch")
-
-    @property
-    def activation_bytes(self) -> float:
-        """Bytes that autograd saves per sample."""
-        return sum(layer.activations.per_sample for layer in self.layers)
 
     def shard(self, tp: int) -> "ModelStats":
         """Return the statistics of one of ``tp`` ranks after :func:`tensor_parallel`.
@@ -252,7 +237,7 @@ def _lengthened(stats: ModelStats, layers: int) -> ModelStats:
             if t.layer == number
         ),
         layers=tuple(replace(stats.layers[number], name=str(number + shift)) for number, shift in modules),
-        _shard=lambda tp: _lengthened(stats.shard(tp), layers),
+        _shard=cache(lambda tp: _lengthened(stats.shard(tp), layers)),
     )
 
 
@@ -290,7 +275,7 @@ def _measure(
             runs.append(run(made, _layers_of(made), inputs, batch, loss_fn, mode))
     return ModelStats(
         tensors,
-        tuple(_layer(i, name, runs) for i, (name, _) in enumerate(_layers_of(made))),
+        tuple(_layer(i, name, *runs) for i, (name, _) in enumerate(_layers_of(made))),
         isinstance(model, nn.Sequential),
         tp,
         mixed_precision,
@@ -340,18 +325,18 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
     return tuple(found)
 
 
-def _layer(i: int, name: str, runs: list[Run]) -> LayerStats:
-    def line(of: Callable[[Run], float]) -> Line:
-        first, second = runs
-        slope = float(of(second) - of(first)) / (second.batch - first.batch)
-        return Line(float(of(first)) - slope * first.batch, slope)
+def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
+    def line(count: str) -> Line:
+        at_first, at_second = float(getattr(first, count)[i]), float(getattr(second, count)[i])
+        slope = (at_second - at_first) / (second.batch - first.batch)
+        return Line(at_first - slope * first.batch, slope)
 
     return LayerStats(
         name=name,
-        flops=line(lambda done: done.counts[i, FLOPS]),
-        activations=line(lambda done: done.saved[i]),
-        output=line(lambda done: done.output[i]),
-        tp_bytes=line(lambda done: done.counts[i, BYTES]),
-        tp_calls=int(runs[0].counts[i, CALLS]),
-        saves_input=runs[0].saves_input[i],
+        flops=line("flops"),
+        activations=line("activations"),
+        output=line("output"),
+        tp_bytes=line("tp_bytes"),
+        tp_calls=int(first.tp_calls[i]),
+        saves_input=first.saves_input[i],
     )

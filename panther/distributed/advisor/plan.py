@@ -24,7 +24,6 @@ from panther.errors import DistributedError, ShapeError, check_size
 
 _OBJECTIVES = ("time", "memory")
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
-_MAX_PP = 32  # simulating the schedule of a longer pipeline takes seconds
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def plan_parallelism(
         TypeError: If ``model`` has the wrong type, or is a module without ``sample_input``.
         ShapeError: If a size is not positive, or no mesh divides the batch.
 
-    Cost: the model runs without arithmetic, twice for every size of tp; long pipelines take up to some seconds.
+    Cost: the model runs without arithmetic, twice for every size of tp; hundreds of layouts take up to some seconds.
 
     Example:
         >>> import torch, panther as pr
@@ -217,11 +216,8 @@ def plan_parallelism(
     room = cluster.memory_bytes * cluster.usable
 
     def rank(e: Estimate) -> tuple[Any, ...]:
-        time, memory = e.step_seconds, e.memory.total
-        if memory > room:
-            return True, memory, time
-        first = (time, memory) if objective == "time" else (memory, time)
-        return False, *first
+        fits, costs = e.memory.total <= room, (e.memory.total, e.step_seconds)
+        return not fits, costs[::-1] if fits and objective == "time" else costs
 
     estimates.sort(key=rank)
     options = tuple(
@@ -258,9 +254,7 @@ def _layouts(
         notes.append("ddp and pipelines were not considered: mixed_precision is for fsdp and replicate")
     elif not stats.is_sequential:
         notes.append("pipelines were not considered: the model is not an nn.Sequential")
-    longest = min(_MAX_PP, len(stats.layers)) if stats.is_sequential and not half else 1
-    if longest == _MAX_PP < min(cluster.gpus, len(stats.layers)):
-        notes.append(f"pipelines of more than {_MAX_PP} ranks were not considered")
+    longest = len(stats.layers) if stats.is_sequential and not half else 1
     for tp in _divisors(cluster.gpus):
         # tp exchanges activations in every layer, for which links between nodes are too slow.
         if cluster.link(tp) == "inter" or not _can_shard(stats, tp, notes):

@@ -89,8 +89,8 @@ def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def _names_of(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of its own numbers."""
+def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Return the optimizer's parameters with their names, in the order of its own numbers."""
     names = {parameter: _plain(name) for part in parts for name, parameter in part.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
@@ -98,7 +98,7 @@ def _names_of(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> l
             f"{strangers} of the optimizer's {len(parameters)} parameters are not the model's: pass the model that it "
             "was made from, or make the optimizer after wrapping the model"
         )
-    return [names[parameter] for parameter in parameters]
+    return [(names[parameter], parameter) for parameter in parameters]
 
 
 def optimizer_state(
@@ -106,7 +106,7 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors by ``optimizer.<parameter>.<key>``; and the class, with states and settings by parameter."""
     inner = _inner(optimizer)
-    names = _names_of(inner, parts)
+    names = [name for name, _ in _named(inner, parts)]
     whole = inner.state_dict()
     tensors: dict[str, Tensor] = {}
     states = {
@@ -130,17 +130,16 @@ def optimizer_targets(
             f"the checkpoint has the state of {saved['class']}, but the optimizer is {type(inner).__name__}: make the "
             "same kind, or load without an optimizer"
         )
-    names = _names_of(inner, parts)
-    if missing := [name for name in names if name not in saved["settings"]]:
+    named = _named(inner, parts)
+    if missing := [name for name, _ in named if name not in saved["settings"]]:
         raise CheckpointError(
             f"the checkpoint's optimizer did not have {', '.join(missing[:5])}: give this one the same parameters"
         )
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    targets = {}
-    for name, parameter in zip(names, parameters, strict=True):
-        for place in places([saved["states"].get(name), saved["settings"][name]]):
-            targets[place] = _like(parameter, entries[place])
-    return targets
+    return {
+        place: _like(parameter, entries[place])
+        for name, parameter in named
+        for place in places([saved["states"].get(name), saved["settings"][name]])
+    }
 
 
 def _like(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
@@ -164,7 +163,7 @@ def fill_optimizer(
 ) -> None:
     """Load states and settings through the optimizer's own ``load_state_dict``."""
     inner = _inner(optimizer)
-    names = _names_of(inner, parts)
+    names = [name for name, _ in _named(inner, parts)]
     whole = inner.state_dict()
     # Numbers of parameters differ between layouts; names do not.
     states = {number: saved["states"][name] for number, name in enumerate(names) if name in saved["states"]}
