@@ -148,8 +148,8 @@ def nystrom(
             :mod:`panther.linalg`.
         k: Number of eigenpairs, from 0 to n.
         oversample: As for :func:`~panther.linalg.randomized_eigh`.
-        n_iter: As there.
-        seed: As there.
+        n_iter: As for that function.
+        seed: As for that function.
         return_error: Whether to return an estimate of :math:`\|A - U L U^T\|_F` as well.
 
     Returns:

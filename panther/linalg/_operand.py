@@ -70,8 +70,8 @@ class Operand:
     Attributes:
         A: What the user passed; a dense tensor of half precision is held in float32.
         shape: ``(*batch, m, n)``.
-        dtype: Of the products and of the factors, float32 or float64.
-        device: Of the products.
+        dtype: The dtype of the products and of the factors, float32 or float64.
+        device: The device of the products.
         eps: Rounding unit of the entries as they were passed.
         dense: A itself if it is a dense tensor, else None.
     """

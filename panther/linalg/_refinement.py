@@ -161,9 +161,8 @@ def smallest_singular_value(system: System, N: Preconditioner, seed: int, failur
         products = torch.cat((products, product))
         for _ in range(2):
             y = y - (y @ basis.mT) @ basis
-        exact = k == rank or bool(
-            y.norm() <= torch.finfo(y.dtype).eps * product.norm()
-        )  # the basis spans the whole space
+        # Or the basis spans the whole space already.
+        exact = k == rank or bool(y.norm() <= torch.finfo(y.dtype).eps * product.norm())
         if exact or k in checkpoints:
             values = torch.linalg.eigvalsh(basis @ products.mT)
             low, high = float(values[0]), float(values[-1])
