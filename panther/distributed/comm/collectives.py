@@ -26,9 +26,6 @@ from panther.distributed.comm._ranks import Group, is_fake, ranks_of
 from panther.distributed.comm.mesh import chunk_sizes, get_world_size
 from panther.errors import DistributedError, DTypeError, ShapeError
 
-_OPERATIONS = ("sum", "mean")
-_GRADS = ("replicate", "partial")
-
 _Map = Callable[[Tensor], Tensor]
 
 _agreed: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
@@ -58,8 +55,8 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "
         tensor([1., 1.])
         >>> pr.distributed.shutdown()
     """
-    if op not in _OPERATIONS:
-        raise ValueError(f"op={op!r} is unknown: use one of {', '.join(map(repr, _OPERATIONS))}")
+    if op not in ("sum", "mean"):
+        raise ValueError(f"op={op!r} is unknown: use 'sum' or 'mean'")
     n = _check("all_reduce", x, group, grad, op=op)
     total = partial(_sum, group=group)
     with watched("all_reduce", group):
@@ -223,8 +220,8 @@ def _check_tensor(name: str, x: Tensor) -> None:
 
 def _check(name: str, x: Tensor, group: Group, grad: str = "replicate", **settings: Any) -> int:
     """Return the world size of the group, if this rank is in it and the others pass the same, compared once a case."""
-    if grad not in _GRADS:
-        raise ValueError(f"grad={grad!r} is unknown: use one of {', '.join(map(repr, _GRADS))}")
+    if grad not in ("replicate", "partial"):
+        raise ValueError(f"grad={grad!r} is unknown: use 'replicate' or 'partial'")
     _check_tensor(name, x)
     ranks = ranks_of(group)
     shape = f"{x.dim()} dimensions" if name == "all_gather" else str(tuple(x.shape))

@@ -2,6 +2,7 @@
 
 __all__ = ["clip_gradients", "gradient_norm"]
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -58,7 +59,5 @@ def _shards(gradient: Tensor) -> int:
     """Return the number of shards of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
-    shards = 1
-    for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
-        shards *= 1 if placement.is_replicate() else size
-    return shards
+    axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in axes if not placement.is_replicate())

@@ -49,8 +49,7 @@ def start_group(
     deadline = time.monotonic() + timeout_s
     meeting = open_store(rank, world_size, timeout_s, deadline) if store is None else Meeting(store)
     agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
-    if _choose_interface(agreement):
-        _at_shutdown.callback(os.environ.pop, _INTERFACE, None)
+    _choose_interface(agreement)
     _at_shutdown.callback(_wait_for_leaving_ranks, meeting.store, f"leave/{agreement.token}", world_size)
     try:
         device = None
@@ -80,19 +79,16 @@ def start_group(
         ) from error
 
 
-def _choose_interface(agreement: Agreement) -> bool:
-    """Choose the interface of gloo by the route to the other machines; return whether it was set.
+def _choose_interface(agreement: Agreement) -> None:
+    """Choose the interface of gloo by the route to the other machines, unless the user has.
 
     Left alone, gloo resolves the host name, which need not be possible, and on Debian gives 127.0.1.1.
     """
-    if _INTERFACE in os.environ:
-        return False
-    name = None
     with suppress(OSError):  # no route is known: gloo chooses an interface itself
         name = interface_of("127.0.0.1" if agreement.one_host else find_route(agreement.address).own_address)
-    if name is not None:
-        os.environ[_INTERFACE] = name
-    return name is not None
+        if name is not None and _INTERFACE not in os.environ:
+            os.environ[_INTERFACE] = name
+            _at_shutdown.callback(os.environ.pop, _INTERFACE, None)
 
 
 def _wait_for_leaving_ranks(store: dist.Store, key: str, world_size: int) -> None:
