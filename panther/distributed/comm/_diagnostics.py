@@ -65,15 +65,12 @@ def _explain(doing: str, group: dist.ProcessGroup | None, seconds: float, fault:
             by_note.setdefault(note, []).append(other)
     parts = [f"{name_ranks(others)} failed in {note}" for note, others in by_note.items()]
     silent = [other for other in ranks if other not in notes]
+    fix = "make the same call on every rank"
     if silent:
         parts.insert(0, f"{name_ranks(silent)} did not take part and reported no error")
+        fix = "see why these ranks ended or are late, or raise timeout_s of init"
     if not parts:
         return f"{head} ({fault}), although all ranks are running: check the network between them"
-    fix = (
-        "see why these ranks ended or are late, or raise timeout_s of init"
-        if silent
-        else "make the same call on every rank"
-    )
     return f"{head}: {'; '.join(parts)}: {fix}"
 
 

@@ -55,21 +55,13 @@ class Agreement:
     """Address of one machine that all others reach. Ranks communicate on the interface of the route to it."""
 
 
-def check_in(
-    meeting: Meeting,
-    rank: int,
-    world_size: int,
-    backend: str | None,
-    timeout_s: float,
-    deadline: float,  # on time.monotonic's clock
-) -> Agreement:
+def check_in(meeting: Meeting, rank: int, world_size: int, backend: str | None) -> Agreement:
     """Wait for every rank and agree on the backend, or raise the same error on every rank that is there."""
     name = f"{socket.gethostname()} {_machine()}"
     gpu = own_gpu(rank)
     info = RankInfo(name, world_size, backend, None if gpu is None else gpu[1], meeting.own_address)
-    answer = _lead if rank == 0 else _follow
     try:
-        return answer(meeting, rank, info, timeout_s, deadline)
+        return _lead(meeting, info) if rank == 0 else _follow(meeting, rank, info)
     except dist.DistError as error:
         raise DistributedError(
             f"rank {rank} of {world_size} lost the store in which the ranks check in, {meeting.where}: the process "
@@ -124,17 +116,17 @@ def _machine() -> str:
         return f"{uuid.getnode():x}"
 
 
-def _lead(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadline: float) -> Agreement:
+def _lead(meeting: Meeting, info: RankInfo) -> Agreement:
     store, token, others = meeting.store, uuid.uuid4().hex, range(1, info.world_size)
     store.set("token", token)
     for _ in _pauses():
         hellos = _read(store, f"hello/{token}", others)
-        if len(hellos) == len(others) or time.monotonic() > deadline:
+        if len(hellos) == len(others) or time.monotonic() > meeting.deadline:
             break
     nonces = {other: hello["nonce"] for other, hello in hellos.items()}
     try:
         if len(hellos) < len(others):
-            _raise_missing([0, *hellos], info.world_size, timeout_s, meeting)
+            _raise_missing([0, *hellos], info.world_size, meeting)
         agreement = decide(token, [info, *(RankInfo(**hello["info"]) for hello in hellos.values())])
         store.set(f"go/{token}", json.dumps({"nonces": nonces, "agreement": asdict(agreement)}))
         return agreement
@@ -145,7 +137,7 @@ def _lead(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadlin
         raise
 
 
-def _follow(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadline: float) -> Agreement:
+def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
     store, nonce, token, answer = meeting.store, uuid.uuid4().hex, "", {}
     hello = json.dumps({"nonce": nonce, "info": asdict(info)})
     store.set(f"hello/{token}/{rank}", hello)  # for the errors of the others if rank 0 never comes
@@ -159,9 +151,9 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo, timeout_s: float, deadl
                 answer = json.loads(store.get(f"go/{token}"))
                 if answer["nonces"].get(str(rank)) == nonce:
                     break
-        if time.monotonic() > deadline + _GRACE_S:  # rank 0 answers at the deadline, if it is there
+        if time.monotonic() > meeting.deadline + _GRACE_S:  # rank 0 answers at the deadline, if it is there
             present = _read(store, f"hello/{token}", range(1, info.world_size))
-            _raise_missing(list(present), info.world_size, timeout_s, meeting)
+            _raise_missing(list(present), info.world_size, meeting)
     if "error" in answer:
         store.add(f"read/{token}", 1)
         raise DistributedError(answer["error"])
@@ -182,10 +174,10 @@ def _read(store: dist.Store, name: str, ranks: range) -> dict[int, Any]:
     return {rank: json.loads(store.get(f"{name}/{rank}")) for rank in ranks if store.check([f"{name}/{rank}"])}
 
 
-def _raise_missing(present: list[int], world_size: int, timeout_s: float, meeting: Meeting) -> NoReturn:
+def _raise_missing(present: list[int], world_size: int, meeting: Meeting) -> NoReturn:
     missing = [rank for rank in range(world_size) if rank not in present]
     raise DistributedError(
-        f"{name_ranks(missing)} of {world_size} did not check in within {timeout_s:g} s {meeting.where}; "
+        f"{name_ranks(missing)} of {world_size} did not check in within {meeting.timeout_s:g} s {meeting.where}; "
         f"{name_ranks(present)} did: see why the missing ones did not start, or raise timeout_s"
     )
 

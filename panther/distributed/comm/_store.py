@@ -98,30 +98,30 @@ def listens(host: str, port: int) -> bool:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The store in which ranks meet."""
+    """The store in which ranks meet, and how long they wait for one another."""
 
     store: dist.Store
+    timeout_s: float
+    deadline: float
+    """On time.monotonic's clock."""
     where: str = "on this machine"
     """For errors: the address of the store, and the address and interface from which it is reached."""
     own_address: str = ""
     """By which this machine reaches the store's host, if that may be another machine."""
 
 
-def open_store(
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    deadline: float,  # on time.monotonic's clock
-) -> Meeting:
+def open_store(rank: int, world_size: int, timeout_s: float) -> Meeting:
     """Open the store of this run, if it can be made, or reached before the deadline."""
+    deadline = time.monotonic() + timeout_s
     if "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ:
         return _tcp_store(rank, world_size, timeout_s, deadline)
     if world_size == 1:
-        return Meeting(dist.HashStore())
+        return Meeting(dist.HashStore(), timeout_s, deadline)
     # Every meeting has a file of its own: the last rank to leave removes it, perhaps while the first one comes back.
     file = _private_folder() / f"{os.getppid()}-{next(_meetings)}"
     store = dist.FileStore(str(file), world_size)
-    return Meeting(store, "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set")
+    where = "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set"
+    return Meeting(store, timeout_s, deadline, where)
 
 
 def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:
@@ -160,7 +160,7 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
             "MASTER_PORT to a free port"
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))  # the rest of the deadline was for connecting only
-    return Meeting(store, where, "" if route.is_loopback else route.own_address)
+    return Meeting(store, timeout_s, deadline, where, "" if route.is_loopback else route.own_address)
 
 
 def _private_folder() -> Path:

@@ -46,9 +46,11 @@ def start_group(
 ) -> None:
     """Join the process group in a store, or in that of the environment; every failure is an error of one sentence."""
     _check_request(rank, world_size, backend, timeout_s)
-    deadline = time.monotonic() + timeout_s
-    meeting = open_store(rank, world_size, timeout_s, deadline) if store is None else Meeting(store)
-    agreement = check_in(meeting, rank, world_size, backend, timeout_s, deadline)
+    if store is None:
+        meeting = open_store(rank, world_size, timeout_s)
+    else:
+        meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s)
+    agreement = check_in(meeting, rank, world_size, backend)
     _choose_interface(agreement)
     _at_shutdown.callback(_wait_for_leaving_ranks, meeting.store, f"leave/{agreement.token}", world_size)
     try:
@@ -65,7 +67,7 @@ def start_group(
             device_id=device,
         )
         # A rank that is connected and fails at once would close the connection on one that still connects.
-        if not meet(meeting.store, f"connected/{agreement.token}", world_size, deadline):
+        if not meet(meeting.store, f"connected/{agreement.token}", world_size, meeting.deadline):
             raise RuntimeError("some of them checked in and then ended or stalled")
     except BaseException as error:
         interface = os.environ.get(_INTERFACE, "of its host name")
