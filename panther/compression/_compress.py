@@ -121,10 +121,10 @@ def compress(
     compression with weighted low-rank factorization", ICLR 2022, arXiv:2207.00112; Kronecker factors in J. Martens and
     R. Grosse, ICML 2015, arXiv:1503.05671.
     """
+    _check_model(model)
     _check_options(budget, max_bytes, max_error, method, allocate, loss_fn, sequential, calibration, heal)
     if statistics_memory_bytes is not None:
         check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
-    _check_model(model)
     if heal is not None:
         from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 

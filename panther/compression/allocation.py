@@ -46,11 +46,7 @@ class Allocation:
 
 
 def byte_limit(model: nn.Module, survey: Survey, *, budget: float | None, max_bytes: int | None) -> int | None:
-    """Return the bytes for the targets; None if neither ``budget`` nor ``max_bytes`` is given.
-
-    Raises:
-        CompressionError: If their smallest ranks take more; the message names the smallest feasible setting.
-    """
+    """Return the bytes for the targets, None if neither is given; CompressionError if the smallest ranks take more."""
     dense, least = sum(target.dense_bytes for target in survey.targets), least_bytes(survey.targets)
     if budget is not None:
         limit, setting = int(budget * dense * (1 + 1e-12)), f"budget={budget}"  # 0.29 * 100 is 28.99...

@@ -40,11 +40,7 @@ class Measured:
 
 
 def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool) -> Measured:
-    """Measure errors, and speed if asked for; nothing without held-out batches.
-
-    Raises:
-        CompressionError: If a layer is called from where it cannot be replaced.
-    """
+    """Measure errors, and speed if asked for; nothing without held-out batches."""
     if not runner.held_out:
         return Measured()
     replaced = [target for target in targets if target.modules[0] in replacement]

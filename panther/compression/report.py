@@ -173,10 +173,12 @@ class CompressionReport:
         if self.measured_speedup is not None:
             lines.append(f"speed-up of the model  {self.measured_speedup:.2f}")
         lines += [f"note: {note}" for note in self.notes]
-        rows = [
+        rows: list[tuple[str, ...]] = [
             ("layer", "kind", "shape", "low_rank (matrix rank)", "bytes", "", "error", "held-out", "share", "speed-up")
         ]
         for layer in self.layers:
+            figures = [(layer.predicted_error, ".3g"), (layer.measured_error, ".3g")]
+            figures += [(layer.share, ".1%"), (layer.speedup, ".2f")]
             rows.append(
                 (
                     layer.names[0] + (f" (+{len(layer.names) - 1})" if len(layer.names) > 1 else ""),
@@ -185,10 +187,7 @@ class CompressionReport:
                     "dense" if layer.rank is None else f"{layer.low_rank} ({layer.rank})",
                     format_bytes(layer.bytes_before),
                     format_bytes(layer.bytes_after),
-                    _number(layer.predicted_error, ".3g"),
-                    _number(layer.measured_error, ".3g"),
-                    _number(layer.share, ".1%"),
-                    _number(layer.speedup, ".2f"),
+                    *("" if value is None else format(value, form) for value, form in figures),
                 )
             )
         lines.append(format_table(rows))
@@ -233,7 +232,3 @@ class CompressionReport:
         path = Path(path)
         figure.savefig(path)
         return path
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

@@ -127,13 +127,11 @@ class Runner:
 
     def over(self, batches: Sequence[Any], description: str) -> Iterable[Any]:
         """Return the batches, under a progress bar if progress is shown and tqdm is installed."""
-        if not self.show:
-            return batches
         try:
             from tqdm import tqdm
         except ModuleNotFoundError:
             return batches
-        return tqdm(batches, desc=description, leave=False)
+        return tqdm(batches, desc=description, leave=False, disable=not self.show)
 
     def agreed(self, seed: int) -> int:
         """Return the seed of the first rank of the group."""
