@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from panther.distributed._layer_configs import check_configs, perceptron
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import require_process_group, transport
+from panther.distributed.comm._ranks import transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
@@ -27,12 +27,7 @@ from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, 
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._plan import Plan, plan_automatically
-from panther.distributed.tensor.parallelize import (
-    TensorParallelReport,
-    check_plain,
-    plan_in_words,
-    shard_model_,
-)
+from panther.distributed.tensor.parallelize import TensorParallelReport, plan_in_words, shard_model_
 from panther.errors import DistributedError, ShapeError, check_size
 
 _DATA_PARALLEL = ("fsdp", "replicate", "ddp")
@@ -82,7 +77,6 @@ class HybridParallelTrainer:
     """
 
     def __init__(self, model_config: nn.Module | Mapping[str, Any], parallelism_config: Mapping[str, Any]) -> None:
-        require_process_group()
         config = _checked(parallelism_config)
         self.mesh = make_mesh(
             dp=config["data_parallel_size"], pp=config["pipeline_parallel_size"], tp=config["tensor_parallel_size"]
@@ -102,7 +96,6 @@ class HybridParallelTrainer:
             check_model(model, strategy)
             described = dict(given)
             if config["tensor_parallel_size"] > 1:
-                check_plain(model)
                 layer_plan.update(plan_automatically(model, config["tensor_parallel_size"]))
             if config["pipeline_parallel_size"] > 1:  # here, because the trace needs layers of full size
                 stage_plans[:] = [self._plan(model, config)]

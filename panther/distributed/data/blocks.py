@@ -2,6 +2,7 @@
 
 __all__ = ["fsdp_blocks"]
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -17,10 +18,7 @@ def fsdp_blocks(model: nn.Module) -> list[nn.Module]:
     A parameter in two blocks would be sharded twice; the root holds it instead.
     """
     found = list(dict.fromkeys(_elements(model)))
-    users: dict[nn.Parameter, int] = {}
-    for block in found:
-        for parameter in set(block.parameters()):
-            users[parameter] = users.get(parameter, 0) + 1
+    users = Counter(parameter for block in found for parameter in set(block.parameters()))
     inside = {module for block in found for module in block.modules()}
     outside = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
     shared = {parameter for parameter, count in users.items() if count > 1} | outside

@@ -132,12 +132,8 @@ def fully_shard_(
     # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    options = {
-        "mesh": mesh,
-        "offload_policy": offload,
-        "shard_placement_fn": partial(_placement, mesh.shape[-1]),
-        **options,
-    }
+    place = partial(_placement, mesh.shape[-1])
+    options = {"mesh": mesh, "offload_policy": offload, "shard_placement_fn": place, **options}
     for block in () if one_block else fsdp_blocks(model):
         fully_shard(block, mp_policy=half, **options)
     # Only the model's own output is float32: between blocks, activations stay in the dtype that they compute in.

@@ -77,7 +77,12 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         described = {}
         for name, layer in sketched_layers(model).items():
             layer.check_record()
-            described[f"{LAYER}{name!r}"] = f"{_describe(layer)}, {_contents(layer)}"
+            contents = f"seed {layer.seed}"
+            if layer.is_fitted:
+                contents = " ".join(
+                    ["contents", *(f"{_digest(getattr(layer, key)):016x}" for key in layer.sketch_names)]
+                )
+            described[f"{LAYER}{name!r}"] = f"{_describe(layer)}, {contents}"
         return described
 
     agree("verify_sketches", describe, group, "call sync_sketches(model) on every rank before training")
@@ -147,12 +152,6 @@ def _describe(layer: SketchedModule) -> str:
     mode = "fitted" if layer.is_fitted else "seeded"
     like = layer.sketch_like()
     return f"{mode} {type(layer).__name__} in {like.dtype} with num_terms={layer.num_terms}, {shapes}"
-
-
-def _contents(layer: SketchedModule) -> str:
-    if layer.seed is not None:
-        return f"seed {layer.seed}"
-    return "contents " + " ".join(f"{_digest(getattr(layer, name)):016x}" for name in layer.sketch_names)
 
 
 def _digest(sketch: Tensor) -> int:

@@ -56,16 +56,12 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend with this rank's heads, and sum."""
-        bias, buffers = self.local("b0"), self._buffers
+        bias, directions = self.local("b0"), self.local("directions")
         query, key, value = self.enter(query, key, value)
         with local_parameters(self):
-            self._parameters["b0"] = None  # added once, after the sum
-            # Through __dict__, so that the buffers of the module are back whatever happens in its forward.
-            self.__dict__["_buffers"] = buffers | {"directions": self.local("directions")}
-            try:
-                output, _ = super().forward(query, key, value, *args, **kwargs)
-            finally:
-                self.__dict__["_buffers"] = buffers
+            # The bias is added once, after the sum. Parameters are found before the buffer of the same name.
+            self._parameters.update(b0=None, directions=directions)
+            output, _ = super().forward(query, key, value, *args, **kwargs)
         output = all_reduce(output, group=self.tp_group)
         return (output if bias is None else output + bias.to(output.dtype)), None
 

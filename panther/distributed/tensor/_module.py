@@ -66,10 +66,9 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, also full tensors that are equal on every rank: each takes its shard, and nothing is sent."""
         for name, own in (*self.named_parameters(), *self.named_buffers()):
-            given = state_dict.get(prefix + name)
-            if not isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
-                continue
-            if given.shape == own.shape:  # torch reports other shapes
+            given: Any = state_dict.get(prefix + name)
+            if isinstance(own, DTensor) and _is_full(given, own.shape):
+                # Its own mesh, which may have an axis more: that of FSDP.
                 sharded = distribute_tensor(given.detach(), own.device_mesh, own.placements, src_data_rank=None)
                 state_dict[prefix + name] = sharded
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -80,21 +79,15 @@ class ShardedSketchedModule(ShardedModule, SketchedModule):
 
     def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
         """Make the layer fitted, with the given full sketches, equal on every rank, which are sharded."""
-        sharded = dict[str, Tensor]()
-        for name, value in sketches.items():
-            if isinstance(value, DTensor):
-                sharded[name] = value.redistribute(self.tp_mesh, [self.placement(name)])
-            else:
-                sharded[name] = distribute(value, self.tp_mesh, self.placement(name))
-        super().set_fitted_(sharded)
+        super().set_fitted_(
+            {name: distribute(value, self.tp_mesh, self.placement(name)) for name, value in sketches.items()}
+        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, also the full sketches of a fitted layer into a seeded one, whose own are not DTensors."""
         for name, shape in self.sketch_shapes().items():
-            given, own = state_dict.get(prefix + name), getattr(self, name)
-            if isinstance(own, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
-                continue
-            if given.shape == torch.Size(shape):
+            given: Any = state_dict.get(prefix + name)
+            if not isinstance(getattr(self, name), DTensor) and _is_full(given, shape):
                 state_dict[prefix + name] = distribute(given, self.tp_mesh, self.placement(name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -105,6 +98,11 @@ class ShardedSketchedModule(ShardedModule, SketchedModule):
 
     def _to_dense(self) -> Any:
         return unshard_module(self)._to_dense()  # type: ignore[operator]
+
+
+def _is_full(given: Any, shape: tuple[int, ...]) -> bool:
+    # torch itself reports other shapes when it loads them.
+    return isinstance(given, Tensor) and not isinstance(given, DTensor) and given.shape == torch.Size(shape)
 
 
 def become_(module: nn.Module, kind: type[ShardedModule], mesh: DeviceMesh, **attributes: Any) -> Any:
@@ -132,6 +130,8 @@ def no_view(output: Tensor) -> Tensor:
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     """Place a full tensor, equal on every rank, on the mesh without sending anything."""
+    if isinstance(tensor, DTensor):  # made by torch from another of the module's tensors, and replicated
+        return tensor.redistribute(mesh, [placement])
     sharded = distribute_tensor(tensor.detach(), mesh, [placement], src_data_rank=None)
     # A shard along the first dimension is a view, which would keep the full tensor alive.
     return sharded if placement.is_replicate() else sharded.clone()

@@ -25,7 +25,7 @@ from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor._plan import ModulePlan, Plan, plan_automatically, plan_by_names, shared_parameters
 from panther.distributed.tensor.styles import PantherStyle
-from panther.distributed.tensor.unshard import remember_
+from panther.distributed.tensor.unshard import plain_class, remember_
 from panther.errors import DistributedError, ShapeError
 
 # The layers that Panther shards know their own; of torch's styles only these two change a layer.
@@ -117,13 +117,11 @@ def tensor_parallel(
 
 def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorParallelReport:
     """Do steps 4 to 6 of :func:`tensor_parallel`, on a model that is equal on all ranks already; nothing is sent."""
-    # Before anything is sharded, which changes classes and gives every layer parameters of its own.
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    tied = shared_parameters(model)
+    tied = shared_parameters(model)  # before anything is sharded, which gives every layer parameters of its own
     _shard(model, mesh, decisions)
     replicated = _replicate(model, mesh, decisions)
     _tie(model, tied)
-    return _report(model, kinds, decisions, replicated)
+    return _report(model, decisions, replicated)
 
 
 def _check(model: nn.Module, mesh: Any, plan: Any) -> None:
@@ -139,11 +137,6 @@ def _check(model: nn.Module, mesh: Any, plan: Any) -> None:
     for name, style in () if isinstance(plan, str) else plan.items():
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"style of {name!r} must be a ParallelStyle, such as ColwiseSKParallel(), not {style!r}")
-    check_plain(model)
-
-
-def check_plain(model: nn.Module) -> None:
-    """Raise if the model is wrapped, or any of its tensors is sharded already, for tensor or data parallelism."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise DistributedError(
             "the model is in DistributedDataParallel, which would not see that its layers are sharded: call "
@@ -199,23 +192,21 @@ def _tie(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
             owner.register_parameter(name, getattr(*owners[0]))
 
 
-def _report(
-    model: nn.Module, kinds: Mapping[str, str], decisions: Plan, replicated: Mapping[str, str | None]
-) -> TensorParallelReport:
+def _report(model: nn.Module, decisions: Plan, replicated: Mapping[str, str | None]) -> TensorParallelReport:
     """Step 6: tell what was done to every module that has parameters or a style."""
     placements = []
     for name, module in model.named_modules():
-        made = decisions.get(name, ModulePlan(""))
+        made, kind = decisions.get(name, ModulePlan("")), plain_class(module).__name__
         parameters = list(module.parameters(recurse=False))
         if made.style is not None:
             action = module.action if isinstance(module, ShardedModule) else _ACTIONS.get(type(made.style))
-            placements.append(ModulePlacement(name, kinds[name], action or type(made.style).__name__, made.reason))
+            placements.append(ModulePlacement(name, kind, action or type(made.style).__name__, made.reason))
         elif name in replicated:
             reasons = made.reason or "replicated on every rank", replicated[name]
-            placements.append(ModulePlacement(name, kinds[name], "replicated", "; ".join(filter(None, reasons))))
+            placements.append(ModulePlacement(name, kind, "replicated", "; ".join(filter(None, reasons))))
         elif parameters:  # placed together with the module that contains it, which reads them
             sharded = any(not p.is_replicate() for tensor in parameters for p in tensor.placements)
             owner = name.rpartition(".")[0]
             action = "sharded" if sharded else "replicated"
-            placements.append(ModulePlacement(name, kinds[name], action, f"with {owner!r}"))
+            placements.append(ModulePlacement(name, kind, action, f"with {owner!r}"))
     return TensorParallelReport(tuple(placements))

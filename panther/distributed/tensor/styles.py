@@ -30,6 +30,9 @@ from panther.distributed.tensor._linear import (
 from panther.errors import ShapeError
 from panther.nn import SKLinear
 
+_Kinds = Mapping[type[nn.Module], type[ShardedLayer]]
+"""The sharded class of each class that a style can shard."""
+
 
 class PantherStyle(ParallelStyle):
     """Base: applied by torch's ``parallelize_module``, a style first broadcasts the module of the mesh's first rank.
@@ -86,10 +89,7 @@ class ColwiseSKParallel(PantherStyle):
         >>> pr.distributed.shutdown()
     """
 
-    _kinds: ClassVar[Mapping[type[nn.Module], type[ShardedLayer]]] = {
-        SKLinear: ColwiseSKLinear,
-        nn.Linear: ColwiseLinear,
-    }
+    _kinds: ClassVar[_Kinds] = {SKLinear: ColwiseSKLinear, nn.Linear: ColwiseLinear}
     _features, _sequence = "output_layouts", "input_layouts"
 
     def __init__(
@@ -149,11 +149,7 @@ class RowwiseSKParallel(ColwiseSKParallel):
         >>> pr.distributed.shutdown()
     """
 
-    _kinds: ClassVar[Mapping[type[nn.Module], type[ShardedLayer]]] = {
-        SKLinear: RowwiseSKLinear,
-        nn.Linear: RowwiseLinear,
-        nn.Embedding: VocabularyEmbedding,
-    }
+    _kinds: ClassVar[_Kinds] = {SKLinear: RowwiseSKLinear, nn.Linear: RowwiseLinear, nn.Embedding: VocabularyEmbedding}
     _features, _sequence = "input_layouts", "output_layouts"
 
 

@@ -1,6 +1,6 @@
 """Conversion of a sharded model to the plain one, and the record of a module's state before sharding."""
 
-__all__ = ["Unsharded", "remember_", "unshard_module"]
+__all__ = ["Unsharded", "plain_class", "remember_", "unshard_module"]
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +57,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     copies: dict[int, Any] = {}
     modules = list(module.modules())
     for old in modules:
-        plain = _before(old).plain
+        plain = plain_class(old)
         copies[id(old)] = plain.__new__(plain)  # not __init__, which would need its arguments and allocate
         for tensor in (*old._parameters.values(), *old._buffers.values()):
             if tensor is not None and id(tensor) not in copies:
@@ -70,7 +70,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
 
 
 def _fill(new: nn.Module, old: nn.Module, copies: dict[int, Any]) -> None:
-    before = _before(old)
+    before = vars(old).get("_unsharded", Unsharded(type(old)))
     for key, value in vars(old).items():
         # fully_shard leaves its state under "__composable_api...", which must not follow into a plain module.
         if key == "_unsharded" or key in before.added or key.startswith("__composable_api"):
@@ -97,12 +97,13 @@ def _mapped(value: Any, copies: dict[int, Any]) -> Any:
     return value.copy() if type(value) is set else value
 
 
-def _before(module: nn.Module) -> Unsharded:
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module before it was sharded."""
+    if (before := vars(module).get("_unsharded")) is not None:
+        return before.plain
     cls = type(module)
-    if issubclass(cls, FSDPModule):
-        # FSDP2 makes a class of its own from FSDPModule and the module's class, and notes the place of the latter.
-        cls = cls.__mro__[cls._orig_cls_mro_index]
-    return vars(module).get("_unsharded", Unsharded(cls))
+    # FSDP2 makes a class of its own from FSDPModule and the module's class, and notes the place of the latter.
+    return cls.__mro__[cls._orig_cls_mro_index] if issubclass(cls, FSDPModule) else cls
 
 
 def _full(tensor: Tensor) -> Tensor:
