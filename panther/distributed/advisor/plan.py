@@ -134,15 +134,13 @@ class ParallelismPlan:
                 "data_parallel": layout.strategy,
             }
             return HybridParallelTrainer(model, config)
-        copies = {"replicate": layout.replicate} if layout.replicate > 1 else {}
-        mesh = make_mesh(dp=layout.dp, tp=layout.tp, **copies)
+        mesh = make_mesh(dp=layout.dp, tp=layout.tp, replicate=layout.replicate if layout.replicate > 1 else None)
         if layout.tp > 1:
             tensor_parallel(model, mesh["tp"])
         if layout.strategy is None:
             return model
-        half: dict[str, Any] = {"mixed_precision": self.mixed_precision} if self.mixed_precision else {}
-        axes = mesh["replicate", "dp"] if copies else mesh["dp"]
-        return data_parallel(model, axes, layout.strategy, **half)
+        axes = mesh["replicate", "dp"] if layout.replicate > 1 else mesh["dp"]
+        return data_parallel(model, axes, layout.strategy, mixed_precision=self.mixed_precision)
 
 
 def plan_parallelism(

@@ -76,6 +76,7 @@ def check_shared(model: nn.Module, blocks: Blocks, begins: list[int]) -> None:
     for stage, (begin, end) in enumerate(pairwise([*begins, len(blocks)])):
         for name, parameter in _tensors(model, blocks.names_in(begin, end)).items():
             other, first = seen.setdefault(parameter, (name, stage))
+            # A frozen parameter has no gradient that would be incomplete.
             if first != stage and parameter.requires_grad:
                 alias = "" if other == name else f", which is also {name!r},"
                 raise ShapeError(

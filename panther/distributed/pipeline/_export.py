@@ -10,10 +10,10 @@ are made in an earlier block are sent along to the block that uses them.
 __all__ = ["StageGraph", "trace_stages"]
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ class StageGraph:
         graph = self._graph(begin, end)
         targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        # In the model's order, so that the parameters of a stage are numbered as in the model.
         names = sorted(targets, key=lambda name: (order.get(name, -1), name))
         parts = {name: _at(model, name, self.constants) for name in names}
         stage = fx.GraphModule(parts, graph, type(model).__name__)
@@ -162,9 +163,11 @@ def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.13 uses functions here that it deprecates itself
             with _opaque(leaf_modules):
+                # Not strict: the model's own Python runs, and so meets the replaced forwards.
                 exported = torch.export.export(model, sample, strict=False)
             if any(_changes(node) for node in exported.graph.nodes):  # autograd refuses it for received tensors
                 exported = exported.run_decompositions({})
+        # Guards would check the sizes of the sample on every microbatch, which PipelineSchedule does once for a batch.
         return _divide(exported.module(check_guards=False), starts, list(leaf_modules))
     except ShapeError:
         raise
@@ -215,17 +218,13 @@ def _on_fake(model: nn.Module, leaf_modules: dict[str, nn.Module], sample: tuple
 @contextmanager
 def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
     """Replace leaf modules by single operations; their hooks run only when a stage calls them."""
-    numbers: dict[str, list[int]] = defaultdict(list)
-    for number, call in enumerate(_calls):
-        numbers[call.name].append(number)
-    begun: dict[str, int] = defaultdict(int)
+    # A module may be called several times, and export may run the model again.
+    numbers = {name: cycle([i for i, call in enumerate(_calls) if call.name == name]) for name in leaf_modules}
     saved = []
 
     def stand_in(name: str) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Modules may be called several times, and export may run the model again.
-            number = numbers[name][begun[name] % len(numbers[name])]
-            begun[name] += 1
+            number = next(numbers[name])
             call = _calls[number]
             call.inputs = args, kwargs
             given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, Tensor)]

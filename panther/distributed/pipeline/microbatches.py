@@ -111,6 +111,7 @@ class MicrobatchPipelineTrainer:
                 f"the batch must have samples and a target for each, and has {samples} and {len(batch_targets)}"
             )
         reduction = check_reduction(criterion, "criterion")
+        # More would leave some of the microbatches empty.
         count = min(self.num_microbatches, samples)
         optimizer.zero_grad()
         total = 0.0

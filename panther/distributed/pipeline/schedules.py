@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
+from panther.distributed.pipeline._balance import stages_of_rank
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.errors import ShapeError, check_size
 
@@ -194,17 +195,16 @@ def _make(
     kind = SCHEDULES[name]
     several = kind.stages_per_rank > 1
     check_size("num_microbatches", num_microbatches, least=1)
-    indices = [stage.stage_index for stage in stages]
-    ranks = stages[0].group_size
-    in_v = len(indices) == 2 and sum(indices) == stages[0].num_stages - 1 and stages[0].num_stages == 2 * ranks
+    ranks, n = stages[0].group_size, stages[0].num_stages
     if not several and len(stages) != 1:
         raise ValueError(f"schedule {name!r} takes one stage a rank, not {len(stages)}: use n={ranks} stages")
-    if kind.order == "v" and not in_v:
-        raise ValueError(
-            f"schedule {name!r} takes two stages a rank in the order 'v': use split_stages(..., {2 * ranks}, order='v')"
-        )
-    if several and kind.order == "loop" and in_v and ranks > 1:
-        raise ValueError(f"schedule {name!r} takes stages in the order 'loop': leave order='v' out of split_stages")
+    mine = stages_of_rank(stages[0].group_rank, ranks, n, kind.order)
+    # torch's schedules with several stages a rank assume that each rank has these.
+    if several and [stage.stage_index for stage in stages] != mine:
+        how, fix = "stages", "leave order='v' out of split_stages"
+        if kind.order == "v":
+            how, fix = "two stages a rank", f"use split_stages(..., {2 * ranks}, order='v')"
+        raise ValueError(f"schedule {name!r} takes {how} in the order {kind.order!r}: {fix}")
     reduction = check_reduction(loss_fn, "loss")
     # Not torch's scale_grads: it would also divide the gradients that earlier steps have left.
     share = DividedLoss(loss_fn, num_microbatches) if reduction == "mean" else loss_fn
@@ -216,6 +216,5 @@ def _make(
         return PipelineSchedule(make, stages, num_microbatches)
     except ValueError as error:
         raise ShapeError(
-            f"schedule {name!r} cannot take num_microbatches={num_microbatches} over {stages[0].num_stages} stages: "
-            f"{error}"
+            f"schedule {name!r} cannot take num_microbatches={num_microbatches} over {n} stages: {error}"
         ) from error
