@@ -77,8 +77,8 @@ class _Agent(LocalElasticAgent):
 
 def run_agent(
     work: Callable[..., None], args: tuple[Any, ...], nproc: int, max_restarts: int, start_method: str, folder: str
-) -> None:
-    """Run ``work(*args)`` in ``nproc`` workers, and raise DistributedError if they fail.
+) -> str:
+    """Run ``work(*args)`` in ``nproc`` workers, and return how they failed, "" if they did not.
 
     On SIGINT, SIGTERM and the like, torch's SignalException is raised once the workers have ended.
     """
@@ -98,8 +98,7 @@ def run_agent(
             result = agent.run()
         finally:
             agent.kill()
-        if result.is_failed():
-            raise DistributedError(explain(agent.failures(result), nproc, max_restarts + 1))
+        return explain(agent.failures(result), nproc, max_restarts + 1) if result.is_failed() else ""
 
 
 @contextmanager

@@ -59,7 +59,9 @@ def launch(
     _check_launch(fn, nproc, max_restarts, start_method)
     call = (fn, args) if start_method == "fork" else _pickle_call(fn, args)
     with _agent.signals_followed(), tempfile.TemporaryDirectory(prefix="panther-launch-") as folder:
-        _agent.run_agent(_work, (call, Path(folder)), nproc, max_restarts, start_method, folder)
+        failure = _agent.run_agent(_work, (call, Path(folder)), nproc, max_restarts, start_method, folder)
+        if failure:
+            raise DistributedError(failure)  # here, so that no traceback keeps torch's objects
         return [pickle.loads(_result_of(rank, Path(folder)).read_bytes()) for rank in range(nproc)]
 
 
