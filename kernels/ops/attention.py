@@ -175,7 +175,8 @@ def _batched(function: Any) -> Any:
             for arg, dim in zip(args, in_dims, strict=True)
         ]
         results = function()(*moved)
-        return results, tuple(None if result.shape == (0,) else 0 for result in results)  # but dc of no log_scale
+        # Without a log_scale its gradient is an empty tensor, which has no dimension to map over.
+        return results, tuple(None if result.shape == (0,) else 0 for result in results)
 
     return rule
 
