@@ -211,9 +211,6 @@ class TrainConfig(Settings):
             raise ConfigError(f"seed={self.seed} must be below 2^63")
         if len(set(self.trackers)) < len(self.trackers):
             raise ConfigError(f"trackers={list(self.trackers)} repeats a tracker: name each once")
-        for name in ("run_name", "resume", "checkpoint_dir"):
-            if getattr(self, name) == "":
-                raise ConfigError(f"{name} must not be empty")
         if self.resume not in ("auto", "never") and self.resume.lower() in ("auto", "never", "none", "true", "false"):
             raise ConfigError(f"resume={self.resume!r} must be 'auto', 'never' or the path of a checkpoint")
         for name in ("checkpoint_every_n_steps", "checkpoint_every_n_epochs", "profile", "trackers"):
@@ -299,7 +296,9 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
             raise ConfigError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, options))}")
         return value
     if kind is str and isinstance(value, os.PathLike):
-        return os.fspath(value)
+        value = os.fspath(value)
+    if value == "":
+        raise ConfigError(f"{name} must not be empty")
     if kind is float and type(value) is int:
         return float(value)
     # A bool is an int to Python.

@@ -22,6 +22,7 @@ from panther.train.batches import Batch
 from panther.train.checks import check_loss
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
+Report = Callable[[float], None]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,7 +52,7 @@ class Engine(ABC):
         self.loss_is_sum = reduction_of(self.loss_fn) == "sum"
 
     @abstractmethod
-    def forward_backward(self, window: list[Batch], before_backward: Callable[[float], None]) -> None:
+    def forward_backward(self, window: list[Batch], before_backward: Report) -> None:
         """Add the gradients of the batches of one optimizer step to the parameters.
 
         ``before_backward`` is called with the sum of this rank's losses over its samples, before the last backward.
@@ -109,8 +110,6 @@ class Engine(ABC):
             yield from module.parameters()
 
     def _to_device(self, data: Any) -> Any:
-        if self.device.type == "cpu":
-            return data
         return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), data)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -154,9 +153,7 @@ class ModelEngine(Engine):
             return self.model(**inputs)
         return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
 
-    def forward_backward(  # noqa: D102 (documented in Engine)
-        self, window: list[Batch], before_backward: Callable[[float], None]
-    ) -> None:
+    def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         losses: list[tuple[Tensor, int]] = []
         for number, batch in enumerate(window):
             last = number == len(window) - 1
@@ -227,9 +224,7 @@ class PipelineEngine(Engine):
             raise ConfigError("a pipeline's batch must be (input, target), the input a tensor or a tuple of tensors")
         return (tuple(data[0]) if isinstance(data[0], tuple | list) else (data[0],)), data[1]
 
-    def forward_backward(  # noqa: D102 (documented in Engine)
-        self, window: list[Batch], before_backward: Callable[[float], None]
-    ) -> None:
+    def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         total = 0.0
         if not self.loss_is_sum:
             self._divided_loss.divisor = len(window)  # the last window of an epoch may have fewer batches

@@ -98,17 +98,14 @@ class History:
             MissingExtraError: If matplotlib is not installed.
         """
         figure_module = require_extra("matplotlib.figure", "demo")
-        skipped = ("validation_loss", "loss")
-        metrics = [name for name in self.names if name.startswith("validation_") and name not in skipped]
-        figure = figure_module.Figure(figsize=(5 * (1 + bool(metrics)), 3.5), layout="constrained")
-        panels = figure.subplots(1, 1 + bool(metrics), squeeze=False)[0]
-        for panel, names, label in zip(
-            panels, (["loss", "validation_loss"], metrics), ("loss", "metric"), strict=False
-        ):
+        losses: list[str] = [name for name in ("loss", "validation_loss") if name in self.names]
+        metrics = [name for name in self.names if name.startswith("validation_") and name not in losses]
+        shown = {"loss": losses, "metric": metrics} if metrics else {"loss": losses}
+        figure = figure_module.Figure(figsize=(5 * len(shown), 3.5), layout="constrained")
+        for panel, (label, names) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
             for name in names:
-                if name in self.names:
-                    steps, values = self[name]
-                    panel.plot(steps, values, marker="." if len(steps) < 50 else "", label=name.replace("_", " "))
+                steps, values = self[name]
+                panel.plot(steps, values, marker="." if len(steps) < 50 else "", label=name.replace("_", " "))
             panel.set(xlabel="step", ylabel=label)
             panel.grid(alpha=0.3)
             if panel.lines:

@@ -14,8 +14,7 @@ from panther.errors import ConfigError
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 """What a Trainer takes: an optimizer, a function that makes one from parameters, or None for AdamW."""
 
-Groups = list[tuple[dict[str, Any], list[str]]]
-"""The settings and the names of the parameters of each group."""
+Groups = list[tuple[dict[str, Any], list[str]]]  # the settings of each group, and the names of its parameters
 
 
 def learning_rate_factor(schedule: str, step: int, total: int | None, warmup: int) -> float:

@@ -17,7 +17,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from panther.distributed import (
@@ -35,6 +34,7 @@ from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.precision import compute_dtype
 from panther.errors import ConfigError
+from panther.train.batches import count_samples
 from panther.train.config import TrainConfig
 from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output
 from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
@@ -155,8 +155,7 @@ def _advised_layout(
             loss_fn=loss_of_output if loss_fn is None else None,
             mixed_precision=config.mixed_precision,
         )
-        samples = next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-        plan = plan_parallelism(stats, cluster, batch=samples * get_world_size())
+        plan = plan_parallelism(stats, cluster, batch=count_samples(batch) * get_world_size())
     except Exception as error:  # a forward may do anything; ddp runs all that one process can run
         return None, f"{type(error).__name__}: {error}"
     options = [option for option in plan.options if option.layout.pp == 1]

@@ -18,6 +18,7 @@ from panther.distributed.comm._agreement import run_on_first_rank
 from panther.errors import TrainingError, require_extra
 from panther.train.callbacks import BuiltInCallback, StepProfiler
 from panther.train.config import TrainConfig
+from panther.train.history import History
 
 _log = logging.getLogger(__name__)
 
@@ -47,28 +48,18 @@ class _Bar(BuiltInCallback):
 
 
 class _JsonLines(BuiltInCallback):
-    """One line per record in ``log.jsonl``. On resuming, records of later steps are removed."""
+    """One line per record in ``log.jsonl``, written anew when a run resumes, from the history in its checkpoint."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, history: History) -> None:
         try:
-            if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                beside = path.with_suffix(".tmp")
-                beside.write_text("".join(line for line in lines if _before(line, step)), encoding="utf-8")
-                # Atomic: a kill leaves the old log or the new one.
-                os.replace(beside, path)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
-        except (OSError, ValueError) as error:
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed with the run)
+            self._file.writelines(map(_line, history))
+        except OSError as error:
             raise TrainingError(f"{path} cannot be written ({error}): remove it, or name another directory") from None
 
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
-        # JSON has no NaN.
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
         try:
-            self._file.write(json.dumps(plain) + "\n")
+            self._file.write(_line(record))
             # Each record is on disk at once, for whoever watches the run.
             self._file.flush()
         except OSError as error:
@@ -81,11 +72,10 @@ class _JsonLines(BuiltInCallback):
             path.unlink()
 
 
-def _before(line: str, step: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):  # a killed process may leave an incomplete line
-        return False
+def _line(record: Mapping[str, Any]) -> str:
+    # JSON has no NaN.
+    odd = {name: None for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**record, **odd}) + "\n"
 
 
 class _TensorBoard(BuiltInCallback):
@@ -109,16 +99,15 @@ class _MLflow(BuiltInCallback):
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         # Nothing of a run goes to a third party unless the user asks for it.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        self._mlflow = mlflow = require_extra("mlflow", "mlflow")
+        mlflow = require_extra("mlflow", "mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
-        self._client = client = mlflow.MlflowClient(tracking_uri=uri)
+        self._client, self._folder = mlflow.MlflowClient(tracking_uri=uri), folder
         kept = folder / "mlflow-run"
-        self._folder = folder
         known = kept.exists()
         try:
             if known:
                 self._run = kept.read_text(encoding="utf-8").strip()
-                client.update_run(self._run, status="RUNNING")
+                self._client.update_run(self._run, status="RUNNING")
             else:
                 self._run = self._begin(config)
                 kept.write_text(self._run, encoding="utf-8")
@@ -153,11 +142,11 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def built_in_callbacks(config: TrainConfig, step: int) -> Iterator[list[BuiltInCallback]]:
+def built_in_callbacks(config: TrainConfig, step: int, history: History) -> Iterator[list[BuiltInCallback]]:
     """Yield the profiler of each rank and, on the first one, the trackers of a run that continues after a step."""
     folder = Path(config.checkpoint_dir or "")
     makers: dict[str, Callable[[], BuiltInCallback]] = {
-        "jsonl": lambda: _JsonLines(folder / "log.jsonl", step),
+        "jsonl": lambda: _JsonLines(folder / "log.jsonl", history),
         "tensorboard": lambda: _TensorBoard(folder / "tensorboard", step),
         "mlflow": lambda: _MLflow(config, folder),
     }

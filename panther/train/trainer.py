@@ -142,7 +142,7 @@ class Trainer:
             feed = self._feed(train)
             self._resume(feed)
             validation_feed = None if validation is None else self._feed(validation, False)
-            self._built_in = stack.enter_context(built_in_callbacks(self.config, self.step))
+            self._built_in = stack.enter_context(built_in_callbacks(self.config, self.step, self.history))
             self._train(feed, validation_feed, exchange)
         return self.history
 
@@ -276,7 +276,6 @@ class Trainer:
         while self.epoch < epochs and not self._is_over():
             with preserved_generators():
                 windows = feed.windows(self.epoch, self._windows_done)
-            first = self._windows_done
             # An exception may be kept, by a notebook for example, and would keep the loader's workers alive.
             with closing(windows):
                 for window in windows:
@@ -290,9 +289,9 @@ class Trainer:
                         self._save(feed)
                     if self._is_over():
                         break
-            if self._windows_done == first == 0:
+            if self._windows_done == 0:
                 raise feed.no_windows_error("training")
-            if self._is_over() and (windows_per_epoch is None or self._windows_done < windows_per_epoch):
+            if self._is_over() and self._windows_done != windows_per_epoch:
                 break
             self._end_epoch(feed, validation)
         if self._sums[1]:

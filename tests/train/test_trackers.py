@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from panther.errors import MissingExtraError, TrainingError
-from panther.train import Callback, TrainConfig, Trainer
+from panther.train import Callback, History, TrainConfig, Trainer
 from panther.train.trackers import _JsonLines
 
 
@@ -77,7 +77,7 @@ def test_json_has_no_nan(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path):
-    tracker = _JsonLines(tmp_path / "log.jsonl", 0)
+    tracker = _JsonLines(tmp_path / "log.jsonl", History())
     tracker.close("FINISHED")
     tracker._file = open("/dev/full", "w")  # noqa: SIM115 (closing it fails, too)
     with pytest.raises(TrainingError, match=r"^/dev/full cannot be written \(No space left on device\): make room$"):
