@@ -47,7 +47,7 @@ def counting(monkeypatch):
 
 
 @pytest.mark.distributed
-def test_a_cut_pair_sends_the_sketch_and_not_the_width(counting):
+def test_a_sharded_pair_sends_the_sketch_and_not_the_width(counting):
     rows = counting.tensor_parallel_bytes(counting.Sizes(width=4096, sketch_size=64, batch=256))
     sent = {(row["layer"], row["stage"]): (row["bytes"], row["formula"]) for row in rows}
     assert sent == {

@@ -56,7 +56,7 @@ def test_the_better_metric_keeps_more_of_a_convolutional_net(trial):
 
 @pytest.mark.torture
 @pytest.mark.distributed
-def test_a_text_model_trains_alike_whether_killed_or_laid_out_otherwise(monkeypatch):
+def test_a_text_model_trains_the_same_when_killed_or_in_another_layout(monkeypatch):
     """The trial itself compares the killed run to the undisturbed one, to the bit."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("PANTHER_TRIAL_TEXT", "")  # the trial sets it

@@ -156,7 +156,7 @@ def test_settings_stand_on_both_sides_of_options(arguments, settings, monkeypatc
 
 
 @pytest.mark.parametrize("wrong", ["word", "--epochs=2"])
-def test_what_is_no_setting_gets_the_usage_of_its_command(wrong, capsys):
+def test_an_unknown_setting_gets_the_usage_of_its_command(wrong, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["train", "a=1", "--config", "f", wrong])
     assert exit.value.code == 2

@@ -152,7 +152,7 @@ def test_several_processes_run_this_command(work, monkeypatch):
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.slow
-def test_processes_that_are_started_again_go_on(work, capfd):
+def test_processes_that_are_started_again_continue(work, capfd):
     settings = [f"data={work}:dies", "checkpoint_every_n_steps=1", "batch_size=4"]
     assert main(["train", "--config", "run.toml", "--nproc", "2", "--max-restarts", "1", *settings]) == 0
     out, err = capfd.readouterr()

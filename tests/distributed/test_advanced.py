@@ -54,7 +54,7 @@ def test_an_epoch_is_that_of_one_process():
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-8, atol=1e-10)
 
 
-def test_ranks_with_other_numbers_of_batches_stay_alike():
+def test_ranks_with_different_numbers_of_batches_stay_equal():
     def rank():
         r = dist.get_rank()
         trainer = AdvancedDistributedTrainer(network(r), r, 3)

@@ -144,7 +144,7 @@ def test_saved_in_one_layout_and_trained_on_in_others(tmp_path, saved, loaded):
         check_export(tmp_path / layout, expected)
 
 
-def test_fitted_sketches_are_saved_whole_and_cut_again(tmp_path):
+def test_fitted_sketches_are_saved_whole_and_sharded_again(tmp_path):
     expected = reference(fitted=True)
     on_ranks(save_at_three, 2, str(tmp_path / "run"), "tp", True)
     on_ranks(go_on, 3, str(tmp_path / "run"), "fsdp", str(tmp_path / "out"), True)
@@ -502,7 +502,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_optimizer_goes_on_bit_for_bit(tmp_path, kind):
+def test_every_optimizer_continues_bit_for_bit(tmp_path, kind):
     def build(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))

@@ -64,7 +64,7 @@ def test_every_rank_with_a_loss_of_its_own(name, n):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_all_ranks_go_on_alike(name):
+def test_all_ranks_continue_with_equal_results(name):
     """One loss, computed everywhere: its gradient is not counted once a rank."""
     ours, theirs = OPERATIONS[name]
     parts = [given(rank, 4, 2) for rank in range(2)]

@@ -27,7 +27,7 @@ def test_elementwise_modules(module):
     [nn.Softmax(-1), nn.LayerNorm(4), nn.PReLU(), Scaled(), nn.Sequential(nn.ReLU(), nn.Softmax(-1))],
     ids=repr,
 )
-def test_other_modules(module):
+def test_different_modules(module):
     """Those with parameters would get a part of their gradient; a subclass may do anything."""
     assert not is_elementwise(module)
 

@@ -140,7 +140,7 @@ def test_another_number_of_layers(name):
     ],
     ids=["dtype", "terms", "one dtype", "frozen", "kind", "class"],
 )
-def test_other_models(change, expected):
+def test_different_models(change, expected):
     def rank():
         data_parallel(model() if dist.get_rank() == 0 else change())
 
@@ -148,7 +148,7 @@ def test_other_models(change, expected):
         raise DistributedError(alike(rank))
 
 
-def test_other_seeds_and_weights_are_made_the_same():
+def test_different_seeds_and_weights_are_made_the_same():
     """No error: the first rank's are taken."""
 
     def rank():
@@ -170,14 +170,14 @@ def test_other_seeds_and_weights_are_made_the_same():
     ],
     ids=str,
 )
-def test_other_arguments(settings, expected):
+def test_different_arguments(settings, expected):
     def rank():
         data_parallel(model(), **(settings if dist.get_rank() == 1 else {}))
 
     assert expected in alike(rank)
 
 
-def test_other_configurations():
+def test_different_configurations():
     def rank():
         config = {"gradient_clipping": 1.0 + dist.get_rank(), "num_microbatches": 2 + dist.get_rank()}
         HybridParallelTrainer(model(), config)
@@ -186,7 +186,7 @@ def test_other_configurations():
     assert "num_microbatches=2 on rank 0 and 3 on rank 1; gradient_clipping=1.0 on rank 0 and 2.0 on rank 1" in error
 
 
-def test_other_settings_of_the_library():
+def test_different_settings_of_the_library():
     def rank():
         if dist.get_rank() == 1:
             torch.set_default_dtype(torch.float64)
@@ -207,7 +207,7 @@ def test_another_version(monkeypatch):
     assert f"Panther's version is {pr.__version__} on rank 0 and 0.0.1 on rank 1" in alike(rank, fresh=True)
 
 
-def test_other_stages():
+def test_different_stages():
     def rank():
         last = dist.get_rank() == 1
         return [
@@ -223,7 +223,7 @@ def test_other_stages():
     assert "n=2 on rank 0 and 4 on rank 1" in first[2]
 
 
-def test_other_schedules_and_batches():
+def test_different_schedules_and_batches():
     def rank():
         last = dist.get_rank() == 1
         stages = split_stages(model(), 2)
@@ -246,7 +246,7 @@ def test_other_schedules_and_batches():
     assert "rank 1: 3 samples cannot be split into num_microbatches=2 of equal size" in first[4]
 
 
-def test_other_batches_where_layers_are_shared():
+def test_different_batches_where_layers_are_shared():
     def rank():
         trainer = HybridParallelTrainer(model(), {"tensor_parallel_size": 2})
         optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
@@ -273,7 +273,7 @@ def test_other_batches_where_layers_are_shared():
     ],
     ids=["shape", "op", "dtype", "src", "operation", "gather", "call"],
 )
-def test_other_collectives(call, expected):
+def test_different_collectives(call, expected):
     assert expected in alike(lambda: call(dist.get_rank()))
 
 

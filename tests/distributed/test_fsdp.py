@@ -107,7 +107,7 @@ def test_copies_of_shards():
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
-def test_with_layers_cut_over_ranks(strategy):
+def test_with_layers_sharded_over_ranks(strategy):
     """dp = 2 by tp = 2, with gradient clipping over both."""
     x, y = data()
     plan = {"0": ColwiseSKParallel(), "2": RowwiseSKParallel()}

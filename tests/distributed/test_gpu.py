@@ -108,7 +108,7 @@ def test_data_parallel(device, strategy, fitted):
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
-def test_gradients_that_travel_in_other_forms(device, hook):
+def test_gradients_that_travel_in_different_forms(device, hook):
     model, (x, y) = network(device).float(), data(device)
     parallel = data_parallel(model, comm_hook=hook)
     optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
@@ -137,7 +137,7 @@ def test_tensor_parallel(device):
     compare(weights_of(model), weights)
 
 
-def test_a_layer_cut_over_ranks(device):
+def test_a_layer_sharded_over_ranks(device):
     layer = TensorParallelSKLinear(64, 48, 2, dist.group.WORLD).to(device)
     assert layer(torch.ones(3, 64, device=device)).shape == (3, 48)
 

@@ -176,7 +176,7 @@ def test_what_is_refused():
     ],
     ids=["fsdp", "ddp", "tp", "pp"],
 )
-def test_means_and_sums_over_batches_of_other_sizes(world, config, places):
+def test_means_and_sums_over_batches_of_different_sizes(world, config, places):
     """The last batches of an epoch: fewer samples, and not as many at every place along dp."""
     x, y = data()
     criteria = [(nn.CrossEntropyLoss(), 0.5), (nn.CrossEntropyLoss(reduction="sum"), 0.05)]

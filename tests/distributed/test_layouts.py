@@ -91,7 +91,7 @@ def test_dense_and_mixed_pairs_of_any_width(n, kind, dtype):
     ("dim", "dtensors"),
     [(1, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, False), (0, True)]), (1, True)],
 )
-def test_the_sequence_cut_before_and_after(n, kind, dim, dtensors):
+def test_the_sequence_sharded_before_and_after(n, kind, dim, dtensors):
     """7 positions, or 3 samples, are uneven over the ranks."""
     x = data()
     layout = Shard(dim)
@@ -213,7 +213,7 @@ def chain(kind, seed):
 
 
 @pytest.mark.parametrize("kind", ["sketched", "dense"])
-def test_sequences_are_cut_between_pairs(kind):
+def test_sequences_are_sharded_between_pairs(kind):
     x = data()
 
     def rank():

@@ -32,7 +32,7 @@ def test_stages_make_the_model(devices):
 
 
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=8), n=st.integers(1, 5))
-def test_fuzz_the_dearest_stage_is_as_cheap_as_it_can_be(costs, n):
+def test_fuzz_the_largest_stage_is_as_small_as_possible(costs, n):
     if len(costs) < n:
         with pytest.raises(ShapeError, match=f"{len(costs)} layers cannot make {n} stages"):
             balance_stages(costs, n)

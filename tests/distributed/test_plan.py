@@ -252,7 +252,7 @@ def wide_stats():
     ],
     ids=str,
 )
-def test_a_rank_of_a_thousand_pretended_ones(layout):
+def test_a_rank_of_a_thousand_fake_ones(layout):
     cluster = ClusterSpec.preset("cpu", layout.world)
     batch = 2 * layout.dp * layout.replicate
     predicted = estimate(wide_stats(), cluster, layout, batch)

@@ -47,7 +47,7 @@ def data():
     return torch.randn(3, 6, 12, generator=torch.Generator().manual_seed(0)).double()
 
 
-def test_a_cut_layer_becomes_dense():
+def test_a_sharded_layer_becomes_dense():
     def rank():
         model = build(dist.get_rank())
         tensor_parallel(model, make_mesh(tp=2)["tp"])

@@ -258,7 +258,7 @@ def test_a_rank_that_dies_during_a_sync_is_reported():
         on_ranks(rank, fresh=True)
 
 
-def test_attention_draws_alike_after_it_was_synchronised():
+def test_attention_redraws_equally_after_it_was_synchronised():
     def run():
         torch.manual_seed(dist.get_rank())
         layer = RandMultiHeadAttention(16, 2, num_random_features=8, redraw_interval=2)

@@ -54,7 +54,7 @@ def close(ours, theirs, dtype):
 @pytest.mark.parametrize("fitted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_pair_is_the_layer_in_one_piece(n, fitted, dtype, bias):
+def test_a_pair_is_the_layer_unsharded(n, fitted, dtype, bias):
     """50 outputs over 3 and 4 ranks are uneven. Ranks start from other weights and seeds; the first one's are taken."""
     x, y = data(dtype)
 

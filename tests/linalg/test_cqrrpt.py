@@ -279,7 +279,7 @@ def test_nan_and_infinity_are_named(path):
         (torch.ones(4, 3, dtype=torch.complex64), DTypeError, "real"),
     ],
 )
-def test_what_is_no_matrix(M, error, fix):
+def test_wrong_types_of_matrices(M, error, fix):
     """Three dimensions crash the peer."""
     with pytest.raises(error, match=fix) as caught:
         cqrrpt(M)

@@ -100,7 +100,7 @@ def test_double_backward(kernel, causal):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_cross_attention_with_other_widths(kernel):
+def test_cross_attention_with_different_widths(kernel):
     layer = attention_of(kernel, kdim=20, vdim=28)
     query, key, value = draw(2, 7, E), draw(2, 11, 20, seed=2), draw(2, 11, 28, seed=3)
     assert_close(layer(query, key, value)[0], formed(layer, query, key, value))
@@ -418,7 +418,7 @@ def test_a_forward_repeated_by_checkpointing_draws_nothing(reentrant):
     assert not torch.equal(layer.directions, first)
 
 
-def test_drawing_goes_on_after_loading():
+def test_drawing_continues_after_loading():
     layer, x = attention_of("oprf", redraw_interval=2, SRPE=sinSRPE(H, E // H, 2, 16, seed=1)), draw(2, 5, E)
     layer.feature_norm = 0.7
     layer(x, x, x)

@@ -271,7 +271,7 @@ def test_stacked_sketches_of_another_scale_are_not_the_layers_own():
     assert not torch.allclose(other(X), layer(X))
 
 
-def test_what_is_no_tensor_is_torchs_error():
+def test_a_wrong_type_is_torchs_error():
     layer = seeded()
     with pytest.raises(RuntimeError, match=r"Error\(s\) in loading .*(?s:.)*S1 must be a tensor, not list"):
         layer.load_state_dict({**layer.state_dict(), "S1": [1, 2]})

@@ -157,7 +157,7 @@ def test_hadamard_transform_equals_the_matrix(shape, dtype):
     assert torch.allclose(hadamard_transform(strided), H @ strided)
 
 
-def test_hadamard_transform_refuses_other_lengths():
+def test_hadamard_transform_refuses_different_lengths():
     for n in (0, 3, 12):
         with pytest.raises(ValueError, match=f"the length {n} of a Hadamard transform must be a power of two"):
             hadamard_transform(torch.ones(n, 1))

@@ -123,7 +123,7 @@ def test_persistent_workers_read_every_epoch():
         assert rows[0] == rows[1]
 
 
-def test_what_is_no_data_is_said():
+def test_wrong_data_is_named():
     assert list(feed(DataLoader(numbers(0), 3)).windows(0)) == []
     assert str(feed(DataLoader(numbers(0), 3)).no_windows_error("training")) == "the training data is empty"
     small = feed(DataLoader(numbers(5), 3, drop_last=True), 0, 2)
@@ -207,7 +207,7 @@ class Breaks(Callback):
     [lambda: stateful(Words()), lambda: stateful(Samples(), shuffle=True), Own],
     ids=["StatefulDataLoader of a stream", "StatefulDataLoader of samples", "own loader"],
 )
-def test_loaders_with_a_state_go_on_where_they_were(tmp_path, make, stopped):
+def test_loaders_with_a_state_continue_where_they_were(tmp_path, make, stopped):
     def run(folder=None, callbacks=(), **settings):
         torch.manual_seed(0)
         config = TrainConfig(max_steps=8, gradient_accumulation_steps=2, checkpoint_dir=folder, **settings)

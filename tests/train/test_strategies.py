@@ -130,7 +130,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, first, sec
     assert all(map(torch.equal, one.values(), other.values()))
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+def test_a_run_continues_with_a_different_number_of_processes(tmp_path):
     expected = weights(train(12), tmp_path / "one")
 
     def broken():

@@ -277,7 +277,7 @@ class Signals(Callback):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_and_the_same_call_goes_on(tmp_path, number, caplog):
+def test_a_signal_saves_and_ends_and_the_same_call_continues(tmp_path, number, caplog):
     expected = run("shuffled")
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as caught:

@@ -67,7 +67,7 @@ class Decay(Callback):
         self.saved = {**state, "lr_lambdas": [None]}
 
 
-def test_a_users_scheduler_goes_on(tmp_path):
+def test_a_users_scheduler_continues(tmp_path):
     settings = {"max_steps": 9, "schedule": "callback", "learning_rate": 0.1, "log_every_n_steps": 1}
     whole = trainer_of([Decay()], torch.optim.SGD, **settings)
     rates = whole.fit(shuffled())["learning_rate"][1]
@@ -98,7 +98,7 @@ def test_evaluating_before_training_changes_nothing():
     assert same(first, second)
 
 
-def test_a_callback_that_raises_leaves_a_trainer_that_goes_on():
+def test_a_callback_that_raises_leaves_a_trainer_that_continues():
     whole, broken = trainer_of(max_steps=10), trainer_of([Breaks(4)], max_steps=10)
     whole.fit(shuffled())
     with pytest.raises(KeyboardInterrupt):
@@ -184,7 +184,7 @@ def test_compiled_models_learn_the_same():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp"])
-def test_batch_norm_goes_on(tmp_path, strategy):
+def test_batch_norm_continues(tmp_path, strategy):
     def run(folder, *callbacks):
         settings = {"checkpoint_dir": str(folder), "checkpoint_every_n_steps": 2, "strategy": strategy}
         trainer = trainer_of(callbacks, norm=True, max_steps=8, **settings)
