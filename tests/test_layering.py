@@ -98,7 +98,7 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
     return wrong
 
 
-def test_imports_continuely_downward():
+def test_imports_go_only_downward():
     found = []
     for module, path in MODULES.items():
         found += upward_imports(path.read_text(), module, module in PACKAGES)
