@@ -20,7 +20,7 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_world_size, make_mesh
-from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
+from panther.distributed.data.strategies import STRATEGIES, check_model, fully_shard_, wrap_in_ddp
 from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
@@ -29,8 +29,6 @@ from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._plan import Plan, plan_automatically
 from panther.distributed.tensor.parallelize import TensorParallelReport, plan_in_words, shard_model_
 from panther.errors import DistributedError, ShapeError, check_size
-
-_DATA_PARALLEL = ("fsdp", "replicate", "ddp")
 
 
 class HybridParallelTrainer:
@@ -88,13 +86,12 @@ class HybridParallelTrainer:
         self._schedule: PipelineSchedule | None = None
         model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
         strategy = config["data_parallel"]
-        given = {name: value for name, value in config.items() if name != "sample_input"}
         layer_plan: Plan = {}
         stage_plans: list[StagePlan] = []
 
         def settings() -> dict[str, Any]:
             check_model(model, strategy)
-            described = dict(given)
+            described = {name: value for name, value in config.items() if name != "sample_input"}
             if config["tensor_parallel_size"] > 1:
                 layer_plan.update(plan_automatically(model, config["tensor_parallel_size"]))
             if config["pipeline_parallel_size"] > 1:  # here, because the trace needs layers of full size
@@ -237,8 +234,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         "pipeline_layers": None,
         "sample_input": None,
     }
-    unknown = sorted(set(given) - set(known))
-    if unknown:
+    if unknown := sorted(set(given) - set(known)):
         raise ValueError(
             f"parallelism_config has the unknown keys {', '.join(unknown)}: use some of {', '.join(known)}"
         )
@@ -254,9 +250,9 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"gradient_clipping must be a number or None, not {type(clipping).__name__}")
     if clipping is not None and not clipping > 0:
         raise ValueError(f"gradient_clipping={clipping} must be positive, or None")
-    if config["data_parallel"] not in _DATA_PARALLEL:
+    if config["data_parallel"] not in STRATEGIES:
         raise ValueError(
-            f"data_parallel={config['data_parallel']!r} is unknown: use one of {', '.join(map(repr, _DATA_PARALLEL))}"
+            f"data_parallel={config['data_parallel']!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}"
         )
     for axis, size, why in (
         ("tensor_parallel_size", tp, "loses the parameters of sharded layers"),

@@ -32,7 +32,7 @@ from panther.distributed import (
 from panther.distributed.advisor.cost_model import Layout
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.data.blocks import fsdp_blocks
-from panther.distributed.data.precision import compute_dtype
+from panther.distributed.data.strategies import compute_dtype
 from panther.errors import ConfigError
 from panther.train.batches import count_samples
 from panther.train.config import TrainConfig

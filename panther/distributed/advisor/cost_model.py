@@ -21,7 +21,7 @@ from itertools import pairwise
 from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.model_stats import ModelStats, TensorStats
-from panther.distributed.data.precision import compute_dtype
+from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.pipeline._balance import balance_stages, stages_of_rank
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ShapeError

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from panther.distributed.advisor._fake_run import Run, fake_inputs, fake_mesh, make_fake_, meta_copy, run
 from panther.distributed.data.blocks import fsdp_blocks
-from panther.distributed.data.precision import compute_dtype
+from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import PerformanceWarning, ShapeError, check_size
 from panther.nn import SKLinear

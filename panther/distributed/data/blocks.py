@@ -17,7 +17,7 @@ def fsdp_blocks(model: nn.Module) -> list[nn.Module]:
 
     A parameter in two blocks would be sharded twice; the root holds it instead.
     """
-    found = list(dict.fromkeys(_elements(model)))
+    found = list(dict.fromkeys(_candidates(model)))
     users = Counter(parameter for block in found for parameter in set(block.parameters()))
     inside = {module for block in found for module in block.modules()}
     outside = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
@@ -25,11 +25,11 @@ def fsdp_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in found if not shared.intersection(block.parameters())]
 
 
-def _elements(module: nn.Module) -> Iterator[nn.Module]:
+def _candidates(module: nn.Module) -> Iterator[nn.Module]:
     # A list without a forward cannot be a block itself: FSDP gathers a block when its forward begins.
     stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential) or _has_no_forward(child) or not stack:
-            yield from _elements(child)
+            yield from _candidates(child)
         elif any(True for _ in child.parameters()):
             yield child

@@ -5,7 +5,7 @@
 FSDP2 with shards of size one: it replicates the model, and goes together with tensor parallelism, which DDP does not.
 """
 
-__all__ = ["data_parallel"]
+__all__ = ["STRATEGIES", "compute_dtype", "data_parallel"]
 
 from dataclasses import replace
 from functools import partial
@@ -24,13 +24,12 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
-from panther.distributed.data.precision import compute_dtype
 from panther.distributed.sync.replicas import check_same_model, send_model
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
 
-_STRATEGIES = ("ddp", "fsdp", "replicate")
-_POWERSGD_RANK, _POWERSGD_START = 4, 10
+STRATEGIES = ("ddp", "fsdp", "replicate")
+_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def data_parallel(
@@ -143,8 +142,8 @@ def fully_shard_(
 def _check_options(
     mesh: Any, strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool
 ) -> None:
-    if strategy not in _STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, _STRATEGIES))}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}")
     if comm_hook is not None and comm_hook not in _HOOKS:
         raise ValueError(f"comm_hook={comm_hook!r} is unknown: use one of {', '.join(map(repr, _HOOKS))}, or None")
     if comm_hook is not None and strategy != "ddp":
@@ -162,6 +161,13 @@ def _check_options(
             f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
             + (", or mesh['replicate', 'dp']" if most == 2 else "")
         )
+
+
+def compute_dtype(mixed_precision: str | None) -> torch.dtype | None:
+    """Return the dtype of matrix products with ``mixed_precision``; None without it."""
+    if mixed_precision not in _DTYPES:
+        raise ValueError(f"mixed_precision={mixed_precision!r} is unknown: use 'bf16', 'fp16' or None")
+    return _DTYPES[mixed_precision]
 
 
 def check_model(model: nn.Module, strategy: str) -> None:
@@ -234,9 +240,7 @@ def wrap_in_ddp(
         _groups_with_hooks.add(parallel.process_group)
         state: Any = parallel.process_group
         if comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                state, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START
-            )
+            state = powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=4, start_powerSGD_iter=10)
         parallel.register_comm_hook(state, _HOOKS[comm_hook])
     return parallel
 

@@ -2,7 +2,6 @@
 
 __all__ = ["describe_source", "send_sketches", "sketch_ids", "sync_sketches", "verify_sketches"]
 
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -98,9 +97,9 @@ def describe_source(model: nn.Module, src: int, group: dist.ProcessGroup | None)
             layer.check_record()
     if not is_fake(group) and any(layer.is_fitted and layer.sketch_like().is_meta for layer in layers.values()):
         raise DistributedError("a fitted layer is on the meta device and has no sketches to send: load it first")
-    described = {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()}
-    described |= {f"{LAYER}{name!r}": type(module).__name__ for name, module in _drawing(model).items()}
-    return described | {"src": str(src)}
+    sketched = {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()}
+    drawing = {f"{LAYER}{name!r}": type(module).__name__ for name, module in _drawing(model).items()}
+    return sketched | drawing | {"src": str(src)}
 
 
 def _drawing(model: nn.Module) -> dict[str, RandMultiHeadAttention | sinSRPE]:
@@ -150,8 +149,8 @@ def sketch_ids(model: nn.Module) -> set[int]:
 def _describe(layer: SketchedModule) -> str:
     shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer.sketch_shapes().items())
     mode = "fitted" if layer.is_fitted else "seeded"
-    like = layer.sketch_like()
-    return f"{mode} {type(layer).__name__} in {like.dtype} with num_terms={layer.num_terms}, {shapes}"
+    kind, dtype = type(layer).__name__, layer.sketch_like().dtype
+    return f"{mode} {kind} in {dtype} with num_terms={layer.num_terms}, {shapes}"
 
 
 def _digest(sketch: Tensor) -> int:

@@ -7,7 +7,6 @@ with as little communication as possible.
 
 __all__ = ["Layouts"]
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,30 +18,22 @@ from panther.distributed.comm.collectives import all_gather, all_reduce, reduce_
 from panther.errors import ShapeError
 
 
-@dataclass(frozen=True)
 class Layouts:
-    """Placements of input and output; None is the default of the layer."""
+    """Placements of input and output; None is the default of the layer.
 
-    mesh: DeviceMesh
-    input: Placement | None = None
-    output: Placement | None = None
-    local_output: bool = True
-    """Whether the output is a tensor, this rank's shard, or a DTensor."""
+    With ``local_output`` the output is a tensor, this rank's shard, else a DTensor.
+    """
 
-    @property
-    def input_dim(self) -> int | None:
-        """The dimension along which the input is sharded, if it is not that of the features."""
-        return _other_dim(self.input)
-
-    @property
-    def output_dim(self) -> int | None:
-        """The dimension along which the output is sharded, if it is not that of the features."""
-        return _other_dim(self.output)
-
-    @property
-    def shards_sequence(self) -> bool:
-        """Whether input or output is sharded along a dimension before the features."""
-        return self.input_dim is not None or self.output_dim is not None
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        input: Placement | None = None,
+        output: Placement | None = None,
+        local_output: bool = True,
+    ) -> None:
+        self.mesh, self.input, self.output, self.local_output = mesh, input, output, local_output
+        # The dimensions along which they are sharded, if those are not the features.
+        self.input_dim, self.output_dim = _other_dim(input), _other_dim(output)
 
     @property
     def group(self) -> Any:

@@ -165,7 +165,7 @@ def shard_layer_(
     if isinstance(layer, SKLinear) and layer.packed:
         layer.unpack_()  # packed signs cannot be sharded at every column
     layouts = layouts or Layouts(mesh)
-    summed = kind.seen_in_parts if layouts.shards_sequence else ()
+    summed = kind.seen_in_parts if (layouts.input_dim, layouts.output_dim) != (None, None) else ()
     become_(layer, kind, mesh, local_range=local_range, layouts=layouts, summed=summed)
     sketches = layer.sketch_names if isinstance(layer, SKLinear) else ()
     for name in tuple(layer._parameters):

@@ -186,10 +186,10 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> dict[str,
 
 def _tie(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
     """Share parameters again that were shared: steps 4 and 5 gave every layer its own."""
-    for places in tied:
-        owners: list[tuple[Any, str]] = [(model.get_submodule(owner), name) for owner, name in places]
-        for owner, name in owners[1:]:
-            owner.register_parameter(name, getattr(*owners[0]))
+    for (first, first_name), *others in tied:
+        shared = getattr(model.get_submodule(first), first_name)
+        for owner, name in others:
+            model.get_submodule(owner).register_parameter(name, shared)
 
 
 def _report(model: nn.Module, decisions: Plan, replicated: Mapping[str, str | None]) -> TensorParallelReport:
@@ -206,7 +206,6 @@ def _report(model: nn.Module, decisions: Plan, replicated: Mapping[str, str | No
             placements.append(ModulePlacement(name, kind, "replicated", "; ".join(filter(None, reasons))))
         elif parameters:  # placed together with the module that contains it, which reads them
             sharded = any(not p.is_replicate() for tensor in parameters for p in tensor.placements)
-            owner = name.rpartition(".")[0]
-            action = "sharded" if sharded else "replicated"
-            placements.append(ModulePlacement(name, kind, action, f"with {owner!r}"))
+            reason = f"with {name.rpartition('.')[0]!r}"
+            placements.append(ModulePlacement(name, kind, "sharded" if sharded else "replicated", reason))
     return TensorParallelReport(tuple(placements))
