@@ -216,16 +216,16 @@ def restore_architecture(path: str | os.PathLike[str], model: nn.Module) -> nn.M
 
 def _check_architecture(parts: Sequence[nn.Module], saved: dict[str, Any], folder: Path) -> None:
     """Raise unless sketched layers have the class, the arguments and the mode that were saved."""
-    keys = ("class", "args", "mode")
     for part in parts:
         for name, spec in module_specs(part).items():
-            found = {key: spec.get(key) for key in keys}
-            wanted = {key: saved.get(name, {}).get(key) for key in keys}
-            if found != wanted:
-                differ = {key: (wanted[key], found[key]) for key in keys if wanted[key] != found[key]}
-                told = "; ".join(f"{key} is {now} and was {was}" for key, (was, now) in differ.items())
+            was, keys = saved.get(name, {}), ("class", "args", "mode")
+            differ = [
+                f"{key} is {spec.get(key)} and was {was.get(key)}" for key in keys if spec.get(key) != was.get(key)
+            ]
+            if differ:
                 raise CheckpointError(
-                    f"{folder} does not fit layer {name!r}: {told}: call restore_architecture on the model first"
+                    f"{folder} does not fit layer {name!r}: {'; '.join(differ)}: call restore_architecture on the "
+                    "model first"
                 )
 
 

@@ -181,40 +181,32 @@ def _collect(
     if keep is not None:
         check_size("keep", keep, least=1)
     where, rank = os.fspath(directory), get_rank(group)
+    tensors: dict[str, Tensor] = {}
 
-    def own() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def own() -> dict[str, Any]:
         parts = states.parts_of(model)
         state = states.model_state(parts)
-        tensors: dict[str, Tensor] = {}
         # Tied tensors are stored once, under the first of their names.
         first = states.first_names(state)
         entries = {name: states.encode(value, f"model.{first[name]}", tensors) for name, value in state.items()}
-        trained = None
-        if optimizer is not None:
-            more, trained = states.optimizer_state(optimizer, parts)
-            tensors |= more
-        generators, generator_values = states.random_state(rank)
-        tensors |= generators
-        # Every rank encodes, so that a value that cannot be stored fails on all; only the first keeps it.
-        extras = states.encode(extra, "extra", tensors if rank == 0 else {})
-        return tensors, {
+        return {
             "arguments": {"step": step, "optimizer": optimizer is not None, "directory": where, "keep": keep},
             "modules": {name: spec for part in parts for name, spec in module_specs(part).items()},
             "model": entries,
-            "optimizer": trained,
-            "random": generator_values,
-            "extra": extras,
+            "optimizer": None if optimizer is None else states.optimizer_state(optimizer, parts, tensors),
+            "random": states.random_state(f"random.{rank}", tensors),
+            # Every rank encodes, so that a value that cannot be stored fails on all; only the first keeps it.
+            "extra": states.encode(extra, "extra", tensors if rank == 0 else {}),
             "per_rank_extra": states.encode(per_rank_extra, f"per_rank_extra.{rank}.", tensors),
         }
 
-    tensors, mine = run_on_all_ranks(own, group)
     # One exchange carries the arguments, names and small values of all ranks.
-    every = gather_objects(mine, group)
-    for rank, one in enumerate(every):
+    every = gather_objects(run_on_all_ranks(own, group), group)
+    for other, one in enumerate(every):
         for name, value in one["arguments"].items():
             if value != (wanted := every[0]["arguments"][name]):
                 raise CheckpointError(
-                    f"{name} is {wanted!r} on rank 0 and {value!r} on rank {rank}: pass the same value on all"
+                    f"{name} is {wanted!r} on rank 0 and {value!r} on rank {other}: pass the same value on all"
                 )
     if states.are_stages(model):
         _check_stages(tensors, [set(states.places(one["model"])) for one in every], group)

@@ -102,13 +102,12 @@ def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors by ``optimizer.<parameter>.<key>``; and the class, with states and settings by parameter."""
+    optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return the class, and states and settings by parameter, encoded; tensors are ``optimizer.<parameter>.<key>``."""
     inner = _inner(optimizer)
     names = [name for name, _ in _named(inner, parts)]
     whole = inner.state_dict()
-    tensors: dict[str, Tensor] = {}
     states = {
         names[number]: encode(state, f"optimizer.{names[number]}", tensors) for number, state in whole["state"].items()
     }
@@ -117,7 +116,7 @@ def optimizer_state(
         chosen = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for number in group["params"]:
             settings[names[number]] = encode(chosen, f"optimizer.{names[number]}.setting", tensors)
-    return tensors, {"class": type(inner).__name__, "states": states, "settings": settings}
+    return {"class": type(inner).__name__, "states": states, "settings": settings}
 
 
 def optimizer_targets(
@@ -183,9 +182,8 @@ def fill_optimizer(
         optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)  # type: ignore[attr-defined]
 
 
-def random_state(rank: int) -> tuple[dict[str, Tensor], Any]:
-    """Return the states of the generators of torch, Python and NumPy on this rank."""
-    tensors: dict[str, Tensor] = {}
+def random_state(place: str, tensors: dict[str, Tensor]) -> Any:
+    """Return the states of the generators of torch, Python and NumPy on this rank, encoded."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()
     kind, keys, *rest = numpy_state
@@ -197,7 +195,7 @@ def random_state(rank: int) -> tuple[dict[str, Tensor], Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    return tensors, encode(states, f"random.{rank}", tensors)
+    return encode(states, place, tensors)
 
 
 def set_random_state(states: Mapping[str, Any]) -> None:
