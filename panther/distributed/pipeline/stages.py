@@ -102,6 +102,7 @@ def split_stages(
     def check() -> dict[str, Any]:
         ranks = dist.get_world_size(group) if group else 1
         plans[:] = [plan_stages(model, n, ranks, points, order=order, layers=layers, sample_input=sample_input)]
+        # Ranks that disagree would wait for messages that no other rank sends.
         settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
         return settings | {"sample_input": plans[0].sample}
 
@@ -139,6 +140,7 @@ class StagePlan:
     def stages(self, model: nn.Module, group: dist.ProcessGroup) -> list[PipelineStage]:
         """Build this rank's stages of the model that was planned for; its layers may have been sharded since."""
         ends = [*self.begins[1:], len(self.blocks)]
+        # The whole model's: a stage may have no parameters.
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         stages: list[PipelineStage] = []
         for i in stages_of_rank(dist.get_rank(group), dist.get_world_size(group), len(ends), self.order):
