@@ -1,12 +1,12 @@
 """Checks of the arguments of a Trainer, before training starts."""
 
-__all__ = ["check_arguments", "check_loss"]
+__all__ = ["check_arguments"]
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from panther.errors import ConfigError
 from panther.train.callbacks import Callback
@@ -38,16 +38,6 @@ def check_arguments(model: Any, optimizer: Any, loss_fn: Any, config: Any, callb
         raise ConfigError("metrics must be a mapping of names to functions of output and target")
     if metrics is not None and "loss" in metrics:
         raise ConfigError("a metric must not be named 'loss', which is the name of the loss: choose another name")
-
-
-def check_loss(loss: Any) -> None:
-    """Raise ConfigError unless a loss is a scalar tensor that depends on a trainable parameter."""
-    if not isinstance(loss, Tensor):
-        raise ConfigError(f"loss_fn returned a {_kind(loss)}: it must return one tensor and nothing else")
-    if loss.dim():
-        raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be a scalar: reduce it")
-    if not loss.requires_grad:
-        raise ConfigError("the loss depends on no trainable parameter: do not detach it or make it from numbers")
 
 
 def _kind(value: Any) -> str:

@@ -19,7 +19,6 @@ from panther.distributed import HybridParallelTrainer, make_schedule
 from panther.distributed.pipeline.losses import DividedLoss, reduction_of
 from panther.errors import ConfigError
 from panther.train.batches import Batch
-from panther.train.checks import check_loss
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 Report = Callable[[float], None]
@@ -85,11 +84,16 @@ class Engine(ABC):
         """Return the modules of this rank."""
         return self.model if isinstance(self.model, list) else [self.model]
 
-    def prepare_resume(self, first_window: Callable[[], list[Batch] | None]) -> None:  # noqa: B027 (optional)
-        """Trigger what torch does once after the first backward pass, so that resumed runs sum in the same order.
+    def prepare_resume(self, first_window: Callable[[], list[Batch] | None]) -> None:
+        """Trigger what DDP does once after the first backward pass, so that resumed runs sum in the same order.
 
         It changes buffers and generators, so it must come before the checkpoint is loaded.
         """
+        # DDP reorders its buckets then. The sum of two numbers does not depend on the order.
+        reorders = isinstance(self.model, DistributedDataParallel) and self.size > 2
+        if reorders and (window := first_window()) is not None:
+            self.forward_backward(window[-1:], lambda loss_sum: None)
+            self.model.zero_grad()
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the first rank's floating-point buffers, such as BatchNorm's, as DDP does by itself."""
@@ -160,7 +164,7 @@ class ModelEngine(Engine):
             with self._gradient_exchange(last):
                 loss, _, _ = self._forward(batch.data)
                 # On every batch: what a user function returns can change.
-                check_loss(loss)
+                _check_loss(loss)
                 if batch.samples:
                     # A mean counts by its samples, a sum by itself.
                     losses.append((loss.detach(), 1 if self.loss_is_sum else batch.samples))
@@ -178,13 +182,6 @@ class ModelEngine(Engine):
                     weighted = loss * weight
                 self.scaler.scale(weighted).backward()
         self.broadcast_buffers()
-
-    def prepare_resume(self, first_window: Callable[[], list[Batch] | None]) -> None:  # noqa: D102 (see Engine)
-        # DDP reorders its buckets after the first backward pass. The sum of two numbers does not depend on the order.
-        reorders = isinstance(self.model, DistributedDataParallel) and self.size > 2
-        if reorders and (window := first_window()) is not None:
-            self.forward_backward(window[-1:], lambda loss_sum: None)
-            self.model.zero_grad()
 
     def _gradient_exchange(self, last: bool) -> AbstractContextManager[Any]:
         """Let ranks average their gradients only in the last backward pass of a window."""
@@ -280,3 +277,13 @@ def loss_of_output(output: Any) -> Tensor:
             "let the model return its loss"
         )
     return loss
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise ConfigError unless a loss is a scalar tensor that depends on a trainable parameter."""
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"loss_fn returned a {type(loss).__name__}: it must return one tensor and nothing else")
+    if loss.dim():
+        raise ConfigError(f"the loss has shape {tuple(loss.shape)} and must be a scalar: reduce it")
+    if not loss.requires_grad:
+        raise ConfigError("the loss depends on no trainable parameter: do not detach it or make it from numbers")

@@ -65,13 +65,10 @@ def groups_by_name(optimizer: Optimizer, model: nn.Module) -> Groups:
 def make_optimizer(
     optimizer: Optimizer, groups: Groups, named: Mapping[str, nn.Parameter], *, shard_state: bool
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model that is distributed.
+    """Return the optimizer of a model that is distributed, with its state sharded over the ranks or not.
 
-    Args:
-        optimizer: As given to the Trainer.
-        groups: What :func:`groups_by_name` returned before.
-        named: This rank's parameters by their names in the model that the user built.
-        shard_state: Whether the optimizer's state is sharded over the ranks.
+    ``groups`` is what :func:`groups_by_name` returned before, and ``named`` has this rank's parameters by their names
+    in the model that the user built.
     """
     kind: Any = optimizer or torch.optim.AdamW
     parameters: list[Any] = [parameter for parameter in named.values() if parameter.requires_grad]

@@ -105,11 +105,9 @@ class _MLflow(BuiltInCallback):
         kept = folder / "mlflow-run"
         known = kept.exists()
         try:
-            if known:
-                self._run = kept.read_text(encoding="utf-8").strip()
-                self._client.update_run(self._run, status="RUNNING")
-            else:
-                self._run = self._begin(config)
+            self._run = kept.read_text(encoding="utf-8").strip() if known else self._begin(config)
+            self._client.update_run(self._run, status="RUNNING")
+            if not known:
                 kept.write_text(self._run, encoding="utf-8")
         except mlflow.exceptions.MlflowException as error:
             why = str(error).splitlines()[0]

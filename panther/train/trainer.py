@@ -195,9 +195,7 @@ class Trainer:
 
     def _resume(self, feed: Feed) -> None:
         directory, resume = self.config.checkpoint_dir, self.config.resume
-        found: list[Path] = []
-        if directory is not None:
-            found = run_on_first_rank(lambda: checkpoint.checkpoints(directory), None)
+        found = [] if directory is None else run_on_first_rank(lambda: checkpoint.checkpoints(directory), None)
         if resume == "never":
             if found:
                 raise ConfigError(f"resume='never', but {directory} has checkpoints ({found[-1]}): use another one")
