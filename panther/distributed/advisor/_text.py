@@ -35,8 +35,8 @@ def explain(estimates: Sequence[Estimate], index: int, room: float, objective: s
             f"be used, mostly {_largest(best)}."
         )
     # By the objective, or else by what breaks ties.
-    seconds = "takes {:.2f} times as long as", other.seconds, best.seconds, format_seconds
-    memory = "needs {:.2f} times the memory of", other.memory.parts(), best.memory.parts(), format_bytes
+    seconds = "takes {:.4g} times as long as", other.seconds, best.seconds, format_seconds
+    memory = "needs {:.4g} times the memory of", other.memory.parts(), best.memory.parts(), format_bytes
     for words, parts, least, format_ in (seconds, memory) if objective == "time" else (memory, seconds):
         ratio = sum(parts.values()) / sum(least.values())
         if ratio != 1:
