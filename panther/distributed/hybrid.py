@@ -105,11 +105,10 @@ class HybridParallelTrainer:
         # Before data parallelism: FSDP can shard a shard again, and tensor parallelism cannot.
         if config["tensor_parallel_size"] > 1:
             self.report = shard_model_(model, self.mesh["tp"], layer_plan)
-        self.stages: list[Any] = []
-        if stage_plans:
-            self.stages = stage_plans[0].stages(model, self.mesh["pp"].get_group())
-            for stage in self.stages:
-                fully_shard_(stage.submod, self.mesh["dp"], strategy, one_block=True)
+        self.stages: list[Any] = stage_plans[0].stages(model, self.mesh["pp"].get_group()) if stage_plans else []
+        for stage in self.stages:
+            fully_shard_(stage.submod, self.mesh["dp"], strategy, one_block=True)
+        if self.stages:
             self.model: nn.Module = StageModules(stage.submod for stage in self.stages)
         elif strategy == "ddp":
             self.model = wrap_in_ddp(model, self.dp_group, init_sync=False)

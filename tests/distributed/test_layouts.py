@@ -121,6 +121,24 @@ def test_the_sequence_sharded_before_and_after(n, kind, dim, dtensors):
             close(gradients[name], gradient)
 
 
+def test_fitted_sketches_that_are_loaded_get_the_gradient_of_the_full_sequence():
+    x = data()
+
+    def rank():
+        plan = {"0": ColwiseSKParallel(input_layouts=Shard(1)), "2": RowwiseSKParallel(output_layouts=Shard(1))}
+        model = parallelize_module(pair("sketched", 1), make_mesh(tp=2)["tp"], plan)
+        model.load_state_dict(pair("fitted", 0).state_dict())
+        out = model(x.chunk(2, 1)[dist.get_rank()])
+        (out.square().sum() / (21 * 30)).backward()
+        return gradients_of(model)
+
+    expected = results(pair("fitted", 0), x)[2]
+    for gradients in on_ranks(rank):
+        assert set(gradients) == set(expected)
+        for name, gradient in expected.items():
+            close(gradients[name], gradient)
+
+
 @pytest.mark.parametrize("kind", ["sketched", "dense"])
 def test_each_layer_alone_between_whole_tensors(kind):
     x = data()

@@ -1,6 +1,6 @@
 """Choose the blocks of a model that FSDP shards one by one."""
 
-__all__ = ["fsdp_blocks"]
+__all__ = ["fsdp_blocks", "has_no_forward"]
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 
 
-def _has_no_forward(module: nn.Module) -> bool:
+def has_no_forward(module: nn.Module) -> bool:
+    """Return whether a module only lists others, so that FSDP would never gather its parameters."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
@@ -29,7 +30,7 @@ def _candidates(module: nn.Module) -> Iterator[nn.Module]:
     # A list without a forward cannot be a block itself: FSDP gathers a block when its forward begins.
     stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential) or _has_no_forward(child) or not stack:
+        if isinstance(child, nn.ModuleList | nn.Sequential) or has_no_forward(child) or not stack:
             yield from _candidates(child)
         elif any(True for _ in child.parameters()):
             yield child

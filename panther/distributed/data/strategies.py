@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
-from panther.distributed.data.blocks import _has_no_forward, fsdp_blocks
+from panther.distributed.data.blocks import fsdp_blocks, has_no_forward
 from panther.distributed.sync.replicas import check_same_model, send_model
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
@@ -194,7 +194,7 @@ def check_model(model: nn.Module, strategy: str) -> None:
                 "parameters after the first forward: use strategy='fsdp' or 'replicate' with mesh['dp']"
             )
         return
-    if _has_no_forward(model):
+    if has_no_forward(model):
         raise ValueError(
             f"a model that is sharded must have a forward, in which its parameters are gathered, and a "
             f"{type(model).__name__} has none: pass the module whose forward uses it"

@@ -38,7 +38,6 @@ _SCHEMES: tuple[tuple[tuple[str, ...], tuple[str, ...], str, tuple[str, ...]], .
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("head_dim", "attention_head_size", "head_size")
-_ALL_HEADS = ("all_head_size",)
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def known_attention(model: nn.Module, ranks: int) -> Iterator[Block]:
             except _RefusedError as error:
                 yield Block(layers, str(error))
             else:
-                names = (*_COUNTS, *_KEY_COUNTS, *_ALL_HEADS)
+                names = (*_COUNTS, *_KEY_COUNTS, "all_head_size")
                 counts = {key: value // ranks for key, value in vars(block).items() if key in names}
                 yield Block(layers, f"{heads // ranks} of {heads} heads a rank", output, attributes={inner: counts})
             break
