@@ -1,6 +1,7 @@
 """The trainer in one process: resuming, what is recorded, what stops it."""
 
 import json
+import multiprocessing
 import os
 import signal
 from functools import partial
@@ -318,6 +319,13 @@ def test_a_signal_to_all_leaves_the_workers_of_loaders_to_the_step(tmp_path, kin
 
     assert on_ranks(work, 1, fresh=True) == [143]
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000004"]
+
+
+def test_workers_of_loaders_end_with_a_run_whose_exception_is_kept():
+    with pytest.raises(BrokenError) as kept:
+        run("drawn by workers", callbacks=[Breaks(2)])
+    assert multiprocessing.active_children() == []
+    assert kept.value is not None
 
 
 def test_samples_a_second_are_those_of_training():
