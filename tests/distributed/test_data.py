@@ -1,4 +1,6 @@
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -31,6 +33,36 @@ def train(model, x, y, steps=10):
         trace.append([parameter.grad.clone() for parameter in model.parameters()])
         optimizer.step()
     return trace, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.distributed
+def test_the_reducer_is_freed_before_the_group():
+    def rank():
+        attributes = list(vars(data_parallel(nn.Linear(4, 4))))
+        return attributes.index("reducer") < attributes.index("process_group")
+
+    assert on_ranks(rank, 1) == [True]
+
+
+OUTLIVE = """
+import torch
+import torch.distributed as dist
+from panther.distributed import data_parallel
+
+torch.set_num_threads(1)
+for _ in range(200):  # torch's own wrapper hangs in one of the first hundred, mostly
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = data_parallel(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    dist.destroy_process_group()
+    del model
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_model_may_outlive_its_process_group():
+    subprocess.run([sys.executable, "-c", OUTLIVE], check=True, timeout=180)
 
 
 @pytest.mark.distributed
