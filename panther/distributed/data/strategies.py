@@ -236,8 +236,8 @@ def wrap_in_ddp(
             )
     finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
-    # Attributes are freed in the order in which they were set. A reducer that is the last to refer to its group (that of
-    # a model that outlives shutdown()) destroys it while it holds the GIL, and waits for gloo's threads, which may need
+    # Attributes are freed in the order in which they were set. A reducer that is the last to refer to its group (in a
+    # model that outlives shutdown()) destroys it while it holds the GIL, and waits for gloo's threads, which may need
     # the GIL to end.
     parallel.process_group = parallel.__dict__.pop("process_group")
     if comm_hook is not None:
