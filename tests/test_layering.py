@@ -180,16 +180,15 @@ def test_the_import_check_resolves_a_package_from_within():
 
 
 def circles() -> list[list[str]]:
-    """Groups of modules that import each other when they are loaded; ``__init__`` files are left out.
+    """Groups of modules that import each other, in functions too; not for annotations, and without ``__init__`` files.
 
-    Strongly connected components of the graph of top-level imports: what each module reaches, intersected with what
-    reaches it.
+    Strongly connected components of the graph of imports: what each module reaches, intersected with what reaches it.
     """
     graph = {}
     for module, path in MODULES.items():
-        top = ast.Module([node for node in ast.parse(path.read_text()).body], [])
-        top.body = [node for node in top.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        names = {name for _, name in imported_modules(top, module, module in PACKAGES)}
+        tree = ast.parse(path.read_text())
+        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node).partition(":")[0]]
+        names = {name for _, name in imported_modules(tree, module, module in PACKAGES)}
         names |= {name.rpartition(".")[0] for name in names}
         graph[module] = {name for name in names if name in MODULES and name not in PACKAGES and name != module}
     reached = {}

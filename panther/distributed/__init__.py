@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from .data.sketched_model import DistributedSketchedModel
     from .data.strategies import data_parallel
     from .hybrid import HybridParallelTrainer
+    from .launcher.config import LaunchConfig
     from .launcher.function import launch
-    from .launcher.script import LaunchConfig, launch_distributed_training
+    from .launcher.script import launch_distributed_training
     from .pipeline.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
     from .pipeline.schedules import PipelineSchedule, make_schedule
     from .pipeline.stages import split_stages
@@ -47,7 +48,8 @@ _MODULES = {
     "data.strategies": ("data_parallel",),
     "hybrid": ("HybridParallelTrainer",),
     "launcher.function": ("launch",),
-    "launcher.script": ("LaunchConfig", "launch_distributed_training"),
+    "launcher.config": ("LaunchConfig",),
+    "launcher.script": ("launch_distributed_training",),
     "pipeline.microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
     "pipeline.schedules": ("PipelineSchedule", "make_schedule"),
     "pipeline.stages": ("split_stages",),

@@ -26,7 +26,7 @@ from panther.distributed.comm._store import Route, find_route, interface_of, lis
 from panther.distributed.comm.process_group import check_backend
 from panther.distributed.launcher._logs import RankLogs, new_folder
 from panther.distributed.launcher._rendezvous import BACKEND
-from panther.distributed.launcher.script import LOG_DIR
+from panther.distributed.launcher.config import LOG_DIR
 from panther.errors import ConfigError, DistributedError, check_size
 
 _LOGGER = logging.getLogger(__name__)
