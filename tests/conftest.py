@@ -20,15 +20,18 @@ settings.load_profile("panther")
 
 LONG_S = 5.0
 _long = []
+SLOW_PAGES = ("train-names.rst", "sketched-convolutions.rst")  # they train; run alone, a page is not deselected
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the property tests ``fuzz``, and tests of the fixture ``transformers`` as those of an extra."""
+    """Mark property tests ``fuzz``, long pages ``slow``, and tests of the fixture ``transformers`` as of an extra."""
     for item in items:
         if "transformers" in getattr(item, "fixturenames", ()):
             item.add_marker("extra")
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("fuzz")
+        if item.path.name in SLOW_PAGES:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -185,15 +185,16 @@ def examine(device, dtype):
         torch.library.opcheck(torch.ops.panther.csr_matmul.default, (starts, index, value.float(), A))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles(device, dynamic):
+def test_compiles(device, dynamic, backend):
     csr, _ = sparse([2, 0, 3], 5)
     starts, index, value = (part.to(device) for part in csr)
 
     def function(A):
         return csr_matmul(starts, index, value.float(), A * 2) + 1
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
     for n in (3, 4):
         A = draw(2, 5, n, device=device)
         assert torch.equal(compiled(A), function(A))
