@@ -199,6 +199,8 @@ def test_backend_is_decided_for_all():
         (None, 4, "3", [(3, "3")] * 3),
         ("6,7", 2, "1", [(1, "7")] * 3),
         ("GPU-a1", 1, "5", [(0, "GPU-a1")] * 3),  # shown its own
+        ("0, 1", 2, "", [(0, "0"), (1, "1"), (0, "0")]),
+        ("3", 2, "one", [(0, "3"), (1, "1"), (0, "3")]),  # changed after torch had read it
     ],
 )
 def test_the_gpu_of_a_rank(visible, count, local_rank, gpus, monkeypatch):

@@ -74,10 +74,12 @@ def own_gpu(rank: int) -> tuple[int, str] | None:
     # A forked process whose parent has used the GPU cannot use it; torch has no public way to ask.
     if not torch.cuda.is_available() or not dist.is_nccl_available() or torch.cuda._is_in_bad_fork():
         return None
-    count = torch.cuda.device_count()
-    index = int(os.environ.get("LOCAL_RANK", rank)) % count  # 0 if the launcher shows each rank just its own
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return index, visible.split(",")[index] if visible else str(index)
+    given = os.environ.get("LOCAL_RANK", "")
+    # 0 if the launcher shows each rank just its own.
+    index = (int(given) if given.isdecimal() else rank) % torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    # There are too few names if the variable was changed after torch had read it.
+    return index, (visible[index].strip() if index < len(visible) else "") or str(index)
 
 
 def decide(token: str, infos: list[RankInfo]) -> Agreement:
