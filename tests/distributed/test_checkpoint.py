@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import zlib
 from itertools import pairwise
 
 import pytest
@@ -292,7 +293,22 @@ def flip(path, place):
     path.write_bytes(data)
 
 
+def forge(folder, change):
+    """Change the manifest as somebody else could, with the right checksum."""
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    del manifest["checksum"]
+    change(manifest)
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    (folder / "checkpoint.json").write_text(json.dumps(manifest | {"checksum": zlib.crc32(text.encode())}))
+
+
+def read_elsewhere(manifest):
+    next(iter(manifest["tensors"].values()))["chunks"][0]["file"] = "../step-00000001/rank-00000.safetensors"
+
+
 DAMAGE = {
+    "file elsewhere": (lambda f: forge(f, read_elsewhere), r"names the file '\.\./step-00000001/rank-00000"),
+    "no files": (lambda f: forge(f, lambda manifest: manifest.pop("files")), "does not list its files and tensors"),
     "flipped tensor": (lambda f: flip(f / "rank-00000.safetensors", -3), "does not match its checksum"),
     "flipped manifest": (lambda f: flip(f / "checkpoint.json", 140), "checkpoint.json"),
     "truncated tensor": (

@@ -265,8 +265,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     checksum = manifest.pop("checksum", None)
     if checksum != zlib.crc32(_canonical(manifest)):
         raise FormatError(f"{path} does not match its checksum: the checkpoint is damaged")
+    try:
+        chunks = [chunk for entry in manifest["tensors"].values() for chunk in entry["chunks"]]
+        names = {*manifest["files"], *(chunk["file"] for chunk in chunks)}
+    except (KeyError, TypeError, AttributeError):
+        raise FormatError(f"{path} is not valid: it does not list its files and tensors") from None
     # A name such as ../x, which only somebody else can have written, would read outside of the folder.
-    if foreign := [name for name in manifest["files"] if not re.fullmatch(r"rank-\d{5,}\.safetensors", name)]:
+    if foreign := [name for name in names if not re.fullmatch(r"rank-\d{5,}\.safetensors", str(name))]:
         raise FormatError(f"{path} is not valid: it names the file {foreign[0]!r}")
     return manifest
 
