@@ -51,10 +51,13 @@ class _JsonLines(BuiltInCallback):
     """One line per record in ``log.jsonl``, written anew when a run resumes, from the history in its checkpoint."""
 
     def __init__(self, path: Path, history: History) -> None:
+        draft = path.with_suffix(".tmp")
         try:
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed with the run)
-            self._file.writelines(map(_line, history))
+            draft.write_text("".join(map(_line, history)), encoding="utf-8")
+            draft.replace(path)  # atomic: a kill leaves the old log or the new one
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
         except OSError as error:
+            draft.unlink(missing_ok=True)
             raise TrainingError(f"{path} cannot be written ({error}): remove it, or name another directory") from None
 
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
