@@ -78,7 +78,7 @@ class _JsonLines(BuiltInCallback):
 def _line(record: Mapping[str, Any]) -> str:
     # JSON has no NaN.
     odd = {name: None for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps({**record, **odd}) + "\n"
+    return json.dumps({**record, **odd}, default=float) + "\n"
 
 
 class _TensorBoard(BuiltInCallback):

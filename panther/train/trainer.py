@@ -412,10 +412,11 @@ class Trainer:
         if self.config.checkpoint_dir is None or self._saved_at == state:
             return
         self._saved_at = state
+        text = json.dumps(list(self.history), default=float)  # of NumPy's numbers, and of tensors
         extra = {name: getattr(self, name) for name in _SAVED} | {
             "samples": feed.window_samples,
             # As bytes: a checkpoint encodes nested values one by one, 1.7 s for 100,000 records in place of 0.6 s.
-            "history": torch.frombuffer(bytearray(json.dumps(list(self.history)), "utf-8"), dtype=torch.uint8),
+            "history": torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8),
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self._stateful()],
             "scaler": self._engine.scaler.state_dict(),
             "config": asdict(self.config),

@@ -6,6 +6,7 @@ import os
 import signal
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
@@ -103,6 +104,17 @@ def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit_as_one_that_was_not(
     assert rows[0] == rows[1]
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines == list(trainer.history)
+
+
+def test_a_callback_may_add_records_of_any_numbers(tmp_path):
+    class Adds(Callback):
+        def on_epoch(self, trainer):
+            trainer.history.append({"step": trainer.step, "half": np.float32(0.5), "third": torch.tensor(3.0)})
+
+    trainer = run("shuffled", tmp_path, [Adds()])
+    again = run("shuffled", tmp_path, [Adds()], max_steps=11)
+    assert again.history["half"][1] == trainer.history["half"][1] == [0.5] * trainer.epoch
+    assert again.history["third"][0] == trainer.history["third"][0]
 
 
 def test_the_plain_loop_is_the_same_thing():
