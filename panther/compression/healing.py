@@ -181,7 +181,11 @@ def _check_folder(folder: Path, identity: dict[str, str]) -> None:
     path = folder / "healing.json"
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no run began here, or one was killed as it began
+    except (OSError, ValueError) as error:  # no run began here, or one was killed as it began
+        if any(folder.glob("step-*")):
+            raise FormatError(
+                f"checkpoint_dir={folder} has checkpoints, and of which run cannot be read ({error}): give a new folder"
+            ) from None
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
         return

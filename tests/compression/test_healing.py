@@ -5,6 +5,7 @@ import math
 import random
 from collections import OrderedDict
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -578,6 +579,14 @@ def test_the_checkpoint_of_different_weights_is_refused(tmp_path):
         next(iter(new)).weight[0, 0] += 1e-6
     with pytest.raises(FormatError, match=r"\(the original checksum .* instead of checksum"):
         healed(model, new, **folder(tmp_path) | {"max_steps": 2})
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text('{"max_')])
+def test_checkpoints_of_an_unknown_run_are_refused(damage, tmp_path):
+    healed(*compressed(), **folder(tmp_path) | {"max_steps": 2})
+    damage(next(tmp_path.rglob("healing.json")))
+    with pytest.raises(FormatError, match=r"of which run cannot be read \(.*\): give a new folder"):
+        healed(*compressed(), **folder(tmp_path) | {"max_steps": 2})
 
 
 # Several processes
