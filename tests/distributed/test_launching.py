@@ -281,6 +281,45 @@ def test_processes_of_one_parent_meet_again_and_again(monkeypatch, tmp_path):
     assert [file for folder in tmp_path.iterdir() for file in folder.iterdir()] == []
 
 
+def test_ranks_meet_however_often_they_met_before(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def member(rank, *worlds):
+        def work():
+            sums = []
+            for world_size in worlds:
+                setup_distributed(rank, world_size)
+                x = torch.ones(1)
+                dist.all_reduce(x)
+                sums.append(x.item())
+                cleanup_distributed()
+            return sums
+
+        return work
+
+    assert started(member(0, 2, 3, 3), member(1, 2, 3, 3), member(2, 3, 3)) == [[2.0, 3.0, 3.0]] * 2 + [[3.0, 3.0]]
+    assert [file for folder in tmp_path.iterdir() for file in folder.iterdir()] == []
+
+
+def test_a_rank_that_was_missing_may_come_later(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def first():
+        os.environ.update(RANK="0", WORLD_SIZE="2")
+        with pytest.raises(DistributedError, match="rank 1 of 2 did not check in"):
+            init(timeout_s=0.5)
+        init(timeout_s=15)
+        shutdown()
+
+    def second():
+        os.environ.update(RANK="1", WORLD_SIZE="2")
+        time.sleep(1.5)
+        init(timeout_s=15)
+        shutdown()
+
+    assert started(first, second) == [None, None]
+
+
 def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 

@@ -3,7 +3,7 @@
 A store may hold what earlier attempts of the same run wrote (the store of an elastic agent outlives restarts), so
 nothing found in it counts unless it answers the present processes. Rank 0 writes a new *token*; rank r answers under it
 with a *nonce* of its own; rank 0's decision, under the token too, counts for rank r only if its nonce is in it.
-The process group then uses keys with that token only.
+The process group then uses keys with that token only, or a file of that name.
 """
 
 __all__ = ["Agreement", "RankInfo", "check_in", "decide", "meet", "own_gpu"]
@@ -137,6 +137,8 @@ def _lead(meeting: Meeting, info: RankInfo) -> Agreement:
         # This rank may host the store, and must not end before they have read it.
         meet(store, f"read/{token}", 1 + len(hellos), time.monotonic() + _GRACE_S)
         raise
+    finally:
+        store.compare_set("token", token, "")  # those who come now are of another attempt
 
 
 def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
@@ -146,7 +148,7 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
     for _ in _pauses():
         if store.check(["token"]):
             found = store.get("token").decode()
-            if found != token:  # the first, or the present one after that of an earlier attempt
+            if found not in ("", token):  # the first, or the present one after that of an earlier attempt
                 token = found
                 store.set(f"hello/{token}/{rank}", hello)
             if store.check([f"go/{token}"]):
@@ -156,6 +158,7 @@ def _follow(meeting: Meeting, rank: int, info: RankInfo) -> Agreement:
         if time.monotonic() > meeting.deadline + _GRACE_S:  # rank 0 answers at the deadline, if it is there
             present = _read(store, f"hello/{token}", range(1, info.world_size))
             _raise_missing(list(present), info.world_size, meeting)
+    store.delete_key(f"hello//{rank}")
     if "error" in answer:
         store.add(f"read/{token}", 1)
         raise DistributedError(answer["error"])

@@ -1,7 +1,8 @@
 """The store in which the ranks of one run meet before they have a process group.
 
 With MASTER_ADDR and MASTER_PORT in the environment that is torch's TCP store. Without them the ranks are processes of
-one machine with one parent, as under ``mp.spawn``, and the store is a file that is named after the parent.
+one machine with one parent, as under ``mp.spawn``: they meet in a file that is named after the parent, and their
+process group has another one. Both are removed by the last rank that has them open.
 
 How a machine reaches a store's host says also on which interface it reaches the other ranks.
 """
@@ -10,7 +11,6 @@ __all__ = ["Meeting", "Route", "find_route", "interface_of", "listens", "open_st
 
 import getpass
 import ipaddress
-import itertools
 import os
 import socket
 import stat
@@ -28,8 +28,6 @@ from panther.errors import DistributedError
 
 _POLL_S = 0.02
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-
-_meetings = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,14 @@ class Meeting:
     """For errors: the address of the store, and the address and interface from which it is reached."""
     own_address: str = ""
     """By which this machine reaches the store's host, if that may be another machine."""
+    folder: Path | None = None
+    """For the file of the process group, if the store is a file."""
+
+    def group_store(self, token: str, world_size: int) -> dist.Store:
+        """Return the store of the process group that the ranks have agreed on."""
+        if self.folder is None:
+            return dist.PrefixStore(token, self.store)
+        return dist.FileStore(str(self.folder / token), world_size)
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> Meeting:
@@ -117,11 +123,12 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> Meeting:
         return _tcp_store(rank, world_size, timeout_s, deadline)
     if world_size == 1:
         return Meeting(dist.HashStore(), timeout_s, deadline)
-    # Every meeting has a file of its own: the last rank to leave removes it, perhaps while the first one comes back.
-    file = _private_folder() / f"{os.getppid()}-{next(_meetings)}"
-    store = dist.FileStore(str(file), world_size)
+    folder = _private_folder()
+    # Named by the parent alone, because ranks need not have met as often before. It is closed once they are connected,
+    # and so before one of them can come back.
+    store = dist.FileStore(str(folder / str(os.getppid())), world_size)
     where = "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set"
-    return Meeting(store, timeout_s, deadline, where)
+    return Meeting(store, timeout_s, deadline, where, folder=folder)
 
 
 def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) -> Meeting:

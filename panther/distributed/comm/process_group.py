@@ -52,7 +52,8 @@ def start_group(
         meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s)
     agreement = check_in(meeting, rank, world_size, backend)
     _choose_interface(agreement)
-    _at_shutdown.callback(_wait_for_leaving_ranks, meeting.store, f"leave/{agreement.token}", world_size)
+    store = meeting.group_store(agreement.token, world_size)
+    _at_shutdown.callback(_wait_for_leaving_ranks, store, world_size)
     try:
         device = None
         if "nccl" in agreement.backend and (gpu := own_gpu(rank)) is not None:
@@ -60,14 +61,14 @@ def start_group(
             torch.cuda.set_device(device)  # before NCCL starts, which would take memory on GPU 0 for every rank
         dist.init_process_group(
             agreement.backend,
-            store=dist.PrefixStore(agreement.token, meeting.store),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
         # A rank that is connected and fails at once would close the connection on one that still connects.
-        if not meet(meeting.store, f"connected/{agreement.token}", world_size, meeting.deadline):
+        if not meet(store, "connected", world_size, meeting.deadline):
             raise RuntimeError("some of them checked in and then ended or stalled")
     except BaseException as error:
         interface = os.environ.get(_INTERFACE, "of its host name")
@@ -93,11 +94,11 @@ def _choose_interface(agreement: Agreement) -> None:
             _at_shutdown.callback(os.environ.pop, _INTERFACE, None)
 
 
-def _wait_for_leaving_ranks(store: dist.Store, key: str, world_size: int) -> None:
+def _wait_for_leaving_ranks(store: dist.Store, world_size: int) -> None:
     # After an exception the others may never come, and its message must not wait for them.
     if sys.exc_info()[0] is None:
         with suppress(RuntimeError):  # the host of the store may go first
-            meet(store, key, world_size, time.monotonic() + _FAREWELL_S)
+            meet(store, "leave", world_size, time.monotonic() + _FAREWELL_S)
 
 
 def _check_request(rank: int, world_size: int, backend: str | None, timeout_s: float) -> None:
