@@ -276,6 +276,12 @@ def _check_model(model: Any) -> None:
             f"the model is wrapped in {type(model).__name__}, which holds on to the old parameters: compress "
             "model.module, and wrap it again"
         )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):  # a DTensor, known by its method: torch may be built without them
+            raise CompressionError(
+                f"{name!r} is a DTensor, on a device mesh: compress the model before it is sharded, or compress "
+                "panther.distributed.unshard_module(model)"
+            )
 
 
 def _check_options(
@@ -293,8 +299,9 @@ def _check_options(
             "budget=0.5 keeps half of the eligible layers' bytes"
         )
     for name, value in given.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf or (name == "budget" and value > 1):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, not {type(value).__name__}: budget=0.5 keeps half of the bytes")
+        if not 0 < value < math.inf or (name == "budget" and value > 1):
             rule = "a fraction in (0, 1]" if name == "budget" else "positive and finite"
             raise ValueError(f"{name}={value!r} must be {rule}")
     if calibration is None and (method in _CALIBRATED or max_error is not None or heal is not None):

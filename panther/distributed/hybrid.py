@@ -233,6 +233,8 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         "pipeline_layers": None,
         "sample_input": None,
     }
+    if not isinstance(given, Mapping):
+        raise TypeError(f"parallelism_config must be a mapping of names to values, not {type(given).__name__}")
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(
             f"parallelism_config has the unknown keys {', '.join(unknown)}: use some of {', '.join(known)}"
@@ -240,10 +242,13 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = known | dict(given)
     tp = check_size("tensor_parallel_size", config["tensor_parallel_size"], least=1)
     pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
-    config["data_parallel_size"] = config["data_parallel_size"] or max(get_world_size() // (tp * pp), 1)
+    if config["data_parallel_size"] is None:
+        config["data_parallel_size"] = max(get_world_size() // (tp * pp), 1)
     check_schedule(config["schedule"])
     per_rank = SCHEDULES[config["schedule"]].stages_per_rank
-    config["num_microbatches"] = check_size("num_microbatches", config["num_microbatches"] or pp * per_rank, least=1)
+    if config["num_microbatches"] is None:
+        config["num_microbatches"] = pp * per_rank
+    config["num_microbatches"] = check_size("num_microbatches", config["num_microbatches"], least=1)
     clipping = config["gradient_clipping"]
     if clipping is not None and not isinstance(clipping, int | float):
         raise TypeError(f"gradient_clipping must be a number or None, not {type(clipping).__name__}")
@@ -266,6 +271,8 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _perceptron(model_config: Mapping[str, Any]) -> nn.Sequential:
+    if not isinstance(model_config, Mapping):
+        raise TypeError(f"model_config must be a module or a mapping, not {type(model_config).__name__}")
     if set(model_config) != {"layers"}:
         raise ValueError(f"model_config must be a module or have the key 'layers', and has {', '.join(model_config)}")
     return perceptron(check_configs(model_config["layers"]))

@@ -107,7 +107,7 @@ class TrainConfig(Settings):
     num_microbatches: int | None = None
     """Number of microbatches that a pipeline splits each batch into. None is ``pipeline_parallel_size``."""
 
-    pipeline_schedule: str = "1f1b"
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
     """Schedule of the pipeline, one of those of :func:`panther.distributed.make_schedule`."""
 
     mixed_precision: Literal["bf16", "fp16"] | None = None

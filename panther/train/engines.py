@@ -124,7 +124,13 @@ class Engine(ABC):
         """Return loss and metrics of a batch times its samples, and their number."""
         values = [(loss / (samples or 1) if self.loss_is_sum else loss).item()]
         for name, metric in metrics.items():
-            value = torch.as_tensor(metric(output, target))
+            result = metric(output, target)
+            try:
+                value = torch.as_tensor(result)
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigError(
+                    f"metric {name!r} returned a {type(result).__name__} and must return one number: the batch's mean"
+                ) from None
             if value.numel() != 1:
                 raise ConfigError(
                     f"metric {name!r} has shape {tuple(value.shape)} and must be one number: the batch's mean"

@@ -173,10 +173,10 @@ def _check(config: TrainConfig, strategy: str, world: int) -> None:
     if strategy in _MODEL_PARALLEL and config.compile:
         raise ConfigError(f"compile=True and strategy={strategy!r} do not go together: leave it out")
     if config.data_parallel_size and strategy not in _MODEL_PARALLEL and config.data_parallel_size != world:
-        raise ConfigError(
-            f"data_parallel_size={config.data_parallel_size} must be the world size ({world}) with "
-            f"strategy={strategy!r}: leave it out, or use 'hybrid'"
-        )
+        where = f"with strategy={strategy!r}: leave it out, or use 'hybrid'"
+        if world == 1:
+            where = "on one process: leave it out, or start more"
+        raise ConfigError(f"data_parallel_size={config.data_parallel_size} must be the world size ({world}) {where}")
 
 
 def _model_parallel_engine(

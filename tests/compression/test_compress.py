@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from fake import fake_group
 from ranks import on_ranks
 from torch import nn
 from torch.nn.utils import prune
@@ -414,6 +415,13 @@ class Listed(nn.Module):
         return self.again[0](self.a(x))
 
 
+def test_a_model_on_a_mesh_is_refused():
+    with fake_group(2):
+        model = pr.distributed.data_parallel(network(), strategy="fsdp")
+        with pytest.raises(CompressionError, match="is a DTensor, on a device mesh: compress the model before"):
+            pr.compress(model, 0.5, method="svd")
+
+
 @pytest.mark.parametrize(
     ("build", "calibration", "options", "error", "message"),
     [
@@ -424,6 +432,7 @@ class Listed(nn.Module):
         (network, lambda: None, {}, ValueError, r"method='two_sided' needs calibration="),
         (network, batches_of, {"budget": 0.0}, ValueError, r"budget=0.0 must be a fraction in \(0, 1\]"),
         (network, batches_of, {"budget": 1.5}, ValueError, r"budget=1.5 must be a fraction in \(0, 1\]"),
+        (network, batches_of, {"budget": [0.5]}, TypeError, "budget must be a number, not list: budget=0.5 keeps half"),
         (network, batches_of, {"budget": None}, ValueError, "exactly one of budget, max_bytes and max_error"),
         (network, batches_of, {"max_bytes": 10}, ValueError, "exactly one of .* not budget and max_bytes"),
         (network, batches_of, {"budget": 0.01}, CompressionError, "smallest feasible budget is 0.0"),

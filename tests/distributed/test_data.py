@@ -205,6 +205,10 @@ def test_a_model_that_cannot_be_trained_is_refused():
         data_parallel(nn.ReLU())
     with pytest.raises(ValueError, match="tensors on the meta device, without values: call to_empty"):
         data_parallel(network(0).to("meta"))
+    with pytest.raises(TypeError, match=r"data parallelism takes an nn.Module, not 'network'"):
+        data_parallel("network")
+    with pytest.raises(TypeError, match="data_parallel takes a DeviceMesh, a process group or None, not 2"):
+        data_parallel(network(0), 2)
 
 
 @pytest.mark.parametrize("ratios", [[0.01, 0.02], [0.01, 0.02, 0.02]])

@@ -144,6 +144,9 @@ def test_what_is_refused():
             (CONFIG, {"schedule": "nonsense"}),
             (CONFIG, {"gradient_clipping": "1"}),
             (nn.Bilinear(3, 3, 3), {"pipeline_parallel_size": 2}),
+            (CONFIG, 2),
+            (CONFIG, {"num_microbatches": 0}),
+            ("layers", {}),
         ):
             with pytest.raises((ValueError, TypeError, DistributedError)) as caught:
                 HybridParallelTrainer(model, config)
@@ -161,6 +164,9 @@ def test_what_is_refused():
     assert messages[7].startswith("schedule 'nonsense' is unknown: use one of 'gpipe', '1f1b'")
     assert messages[8] == "gradient_clipping must be a number or None, not str"
     assert messages[9].startswith("a pipeline splits an nn.Sequential, not a Bilinear")
+    assert messages[10] == "parallelism_config must be a mapping of names to values, not int"
+    assert messages[11] == "num_microbatches=0 must be at least 1"
+    assert messages[12] == "model_config must be a module or a mapping, not str"
 
 
 @pytest.mark.parametrize(

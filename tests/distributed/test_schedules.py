@@ -110,6 +110,8 @@ def test_what_is_refused():
             lambda: make_schedule("gpipe", one, 2, nn.MSELoss(reduction="none")),
             lambda: make_schedule("gpipe", one, 5, loss).step(x, y),
             lambda: make_schedule("1f1b", [], 2, loss),
+            lambda: make_schedule("1f1b", one, 2, "mse_loss"),
+            lambda: split_stages("model", 2),
         ):
             with pytest.raises((ValueError, TypeError)) as caught:
                 call()
@@ -130,6 +132,8 @@ def test_what_is_refused():
     rule = "12 samples cannot be split into num_microbatches=5 of equal size"
     assert messages[10] == f"{rule}: use one of 1, 2, 3, 4, 6, 12, or another batch"
     assert messages[11].startswith("stages is empty, and must have the stages of this rank")
+    assert messages[12] == "loss_fn must be a function of output and target, not a str"
+    assert messages[13] == "split_stages takes an nn.Module, not 'model'"
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         split_stages(network(0), 2)
 

@@ -242,6 +242,8 @@ def test_subgroups_take_global_ranks():
 
 
 def test_without_a_process_group():
+    with pytest.raises(TypeError, match=r"the model must be an nn.Module, not 'model'"):
+        verify_sketches("model")
     assert not dist.is_initialized()
     for fn in (sync_sketches, verify_sketches, pr.distributed.data_parallel):
         with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError
 from panther.train import TrainConfig
 
@@ -26,7 +28,7 @@ VALUES = {
     "pipeline_parallel_size": (2, [0, False]),
     "pipeline_layers": ("blocks", [1]),
     "num_microbatches": (4, [0, 0.5]),
-    "pipeline_schedule": ("gpipe", [None, 1]),
+    "pipeline_schedule": ("gpipe", [None, 1, "2f2b"]),
     "mixed_precision": ("bf16", ["fp8", "fp32"]),
     "learning_rate": (0.1, [0.0, -0.1, float("inf"), "0.1", True]),
     "learning_rate_scaling": ("sqrt", ["square"]),
@@ -54,6 +56,11 @@ VALUES = {
     "comm_hook": ("fp16", ["int8"]),
     "timeout_s": (60.0, [0, None]),
 }
+
+
+def test_the_schedules_of_pipelines_are_those_of_make_schedule():
+    hint = typing.get_type_hints(TrainConfig)["pipeline_schedule"]
+    assert typing.get_args(hint) == tuple(SCHEDULES)
 
 
 def with_directory(name, value):

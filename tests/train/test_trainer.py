@@ -440,6 +440,13 @@ def test_what_cannot_be_trained_is_said():
     assert "the loss has shape (8, 3) and must be a scalar" in message(
         build(), DataLoader(samples(), 8), loss_fn=lambda output, target: output
     )
+    assert message(build(), DataLoader(samples(), 8), TrainConfig(data_parallel_size=2), loss_fn=nn.MSELoss()) == (
+        "data_parallel_size=2 must be the world size (1) on one process: leave it out, or start more"
+    )
+    with pytest.raises(ConfigError, match="metric 'size' returned a str and must return one number"):
+        Trainer(build(), loss_fn=nn.CrossEntropyLoss(), metrics={"size": lambda output, target: "large"}).evaluate(
+            DataLoader(samples(), 8)
+        )
     stream = DataLoader(Stream(), 8)
     assert "needs to know the last step" in message(
         build(), stream, TrainConfig(epochs=1, schedule="linear"), loss_fn=nn.CrossEntropyLoss()

@@ -123,8 +123,8 @@ def export(
     """Write the whole model for inference, from any layout, in the format of :func:`panther.save_compressed`.
 
     Args:
-        model: A model as for :func:`save`, and then every rank must call it; or, in one process, the folder of a
-            checkpoint or the directory of checkpoints.
+        model: A model as for :func:`save`, and then every rank must call it; or the folder of a checkpoint or the
+            directory of checkpoints, and then only one process may call it.
         directory: Folder to write, the same for all ranks, for :func:`panther.load_compressed`.
         group: As for :func:`save`.
 

@@ -69,6 +69,7 @@ def data_parallel(
         ValueError: If ``strategy``, ``comm_hook`` or ``mixed_precision`` is unknown, an option belongs to another
             strategy, nothing in the model can be trained or has values, or a list of modules without a forward is to be
             sharded.
+        TypeError: If the model or the mesh is something else.
         ShapeError: If ``mesh`` has too many axes, or a parameter that is to be sharded has no dimension.
         SketchMismatchError: On every rank, if sketched layers differ between ranks.
         DistributedError: On every rank, if models, arguments or versions of the libraries differ between ranks, or a
@@ -95,6 +96,11 @@ def data_parallel(
         given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
         return {**given, "cpu_offload": cpu_offload, **options}
 
+    # Ranks that new_group leaves out get a number, which ranks_of explains.
+    if not (
+        mesh is None or isinstance(mesh, DeviceMesh | dist.ProcessGroup) or mesh == dist.GroupMember.NON_GROUP_MEMBER
+    ):
+        raise TypeError(f"data_parallel takes a DeviceMesh, a process group or None, not {mesh!r}")
     groups = groups_of(mesh) if isinstance(mesh, DeviceMesh) else [mesh]
     # On all axes before anything is sent: a rank that raises must not leave others in a broadcast.
     for group in groups:
@@ -172,6 +178,8 @@ def compute_dtype(mixed_precision: str | None) -> torch.dtype | None:
 
 def check_model(model: nn.Module, strategy: str) -> None:
     """Raise if a strategy cannot take the model, before torch says so with half of it sharded."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"data parallelism takes an nn.Module, not {model!r}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"

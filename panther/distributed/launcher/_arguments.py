@@ -54,10 +54,16 @@ def prepare(
         )
     try:
         check_backend(args.backend)
+    except ValueError as error:
+        raise ConfigError(f"--backend is not valid: {error}") from None
+    try:
         nodes = parse_min_max_nnodes(args.nnodes)[1]
+    except (ValueError, RuntimeError):
+        raise ConfigError(f"--nnodes {args.nnodes} must be a number of nodes, or MIN:MAX") from None
+    try:
         nproc = check_size("nproc_per_node", determine_local_world_size(args.nproc_per_node), least=1)
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"one of --backend, --nnodes and --nproc-per-node is not valid: {error}") from None
+        raise ConfigError(f"--nproc-per-node is not valid: {error}: give a number, or auto") from None
     # A shared store keeps the addresses of an earlier attempt, and some restarts hang on them (2 of 8 measured).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpu_count() or 1) // nproc)))
@@ -141,6 +147,8 @@ def _set_rendezvous(args: argparse.Namespace, nodes: int) -> str | None:
                 "the host of node 0, the same on every node"
             )
     args.node_rank = args.node_rank or 0
+    if args.rdzv_backend == "static" and not 0 <= args.node_rank < nodes:  # the nodes would wait for each other
+        raise ConfigError(f"--node-rank {args.node_rank} must be from 0 to {nodes - 1} with --nnodes {args.nnodes}")
     option, port = ("--rdzv-endpoint", 29400)
     if not args.rdzv_endpoint and (args.rdzv_backend == "static" or args.master_addr != "127.0.0.1"):
         option, port = "--master-addr and --master-port", 29500

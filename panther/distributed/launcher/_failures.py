@@ -45,17 +45,20 @@ def describe(rank: int, exit_code: int | None, error_file: str, log: str = "", s
         return Failure(rank, (1 + lost, Path(error_file).stat().st_mtime), text, traceback, path)
     if exit_code is None or (stopped and exit_code in (-signal.SIGTERM, -signal.SIGKILL)):
         return None
-    details, written = "", 0.0
+    details, written, without = "", 0.0, " and no traceback"
     if path is not None and path.is_file():
-        details = "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-_LAST_LINES:])
+        output = path.read_text(errors="replace").rstrip()
+        details = "\n".join(output.splitlines()[-_LAST_LINES:])
         written = path.stat().st_mtime if details else 0.0
+        if "Traceback (most recent call last):" in output:  # of an exception before init, which records exceptions
+            without = ""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
         return Failure(rank, (0, 0.0), f"was ended by {name} (exit code {exit_code})", details, path)
     if exit_code == 0:  # a function with a result waits until the launcher has read it
         return Failure(rank, (0, 0.0), "left with exit code 0 before its function returned, as by os._exit")
     lost = _LOST.search(details) is not None
-    return Failure(rank, (1 + lost, written), f"left with exit code {exit_code} and no traceback", details, path)
+    return Failure(rank, (1 + lost, written), f"left with exit code {exit_code}{without}", details, path)
 
 
 def recorded(error_file: str | Path) -> tuple[str, str] | None:

@@ -153,6 +153,7 @@ def make_schedule(
 
     Raises:
         ValueError: If the schedule is unknown or does not fit the stages, or the loss has another reduction.
+        TypeError: If ``loss_fn`` is not a function.
         ShapeError: If the schedule does not support ``num_microbatches``, or there are no stages.
         DistributedError: If ranks ask for different schedules.
 
@@ -173,6 +174,8 @@ def make_schedule(
     made: list[PipelineSchedule] = []
 
     def check() -> dict[str, str]:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of output and target, not a {type(loss_fn).__name__}")
         made[:] = [_make(name, list(stages), num_microbatches, loss_fn)]
         return in_words({"name": name, "num_microbatches": num_microbatches, "stages": stages[0].num_stages}) | {
             "the loss's reduction": reduction_of(loss_fn)

@@ -240,6 +240,8 @@ def plan_stages(
 
 def _starts(model: nn.Module, n: int, points: Sequence[str] | None, layers: str | None) -> list[str]:
     """Return the names of the modules at which the blocks of a traced model begin, except the first block."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"split_stages takes an nn.Module, not {model!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
     if layers is not None:

@@ -137,6 +137,8 @@ def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -
 
 def sketched_layers(model: nn.Module) -> dict[str, SketchedModule]:
     """Return the sketched layers by name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, not {model!r}")
     return {name: module for name, module in model.named_modules() if isinstance(module, SketchedModule)}
 
 
