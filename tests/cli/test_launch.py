@@ -311,6 +311,7 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
         (["--nnodes=two", "work.py"], "--nnodes two must be a number of nodes, or MIN:MAX"),
         (["--nnodes=2", "--node-rank=2", "work.py"], "--node-rank 2 must be from 0 to 1 with --nnodes 2"),
         (["--max-restarts=-1", "work.py"], "max_restarts must be >= 0"),
+        (["--backend=mpi", "work.py"], "--backend is not valid: backend='mpi' is not in this build of torch: use"),
         (["--backend=smoke", "work.py"], "backend='smoke' is unknown: use one of 'gloo'"),
         (["--nnodes=2", "work.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST --node-rank N"),
         (["--nnodes=2", "--rdzv-endpoint=a b:1", "work.py"], "--rdzv-endpoint must be HOST:PORT"),

@@ -54,7 +54,7 @@ def prepare(
         )
     try:
         check_backend(args.backend)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--backend is not valid: {error}") from None
     try:
         nodes = parse_min_max_nnodes(args.nnodes)[1]
