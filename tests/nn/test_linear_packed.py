@@ -43,10 +43,11 @@ def test_the_function_stays(sizes, dtype, rows):
     assert packed.U1.dtype is packed.U2.dtype is torch.int32
     with torch.no_grad():
         assert rms_error(packed(x), exact) < KERNEL_RMS[dtype]
-    assert torch.equal(packed.weight, layer.weight)
+    # Not to the bit: U2 is unpacked in another memory order, in which a product may add in another order.
+    torch.testing.assert_close(packed.weight, layer.weight)
     for name in ("S1s", "U1s", "S2s", "U2s"):
         assert torch.equal(getattr(packed, name), getattr(layer, name))
-    assert torch.equal(packed.to_linear().weight, layer.to_linear().weight)
+    torch.testing.assert_close(packed.to_linear().weight, layer.to_linear().weight)
     unpacked = packed.unpack_()
     assert torch.equal(unpacked.U1, layer.U1)
     assert torch.equal(unpacked.U2, layer.U2)
