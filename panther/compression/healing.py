@@ -184,7 +184,7 @@ def _check_folder(folder: Path, identity: dict[str, str]) -> None:
     except (OSError, ValueError) as error:  # no run began here, or one was killed as it began
         if any(folder.glob("step-*")):
             raise FormatError(
-                f"checkpoint_dir={folder} has checkpoints, and of which run cannot be read ({error}): give a new folder"
+                f"checkpoint_dir={folder} has checkpoints of an unknown run ({error}): give a new folder"
             ) from None
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")

@@ -585,7 +585,7 @@ def test_the_checkpoint_of_different_weights_is_refused(tmp_path):
 def test_checkpoints_of_an_unknown_run_are_refused(damage, tmp_path):
     healed(*compressed(), **folder(tmp_path) | {"max_steps": 2})
     damage(next(tmp_path.rglob("healing.json")))
-    with pytest.raises(FormatError, match=r"of which run cannot be read \(.*\): give a new folder"):
+    with pytest.raises(FormatError, match=r"has checkpoints of an unknown run \(.*\): give a new folder"):
         healed(*compressed(), **folder(tmp_path) | {"max_steps": 2})
 
 

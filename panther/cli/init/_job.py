@@ -68,7 +68,7 @@ class JobConfig:
     backend: str | None = _option(None, "gloo or nccl (default: chosen by the script)", _BACKEND)
     max_restarts: int = _option(0, "how often all processes are started again after a failure", non_negative)
     port: int = _option(29500, "port on which the first node listens", whole_number(1, 65535))
-    # Slurm's signal comes at most 65,535 s before the time limit, of which 30 s are for the processes to end.
+    # Slurm's signal comes at most 65,535 s before the time limit, and the processes need 30 s of that to end.
     grace: int = _option(120, "seconds to save in, before the time limit and after SIGTERM", whole_number(1, 65505))
 
     def __post_init__(self) -> None:

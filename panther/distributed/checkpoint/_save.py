@@ -229,7 +229,7 @@ def _collect(
 
 
 def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], group: Group) -> None:
-    """Raise if stages use one name for different tensors, of which only one would be stored."""
+    """Raise if stages use one name for different tensors, because only one of them would be stored."""
     common = {name for index, one in enumerate(names) for other in names[:index] for name in one & other}
     own = {}
     for name in sorted(common):

@@ -114,7 +114,7 @@ def make_mesh(
     sizes = {name: check_size(name, given[name], least=1) for name in AXES if given[name] is not None}  # type: ignore[arg-type]
     sizes = sizes or {"dp": world}
     product = math.prod(sizes.values())
-    if product != world:  # torch accepts a smaller mesh, outside of which ranks would do nothing
+    if product != world:  # torch accepts a smaller mesh; the other ranks would do nothing
         raise ShapeError(
             f"{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))}{f' = {product}' if len(sizes) > 1 else ''} "
             f"must equal the world size ({world}): {_advice(sizes, world, product)}"
