@@ -303,18 +303,20 @@ def test_ranks_meet_however_often_they_met_before(monkeypatch, tmp_path):
 
 def test_a_rank_that_was_missing_may_come_later(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
 
     def first():
         os.environ.update(RANK="0", WORLD_SIZE="2")
         with pytest.raises(DistributedError, match="rank 1 of 2 did not check in"):
             init(timeout_s=0.5)
-        init(timeout_s=15)
+        Path("failed").touch()
+        init(timeout_s=60)
         shutdown()
 
     def second():
         os.environ.update(RANK="1", WORLD_SIZE="2")
-        time.sleep(1.5)
-        init(timeout_s=15)
+        until("failed")
+        init(timeout_s=60)
         shutdown()
 
     assert started(first, second) == [None, None]
