@@ -30,6 +30,7 @@ from panther.errors import MissingExtraError, require_extra
 RESULTS = Path(__file__).parent / "results"
 _MIN_SAMPLE_S = 2e-3
 _SLOW_S = 0.5
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
