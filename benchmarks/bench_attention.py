@@ -18,7 +18,7 @@ from harness import figure, interleave, keep_freed_memory, main, print_table, wr
 from torch import Tensor, nn
 
 from panther.nn import RandMultiHeadAttention
-from panther.nn._attention import optimal_shift, orthogonal_gaussian, positive_features, taylor_features
+from panther.nn.attention._features import optimal_shift, orthogonal_gaussian, positive_features, taylor_features
 
 EMBED, HEADS, FEATURES = 256, 8, 64
 LENGTHS = (256, 1024, 4096, 16384)

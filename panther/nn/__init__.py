@@ -1,10 +1,9 @@
 """Sketched layers and their functional forms."""
 
 from . import functional
-from .attention import RandMultiHeadAttention, make_performer
+from .attention import RandMultiHeadAttention, make_performer, sinSRPE
 from .conv import SKConv1d, SKConv2d, SKConv3d
 from .linear import SKLinear
-from .positional import sinSRPE
 
 __all__ = [
     "RandMultiHeadAttention",

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from panther.errors import DTypeError, ShapeError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
-from panther.nn._attention import (
+from panther.nn.attention._features import (
     optimal_shift,
     orthogonal_gaussian,
     positive_features,

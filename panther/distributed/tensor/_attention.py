@@ -27,7 +27,7 @@ from panther.distributed.tensor._module import (
 )
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention
-from panther.nn._attention import orthogonal_gaussian
+from panther.nn.attention._features import orthogonal_gaussian
 
 
 class HeadwiseAttention(ShardedModule):

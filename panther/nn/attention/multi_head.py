@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
-from panther.nn._attention import (
+from panther.nn._sketch_record import read_integers
+from panther.nn._sketched import keep_own_forward
+from panther.nn.attention._features import (
     check_inputs,
     is_causal_mask,
     key_exponent,
@@ -20,8 +22,6 @@ from panther.nn._attention import (
     relu_features,
     taylor_features,
 )
-from panther.nn._sketch_record import read_integers
-from panther.nn._sketched import keep_own_forward
 from panther.nn.functional import linear_attention
 from panther.sketch import check_seed
 
