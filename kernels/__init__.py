@@ -12,6 +12,7 @@ __all__ = [
     "sketched_matmul",
     "uniform_block",
     "unpack_signs",
+    "windowed_linear_attention",
     "word_block",
 ]
 
@@ -24,4 +25,5 @@ if __name__ != "kernels":
     from .ops.philox import normal_block, sign_block, uniform_block, word_block
     from .ops.sketched import sketched_matmul
     from .ops.sparse import csr_matmul
+    from .ops.windowed_attention import windowed_linear_attention
     from .reference import pack_signs, philox_4x32, unpack_signs

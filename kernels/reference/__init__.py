@@ -6,6 +6,7 @@ from .packing import pack_signs, unpack_signs
 from .philox import philox_4x32, random_block
 from .sketched import sketched_matmul
 from .sparse import csr_matmul, csr_tensor
+from .windowed_attention import windowed_linear_attention
 
 __all__ = [
     "causal_linear_attention",
@@ -17,4 +18,5 @@ __all__ = [
     "random_block",
     "sketched_matmul",
     "unpack_signs",
+    "windowed_linear_attention",
 ]

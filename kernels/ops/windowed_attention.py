@@ -1,0 +1,248 @@
+"""Attention that is exact in a window and linear beyond it, by Triton kernels on a GPU and by torch elsewhere."""
+
+__all__ = ["windowed_linear_attention"]
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..reference.windowed_attention import windowed_backward, windowed_forward
+from ._library import autocast, check_one_device, define, needs_torch
+
+_NAME = "windowed_linear_attention"
+
+
+def windowed_linear_attention(
+    q: Tensor,  # (*batch, n, D)
+    k: Tensor,  # (*batch, n, D)
+    v: Tensor,  # (*batch, n, E)
+    phi_q: Tensor,  # (*batch, n, m)
+    phi_k: Tensor,  # (*batch, n, m)
+    log_q: Tensor | None = None,  # (*batch, n)
+    log_k: Tensor | None = None,  # (*batch, n)
+    key_mask: Tensor | None = None,  # (*batch, n)
+    *,
+    window: int,
+    is_causal: bool = False,
+) -> Tensor:  # (*batch, n, E)
+    r"""Compute attention that is exact among near positions and linear, through features, among all others.
+
+    .. math:: y_i = \frac{\sum_{j \in W_i} e^{q_i \cdot k_j} v_j
+        + \sum_{j \notin W_i} e^{a_i + b_j} (\phi_{q,i} \cdot \phi_{k,j}) v_j}{\sum_{j \in W_i} e^{q_i \cdot k_j}
+        + \sum_{j \notin W_i} e^{a_i + b_j} (\phi_{q,i} \cdot \phi_{k,j})},
+
+    and 0 where there is no key. Positions fall into blocks of ``window``; :math:`W_i` is the block of i, the block
+    before it and, if not causal, the block after it, so that a query sees from ``window`` to ``2 window`` positions
+    back exactly. With ``is_causal`` both sums are over :math:`j \le i`. Features estimate
+    :math:`e^{q_i \cdot k_j} \approx e^{a_i + b_j} (\phi_{q,i} \cdot \phi_{k,j})`: with equality this is softmax
+    attention. Time is linear in n (the sum of an exact window and a linear remainder as in M. Zhang et al., "LoLCATs",
+    ICLR 2025, arXiv:2410.10254).
+
+    Exact and linear weights are brought to one maximum in each row, and exponents are used only as differences to the
+    largest one seen, so that neither overflows. Far keys are summed by blocks from either end and never by
+    subtraction. If causal, no output depends in any bit on what comes after it, be that NaN.
+
+    Args:
+        q: Queries, scaled so that :math:`q_i \cdot k_j` is the logit: by :math:`1 / \sqrt{D}` for usual attention.
+        k: Keys.
+        v: Values.
+        phi_q: Features of the queries. Products of features must not be negative: a row whose denominator of far keys
+            is not positive attends to its window alone.
+        phi_k: Features of the keys.
+        log_q: The exponents a, 0 if not given; best float32, whatever the features are.
+        log_k: The exponents b, 0 if not given. They weigh features alone, but a key at -inf is left out everywhere.
+        key_mask: True where a key takes part, as in torch. A key left out has no influence, neither by its logits nor
+            by its features, whatever it holds, NaN included.
+        window: Positions in a block, from 1 on; from 32 on states take little time and memory.
+        is_causal: Whether a query sees only the keys up to its own position.
+
+    Returns:
+        The output, contiguous, in the dtype of v. Half precision is summed in float32.
+
+    Raises:
+        ValueError: If shapes do not agree, the operands are on several devices, or the window is not positive.
+        TypeError: If q, k, v and the features differ in dtype, or something is not floating, or the mask not boolean.
+
+    Cost: about ``n (4 w (D + E) + 4 m E)`` flops for each batch entry with w = ``window``, ``n (6 w (D + E) + 4 m E)``
+    if not causal; backward, 2.5 times that. States take ``n / w`` times m (E + 1) numbers. Under autograd the inputs,
+    the output and one number a row are kept, and scores are computed again. Forward-mode, second and torch.func's
+    derivatives are taken through torch's own operations.
+
+    Example:
+        >>> q = k = torch.zeros(4, 2)
+        >>> v = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+        >>> phi = torch.ones(4, 1)
+        >>> windowed_linear_attention(q, k, v, phi, phi, window=1, is_causal=True).squeeze(-1)
+        tensor([0.0000, 0.5000, 1.0000, 1.5000])
+        >>> log_k = torch.tensor([-torch.inf, 0.0, 0.0, 0.0])  # without the first position
+        >>> windowed_linear_attention(q, k, v, phi, phi, log_k=log_k, window=1, is_causal=True).squeeze(-1)
+        tensor([0.0000, 1.0000, 1.5000, 2.0000])
+    """
+    _check(q, k, v, phi_q, phi_k, log_q, log_k, key_mask, window)
+    if key_mask is not None:
+        keys = torch.zeros(key_mask.shape, device=q.device) if log_k is None else log_k
+        log_k = keys.masked_fill(~key_mask, -torch.inf)
+    q, k, v, phi_q, phi_k = autocast(q.device, q, k, v, phi_q, phi_k)  # and not the exponents, which would lose units
+    if not torch.compiler.is_compiling() and needs_torch():
+        return reference.windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)
+    return _windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, is_causal)[0]
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi_q: Tensor,
+    phi_k: Tensor,
+    log_q: Tensor | None,
+    log_k: Tensor | None,
+    key_mask: Tensor | None,
+    window: int,
+) -> None:
+    operands: dict[str, Tensor] = {"q": q, "k": k, "v": v, "phi_q": phi_q, "phi_k": phi_k}
+    fit = q.shape == k.shape and phi_q.shape == phi_k.shape and q.shape[:-1] == v.shape[:-1] == phi_q.shape[:-1]
+    if min(x.ndim for x in operands.values()) < 2 or not fit:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+        raise ValueError(
+            f"{_NAME} takes q and k of shape (*batch, n, D), v of (*batch, n, E), and phi_q and phi_k of (*batch, n, "
+            f"m), not {shapes}: expand the batch dimensions"
+        )
+    if len({x.dtype for x in operands.values()}) > 1 or not q.is_floating_point():
+        found = ", ".join(f"{name} {x.dtype}" for name, x in operands.items())
+        raise TypeError(f"the operands of {_NAME} must have one floating dtype, not {found}: cast them")
+    given = (("log_q", log_q), ("log_k", log_k), ("key_mask", key_mask))
+    rows = {name: x for name, x in given if x is not None}
+    check_one_device(_NAME, operands | rows)
+    for name, x in rows.items():
+        if x.shape != q.shape[:-1]:
+            raise ValueError(
+                f"{name} of {_NAME} must have shape (*batch, n) = {tuple(q.shape[:-1])}, not {tuple(x.shape)}: "
+                "expand it"
+            )
+        if name == "key_mask":
+            if x.dtype is not torch.bool:
+                raise TypeError(f"key_mask of {_NAME} must be boolean, True where a key takes part, not {x.dtype}")
+        elif not x.is_floating_point():
+            raise TypeError(f"{name} of {_NAME} must be floating, not {x.dtype}: cast it to float32")
+    if window < 1:
+        raise ValueError(f"window of {_NAME} must be at least 1, not {window}: 64 is usual")
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi_q: Tensor,
+    phi_k: Tensor,
+    log_q: Tensor | None,
+    log_k: Tensor | None,
+    window: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    y, log_den = windowed_forward(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
+    return y.contiguous(), log_den.contiguous()
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi_q: Tensor,
+    phi_k: Tensor,
+    log_q: Tensor | None,
+    log_k: Tensor | None,
+    y: Tensor,
+    log_den: Tensor,
+    window: int,
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    grads = windowed_backward(grad, q, k, v, phi_q, phi_k, log_q, log_k, y, log_den, window, causal)
+    return tuple(q.new_empty(0) if part is None else part.contiguous() for part in grads)
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return v.new_empty(v.shape), q.new_empty(q.shape[:-1], dtype=dtype)
+
+
+def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return tuple(grad.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[:7])
+
+
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.settings = inputs[7:]
+
+
+def _differentiate_forward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    grads = _windowed_linear_attention_backward(grad, *saved, *ctx.settings)
+    return *(None if x is None else part for x, part in zip(saved[:7], grads, strict=True)), None, None
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.settings = inputs[10:]
+
+
+def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute second derivatives by torch; y and log_den get no gradient, because they are functions of the others."""
+    grad, *operands = ctx.saved_tensors
+    given = [i for i, x in enumerate(operands) if x is not None]
+
+    def attention(*present: Tensor) -> Tensor:
+        full: list[Tensor | None] = [None] * 7
+        for i, x in zip(given, present, strict=True):
+            full[i] = x
+        return reference.windowed_linear_attention(*full, *ctx.settings)  # type: ignore[arg-type]
+
+    def gradients(grad: Tensor, *present: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(attention, *present)[1](grad)
+
+    present = [operands[i] for i in given]
+    seconds = torch.func.vjp(gradients, grad, *present)[1](tuple(grads[i] for i in given))
+    results: list[Tensor | None] = [None] * 12
+    for i, second in zip([0, *(i + 1 for i in given)], seconds, strict=True):
+        results[i] = second
+    return tuple(results)
+
+
+def _batched(function: Any) -> Any:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        """Treat the dimension mapped over as one more of the batch."""
+        moved = [
+            arg
+            if not isinstance(arg, Tensor)
+            else arg.expand(info.batch_size, *arg.shape)
+            if dim is None
+            else arg.movedim(dim, 0)
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        results = function()(*moved)
+        # An exponent that is not given has an empty gradient, which has no dimension to map over.
+        return results, tuple(None if result.shape == (0,) else 0 for result in results)
+
+    return rule
+
+
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor phi_q, Tensor phi_k, Tensor? log_q, Tensor? log_k"
+_windowed_linear_attention_backward: Any = define(
+    f"{_NAME}_backward(Tensor grad, {_OPERANDS}, Tensor y, Tensor log_den, int window, bool causal) "
+    f"-> ({', '.join(['Tensor'] * 7)})",
+    _backward,
+    _fake_backward,
+    setup_context=_setup_backward,
+    backward=_differentiate_backward,
+    vmap=_batched(lambda: _windowed_linear_attention_backward),
+)
+_windowed_linear_attention: Any = define(
+    f"{_NAME}({_OPERANDS}, int window, bool causal) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    setup_context=_setup_forward,
+    backward=_differentiate_forward,
+    vmap=_batched(lambda: _windowed_linear_attention),
+)
