@@ -11,7 +11,7 @@ exponent :math:`f_i = a_i + B + \log(\phi_{q,i} \cdot z)` of their denominator.
 
 __all__ = ["windowed_backward", "windowed_forward", "windowed_linear_attention"]
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import reduce
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .attention import _accumulation_dtype, _no_autocast
 
-# Blocks of 64 positions worked on at a time, over all batch entries: their scores stay in the cache.
+# Positions worked on at a time: their scores, 2 x 64 or 3 x 64 floats each, stay in the cache.
 _POSITIONS = 64 * 64
 
 
@@ -52,36 +52,35 @@ def windowed_forward(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
     """Return the output, and the logarithm of the denominator (float32 or float64), -inf where nothing is attended."""
-    n = q.shape[-2]
-    if n == 0:  # empty, and still a function of all of them
+    if q.shape[:-1].numel() == 0:  # still a function of all of them
         y = v * (q * k).sum(-1, keepdim=True) * (phi_q * phi_k).sum(-1, keepdim=True)
         return y, q.sum(-1).to(_accumulation_dtype(q))
     outputs, logs = [], []
     with _no_autocast(q):
         blocks = _blocks(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
-        far = _far(blocks, causal)
-        for i in range(len(blocks.q)):
-            exact = _exact(blocks, i, causal)
-            exponents = [scores.detach().amax(-1, keepdim=True) for scores in exact.scores]
+        far = _far(blocks)
+        for here in blocks.segments():
+            near = [_near(blocks, here, offset) for offset in blocks.offsets]
+            exponents = [part.scores.detach().amax(-1, keepdim=True) for part in near]
             if far is not None:
-                sums = blocks.phi_q[i].to(blocks.dtype) @ far.states[i]
-                shift, some = _far_exponent(blocks.log_q[i], far.units[i], sums)
+                sums = blocks.phi_q[here].to(blocks.dtype) @ far.states[here]
+                shift, some = _far_exponent(blocks.log_q[here], far.units[here], sums)
                 log = sums[..., -1:].detach().masked_fill(~some, 1).log()
                 exponents.append(shift.detach() + log)
-            largest = torch.stack(exponents).amax(0)
+            largest = reduce(torch.maximum, exponents)
             fixed = _finite(largest)
-            weights = [(scores - fixed).exp() for scores in exact.scores]
+            weights = [_weights(part.scores, fixed) for part in near]
             denominator = reduce(torch.add, [weight.sum(-1, keepdim=True) for weight in weights])
-            numerator = reduce(torch.add, [w @ V for w, V in zip(weights, exact.values, strict=True)])
+            numerator = reduce(torch.add, [w @ part.values for w, part in zip(weights, near, strict=True)])
             if far is not None:
-                sums = (shift - fixed).exp() * sums.masked_fill(~some, 0)
+                sums = (shift - fixed).exp() * (sums if blocks.clean else sums.masked_fill(~some, 0))
                 numerator, denominator = numerator + sums[..., :-1], denominator + sums[..., -1:]
-            if exact.spoil is not None:
-                numerator = numerator + exact.spoil
+            for part in near:
+                numerator = numerator if part.spoil is None else numerator + part.spoil
             denominator = denominator.masked_fill(largest == -torch.inf, 1)
-            outputs.append((numerator / denominator).flatten(-3, -2).to(v.dtype))
-            logs.append((largest + denominator.log()).flatten(-3))
-    return torch.cat(outputs, -2)[..., :n, :], torch.cat(logs, -1)[..., :n]
+            outputs.append((numerator / denominator).to(v.dtype))
+            logs.append(largest + denominator.log())
+    return _joined(torch.cat(outputs), v), _joined(torch.cat(logs), q[..., :1]).squeeze(-1)
 
 
 def windowed_backward(
@@ -100,98 +99,101 @@ def windowed_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of the seven operands from the result of :func:`windowed_forward`; recompute scores."""
     operands = (q, k, v, phi_q, phi_k, log_q, log_k)
-    n = q.shape[-2]
-    if n == 0:
+    if q.shape[:-1].numel() == 0:
         return tuple(None if x is None else torch.zeros_like(x) for x in operands)
     with _no_autocast(q):
         blocks = _blocks(*operands, window, causal)
-        far = _far(blocks, causal)
-        size, T = blocks.q[0].shape[-2], sum(part.shape[-3] for part in blocks.q)
-        dq, dk, dv, dphi_q, dphi_k, da, db = (
-            x.new_zeros((*q.shape[:-2], T, size, x.shape[-1]), dtype=blocks.dtype)
-            for x in (q, k, v, phi_q, phi_k, blocks.log_q[0], blocks.log_k[0])
-        )
-        rows = zip(*(_cut(x, window, 0.0) for x in (grad, y, log_den[..., None])), strict=True)
-        adjoints: list[Tensor] = []
-        for i, (dY, Y, log) in enumerate(rows):
-            here = slice(i * blocks.q[0].shape[-3], i * blocks.q[0].shape[-3] + blocks.q[i].shape[-3])
-            dY, log = dY.to(blocks.dtype), _finite(log)
-            delta = (dY * Y.to(blocks.dtype)).sum(-1, keepdim=True)
-            exact = _exact(blocks, i, causal)
-            Q = blocks.q[i].to(blocks.dtype)
-            for offset, scores, K, V in zip((-1, 0, 1), exact.scores, exact.keys, exact.values, strict=False):
-                weights = (scores - log).exp()
-                dscores = weights * (dY @ V.mT - delta)
+        far = _far(blocks)
+        parts = (blocks.q, blocks.k, blocks.v, blocks.phi_q, blocks.phi_k, blocks.log_q, blocks.log_k)
+        dq, dk, dv, dphi_q, dphi_k, da, db = (torch.zeros_like(x, dtype=blocks.dtype) for x in parts)
+        dY, Y, logs = (_cut(x, window, 0.0) for x in (grad, y, log_den[..., None]))
+        adjoints = []
+        for here in blocks.segments():
+            dy, log = dY[here].to(blocks.dtype), _finite(logs[here])
+            delta = (dy * Y[here].to(blocks.dtype)).sum(-1, keepdim=True)
+            Q = blocks.q[here].to(blocks.dtype)
+            for offset in blocks.offsets:
+                near = _near(blocks, here, offset)
+                weights = _weights(near.scores, log)
+                dscores = weights * torch.sub(dy @ near.values.mT, delta)
                 if causal and offset == 0:
                     dscores = dscores.tril()  # a later value may have overflowed
-                dq[..., here, :, :] += dscores @ K
-                # The blocks before the first and after the last are not there.
-                first, last = max(0, -here.start - offset), min(here.stop, T - offset) - here.start
-                there = slice(here.start + offset + first, here.start + offset + last)
-                dk[..., there, :, :] += (dscores.mT @ Q)[..., first:last, :, :]
-                dv[..., there, :, :] += (weights.mT @ dY)[..., first:last, :, :]
+                dq[here] += dscores @ near.keys
+                for gradient, part in ((dk, dscores.mT @ Q), (dv, weights.mT @ dy)):
+                    blocks.gone(part, here, offset).zero_()
+                    _add_shifted(gradient, part, here, offset)
             if far is not None:
-                phi = blocks.phi_q[i].to(blocks.dtype)
-                sums = phi @ far.states[i][..., -1:]
-                shift, _ = _far_exponent(blocks.log_q[i], far.units[i], sums)
-                factor = (shift - log).exp()
-                adjoint = torch.cat((dY, -delta), -1) * factor
-                dphi_q[..., here, :, :] = adjoint @ far.states[i].mT
-                da[..., here, :, :] = (phi * dphi_q[..., here, :, :]).sum(-1, keepdim=True)
-                adjoints += (phi.mT @ adjoint).unbind(-3)
+                phi = blocks.phi_q[here].to(blocks.dtype)
+                shift, _ = _far_exponent(blocks.log_q[here], far.units[here], phi @ far.states[here][..., -1:])
+                adjoint = torch.cat((dy, -delta), -1) * (shift - log).exp()
+                dphi_q[here] = adjoint @ far.states[here].mT
+                da[here] = (phi * dphi_q[here]).sum(-1, keepdim=True)
+                adjoints.append(phi.mT @ adjoint)
         if far is not None:
-            units = torch.cat(tuple(far.units), -1)
-            # Keys take from queries as queries do from keys, in the other direction: b - B in the place of a + B.
-            states, units = _gather(adjoints, torch.where(units == -torch.inf, units, -units), causal, reverse=True)
-            for t, state in enumerate(states):
-                i, j = divmod(t, blocks.q[0].shape[-3])
-                K, V, b = (x[i][..., j, :, :].to(blocks.dtype) for x in (blocks.phi_k, blocks.v, blocks.log_k))
-                if blocks.left_out is not None:
-                    out = blocks.left_out[i][..., j, :, :]
-                    K, V = K.masked_fill(out, 0), V.masked_fill(out, 0)
-                factor = (b + units[..., t, None, None]).exp()
-                dphi_k[..., t, :, :] = factor * (V @ state[..., :-1].mT + state[..., -1:].mT)
-                dv[..., t, :, :] += factor * (K @ state[..., :-1])
-                db[..., t, :, :] = (K * dphi_k[..., t, :, :]).sum(-1, keepdim=True)
-
-    def joined(x: Tensor, like: Tensor) -> Tensor:
-        return x.flatten(-3, -2)[..., :n, :].to(like.dtype)
-
+            # Keys take from queries as queries do from keys, in the other direction: -B stands for the exponents.
+            units = torch.where(far.units == -torch.inf, far.units, -far.units)
+            states, units = _gather(torch.cat(adjoints), units, blocks.per_entry, causal, reverse=True)
+            for here in blocks.segments():
+                K, V, b = _far_keys(blocks, here)
+                factor = (b + units[here]).exp()
+                dphi_k[here] = factor * (V @ states[here][..., :-1].mT + states[here][..., -1:].mT)
+                dv[here] += factor * (K @ states[here][..., :-1])
+                db[here] = (K * dphi_k[here]).sum(-1, keepdim=True)
     return (
-        *(joined(*pair) for pair in ((dq, q), (dk, k), (dv, v), (dphi_q, phi_q), (dphi_k, phi_k))),
-        None if log_q is None else joined(da, log_q)[..., 0],
-        None if log_k is None else joined(db, log_k)[..., 0],
+        *(_joined(d, x).to(x.dtype) for d, x in zip((dq, dk, dv, dphi_q, dphi_k), operands[:5], strict=True)),
+        None if log_q is None else _joined(da, q[..., :1]).squeeze(-1).to(log_q.dtype),
+        None if log_k is None else _joined(db, q[..., :1]).squeeze(-1).to(log_k.dtype),
     )
 
 
 class _Blocks(NamedTuple):
-    """The operands by blocks of C positions, (*batch, N, C, X), N blocks to a segment, one entry a segment."""
+    """The operands by blocks of C positions, (G, C, X): ``per_entry`` of one batch entry, then of the next."""
 
-    q: Sequence[Tensor]
-    k: Sequence[Tensor]
-    v: Sequence[Tensor]
-    phi_q: Sequence[Tensor]
-    phi_k: Sequence[Tensor]
-    log_q: Sequence[Tensor]  # (*batch, N, C, 1)
-    log_k: Sequence[Tensor]  # (*batch, N, C, 1), -inf where the sequence has ended
-    left_out: Sequence[Tensor] | None  # (*batch, N, C, 1), where log_k is -inf
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    phi_q: Tensor
+    phi_k: Tensor
+    log_q: Tensor  # (G, C, 1)
+    log_k: Tensor  # (G, C, 1), -inf where the sequence has ended
+    left_out: Tensor | None  # (G, C, 1), where log_k is -inf
+    clean: bool  # all keys, values and features of keys are known to be finite
+    per_entry: int
+    causal: bool
     dtype: torch.dtype  # of sums
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The blocks attended exactly: the one before, a block's own, and the one after."""
+        return (-1, 0) if self.causal else (-1, 0, 1)
+
+    def segments(self) -> Iterator[slice]:
+        G, size = self.q.shape[:2]
+        step = max(1, _POSITIONS // size)
+        return (slice(start, min(start + step, G)) for start in range(0, G, step))
+
+    def gone(self, part: Tensor, here: slice, offset: int) -> Tensor:
+        """Return a view of those blocks of a segment's whose neighbour is in a different batch entry, or nowhere."""
+        if offset == 0:
+            return part[:0]
+        edge = 0 if offset < 0 else self.per_entry - 1
+        return part[(edge - here.start) % self.per_entry :: self.per_entry]
 
 
 class _Far(NamedTuple):
-    """Sums over what is far from each block, one entry a segment."""
+    """Sums over what is far from each block."""
 
-    states: Sequence[Tensor]  # (*batch, N, m, E + 1), in units of e^B
-    units: Sequence[Tensor]  # (*batch, N), B
+    states: Tensor  # (G, m, E + 1), in units of e^B
+    units: Tensor  # (G, 1, 1), B
 
 
-class _Exact(NamedTuple):
-    """A segment's scores with the blocks before, its own, and those after if not causal."""
+class _Near(NamedTuple):
+    """A segment's blocks with those at one offset from them."""
 
-    scores: list[Tensor]  # (*batch, N, C, C), -inf where not attended
-    keys: list[Tensor]  # (*batch, N, C, D), zero where left out
-    values: list[Tensor]  # (*batch, N, C, E), zero where left out
-    spoil: Tensor | None  # (*batch, N, C, E), causal: NaN in the rows that values which are not finite reach
+    scores: Tensor  # (N, C, C), -inf where not attended
+    keys: Tensor  # (N, C, D), finite where left out
+    values: Tensor  # (N, C, E), finite where left out
+    spoil: Tensor | None  # (N, C, E), causal: NaN in the rows that values which are not finite reach
 
 
 def _blocks(
@@ -205,119 +207,154 @@ def _blocks(
     window: int,
     causal: bool,
 ) -> _Blocks:
-    dtype = _accumulation_dtype(q)
+    n, dtype = q.shape[-2], _accumulation_dtype(q)
     zero = q.new_zeros((*q.shape[:-1], 1), dtype=dtype)
     a = zero if log_q is None else log_q.to(dtype)[..., None]
     b = zero if log_k is None else log_k.to(dtype)[..., None]
-    keys = _cut(b, window, -torch.inf)
+    clean = all(_known_finite(x) for x in (k, v, phi_k))
+    b = _cut(b, window, -torch.inf)
     # What follows the sequence is in nobody's past, so it needs no mask if causal.
-    unmasked = log_k is None and (causal or q.shape[-2] % min(window, q.shape[-2]) == 0)
-    left_out = None if unmasked else [part == -torch.inf for part in keys]
+    left_out = None if log_k is None and (causal or n % min(window, n) == 0) else b == -torch.inf
+    if left_out is not None and clean and not bool(left_out.any()):
+        left_out = None
     Q, K, V, Phi_q, Phi_k, rows = (_cut(x, window, 0.0) for x in (q, k, v, phi_q, phi_k, a))
-    return _Blocks(Q, K, V, Phi_q, Phi_k, rows, keys, left_out, dtype)
+    return _Blocks(Q, K, V, Phi_q, Phi_k, rows, b, left_out, clean, -(-n // min(window, n)), causal, dtype)
 
 
-def _cut(x: Tensor, window: int, fill: float) -> Sequence[Tensor]:
-    """Return x (*batch, n, X) in segments (*batch, N, C, X)."""
+def _known_finite(x: Tensor) -> bool:
+    """Return whether all entries are finite; no, too, where that may not be asked, or takes a GPU's time to be told."""
+    if x.device.type != "cpu" or _transformed():
+        return False
+    return bool(x.detach().sum(dtype=_accumulation_dtype(x)).isfinite())
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+def _cut(x: Tensor, window: int, fill: float) -> Tensor:
+    """Return x (*batch, n, X) as (G, C, X)."""
     n = x.shape[-2]
     size = min(window, n)
     pad = -n % size
-    segment = max(1, _POSITIONS // (size * max(1, x.shape[:-2].numel())))
-    return (F.pad(x, (0, 0, 0, pad), value=fill) if pad else x).unflatten(-2, (-1, size)).split(segment, -3)
+    x = F.pad(x, (0, 0, 0, pad), value=fill) if pad else x
+    return x.reshape(x.shape[:-1].numel() // size, size, x.shape[-1])
 
 
-def _exact(blocks: _Blocks, i: int, causal: bool) -> _Exact:
-    N = blocks.q[i].shape[-3]
-    Q = blocks.q[i].to(blocks.dtype)
-    K, V = (_extended(x, i, causal, 0.0).to(blocks.dtype) for x in (blocks.k, blocks.v))
-    gone = None
-    if blocks.left_out is not None:
-        gone = _extended(blocks.left_out, i, causal, True)
-    elif i == 0 or (i == len(blocks.q) - 1 and not causal):
-        gone = _extended([x.new_zeros((x.shape[-3], 1, 1), dtype=torch.bool) for x in blocks.q], i, causal, True)
-    if gone is not None:
-        K, V = K.masked_fill(gone, 0), V.masked_fill(gone, 0)
-    scores, keys, values, spoil = [], [], [], None
-    for offset in range(2 if causal else 3):
-        near = slice(offset, offset + N)
-        keys.append(K[..., near, :, :])
-        values.append(V[..., near, :, :])
-        score = Q @ keys[-1].mT
-        if gone is not None:
-            score = score.masked_fill(gone[..., near, :, :].mT, -torch.inf)
-        if causal and offset == 1:
-            later = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).triu(1)
-            score = score.masked_fill(later, -torch.inf)
+def _joined(x: Tensor, like: Tensor) -> Tensor:
+    """Return x (G, C, X) as (*batch, n, X), the batch and n being those of ``like``."""
+    n = like.shape[-2]
+    return x.reshape(*like.shape[:-2], -(-n // x.shape[-2]) * x.shape[-2], x.shape[-1])[..., :n, :]
+
+
+def _shifted(x: Tensor, here: slice, offset: int) -> Tensor:
+    """Return the blocks at an offset from a segment's; any in the place of one that is not there."""
+    start, stop = here.start + offset, here.stop + offset
+    if start < 0:
+        return torch.cat((x[:1], x[:stop]))
+    return torch.cat((x[start:], x[-1:])) if stop > len(x) else x[start:stop]
+
+
+def _add_shifted(x: Tensor, part: Tensor, here: slice, offset: int) -> None:
+    start, stop = here.start + offset, here.stop + offset
+    low, high = max(start, 0), min(stop, len(x))
+    x[low:high] += part[low - start : len(part) - (stop - high)]
+
+
+def _near(blocks: _Blocks, here: slice, offset: int) -> _Near:
+    K, V = (_shifted(x, here, offset).to(blocks.dtype) for x in (blocks.k, blocks.v))
+    out = None if blocks.left_out is None else _shifted(blocks.left_out, here, offset)
+    scores = blocks.q[here].to(blocks.dtype) @ K.mT
+    spoil = later = None
+    if blocks.causal and offset == 0:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    if blocks.clean and _known_finite(scores):
+        # masked_fill takes several times as long as a sum, and cannot be told from it here.
+        if out is not None:
+            scores += torch.zeros_like(out, dtype=blocks.dtype).masked_fill(out, -torch.inf).mT
+        if later is not None:
+            scores += torch.zeros_like(scores[0]).masked_fill(later, -torch.inf)
+    else:
+        if out is not None:
+            K, V, scores = K.masked_fill(out, 0), V.masked_fill(out, 0), scores.masked_fill(out.mT, -torch.inf)
+        if later is not None:
+            scores = scores.masked_fill(later, -torch.inf)
             # A weight of 0 times a value that is not finite would be NaN: such values reach later rows by this sum.
-            spoil = values[-1] * 0
-            values[-1] = values[-1].masked_fill(spoil != 0, 0)
+            spoil = V * 0
+            V = V.masked_fill(spoil != 0, 0)
             spoil = spoil.cumsum(-2)
-        scores.append(score)
-    return _Exact(scores, keys, values, spoil)
+        if offset:
+            K, V = K.clone(), V.clone()
+            for x in (K, V):
+                blocks.gone(x, here, offset).zero_()
+    blocks.gone(scores, here, offset).fill_(-torch.inf)
+    return _Near(scores, K, V, spoil)
 
 
-def _extended(parts: Sequence[Tensor], i: int, causal: bool, fill: float | bool) -> Tensor:
-    """Return a segment with the block before it and, if not causal, the block after it; ``fill`` where none is."""
-    part = parts[i]
-    edge = torch.full_like(part[..., :1, :, :], fill)
-    before = parts[i - 1][..., -1:, :, :] if i else edge
-    if causal:
-        return torch.cat((before, part), -3)
-    return torch.cat((before, part, parts[i + 1][..., :1, :, :] if i + 1 < len(parts) else edge), -3)
+def _weights(scores: Tensor, shift: Tensor) -> Tensor:
+    """Return e^{scores - shift} in the place of the scores, except where torch.func may not write into them."""
+    return (scores - shift).exp() if _transformed() else scores.sub_(shift).exp_()
 
 
-def _far(blocks: _Blocks, causal: bool) -> _Far | None:
+def _far_keys(blocks: _Blocks, here: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features, values and exponents of a segment's keys, finite where they are left out."""
+    K, V, b = blocks.phi_k[here].to(blocks.dtype), blocks.v[here].to(blocks.dtype), blocks.log_k[here]
+    if blocks.left_out is not None and not blocks.clean:
+        K, V = K.masked_fill(blocks.left_out[here], 0), V.masked_fill(blocks.left_out[here], 0)
+    return K, V, b
+
+
+def _far(blocks: _Blocks) -> _Far | None:
     """Return the sums that queries take; None if there are at most two blocks, which see each other."""
-    largest = torch.cat([b.detach().amax((-2, -1)) for b in blocks.log_k], -1)  # (*batch, T)
-    if largest.shape[-1] <= 2:
+    if blocks.per_entry <= 2:
         return None
-    N = blocks.q[0].shape[-3]
-    units = largest.cummax(-1).values if causal else largest
-    sums: list[Tensor] = []
-    for i, unit in enumerate(units.split(N, -1)):
-        weights = (blocks.log_k[i] - _finite(unit)[..., None, None]).exp()
-        K, V = blocks.phi_k[i].to(blocks.dtype), blocks.v[i].to(blocks.dtype)
-        if blocks.left_out is not None:
-            K, V = K.masked_fill(blocks.left_out[i], 0), V.masked_fill(blocks.left_out[i], 0)
-        sums += (K.mT @ torch.cat((V * weights, weights), -1)).unbind(-3)
-    states, units = _gather(sums, units, causal)
-    return _Far([torch.stack(states[t : t + N], -3) for t in range(0, len(states), N)], units.split(N, -1))
+    units = blocks.log_k.detach().amax(-2, keepdim=True)  # (G, 1, 1)
+    if blocks.causal:
+        units = units.view(-1, blocks.per_entry).cummax(-1).values.view_as(units)
+    sums = []
+    for here in blocks.segments():
+        K, V, b = _far_keys(blocks, here)
+        weights = (b - _finite(units[here])).exp()
+        sums.append(K.mT @ torch.cat((V * weights, weights), -1))
+    return _Far(*_gather(torch.cat(sums), units, blocks.per_entry, blocks.causal))
 
 
 def _gather(
-    sums: list[Tensor],  # (*batch, m, E + 1), T of them, in units of e^units
-    units: Tensor,  # (*batch, T)
+    sums: Tensor,  # (G, m, E + 1), in units of e^units
+    units: Tensor,  # (G, 1, 1)
+    count: int,
     causal: bool,
     *,
     reverse: bool = False,
-) -> tuple[list[Tensor], Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return for each block the sums over all that are not next to it, and their units: before, or after if reverse."""
-    if causal and reverse:
-        states, units = _gather(sums[::-1], units.flip(-1), causal)
-        return states[::-1], units.flip(-1)
-    before = _running(units)
-    # Causal sums have the units of the largest exponent so far to begin with.
-    states = _scan(sums, before, None if causal else units)
+    parts = list(sums.unflatten(0, (-1, count)).unbind(1))
+    units = units.view(-1, count)
     if causal:
-        return states, before
-    after = _running(units.flip(-1))
-    others = _scan(sums[::-1], after, units.flip(-1))[::-1]
-    after = after.flip(-1)
-    both = torch.maximum(before, after)
-    left, right = _ratio(before, both), _ratio(after, both)
-    pairs = zip(states, left.unbind(-1), others, right.unbind(-1), strict=True)
-    return [a * x[..., None, None] + b * y[..., None, None] for a, x, b, y in pairs], both
+        # Exponents never decrease, or, in reverse, never increase: sums have the units of the running maximum.
+        running = _running(units.flip(-1) if reverse else units)
+        states = _scan(parts[::-1] if reverse else parts, running, None)
+        states, both = (states[::-1], running.flip(-1)) if reverse else (states, running)
+    else:
+        before, after = _running(units), _running(units.flip(-1))
+        both = torch.maximum(before, after.flip(-1))
+        left, right = _ratio(before, both).unbind(-1), _ratio(after.flip(-1), both).unbind(-1)
+        pairs = zip(
+            _scan(parts, before, units), left, _scan(parts[::-1], after, units.flip(-1))[::-1], right, strict=True
+        )
+        states = [torch.addcmul(a * x[:, None, None], b, y[:, None, None]) for a, x, b, y in pairs]
+    return torch.stack(states, 1).flatten(0, 1), both.reshape(-1, 1, 1)
 
 
 def _scan(sums: list[Tensor], running: Tensor, units: Tensor | None) -> list[Tensor]:
     """Return the running sums over blocks, two blocks late, in units of ``running``."""
-    decay = _ratio(running[..., :-1], running[..., 1:])[..., None, None]
+    decay = _ratio(running[:, :-1], running[:, 1:])[..., None, None]
     states = [torch.zeros_like(sums[0])] * 2
     for t in range(2, len(sums)):
         new = sums[t - 2]
         if units is not None:
-            new = new * _ratio(units[..., t - 2], running[..., t])[..., None, None]
-        states.append(torch.addcmul(new, states[-1], decay[..., t - 1, :, :]))
+            new = new * _ratio(units[:, t - 2], running[:, t])[:, None, None]
+        states.append(torch.addcmul(new, states[-1], decay[:, t - 1]))
     return states
 
 
@@ -332,7 +369,7 @@ def _far_exponent(log_q: Tensor, units: Tensor, sums: Tensor) -> tuple[Tensor, T
     A denominator of 0 is no key, or all too small to count; too small for its inverse, it is 0 too.
     """
     some = sums[..., -1:] >= torch.finfo(sums.dtype).tiny
-    return (log_q + units[..., None, None]).masked_fill(~some, -torch.inf), some
+    return (log_q + units).masked_fill(~some, -torch.inf), some
 
 
 def _ratio(x: Tensor, y: Tensor) -> Tensor:
