@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
+from harness import figure, interleave, main, print_table, write_csv
 from torch import Tensor, nn
 
 from panther.nn import RandMultiHeadAttention
@@ -28,7 +28,6 @@ _EXACT, _FAST = "nn.MultiheadAttention", "with SDPA"
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure every length, then errors; print the tables, and write the CSVs."""
-    keep_freed_memory()
     rows = [row for length in (LENGTHS[:1] if quick else LENGTHS) for row in _length(length, device, budget_s, quick)]
     print_table(rows)
     errors = [row for variance in (VARIANCES[:1] if quick else VARIANCES) for row in _errors(variance)]

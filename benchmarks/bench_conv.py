@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
+from harness import figure, interleave, main, print_table, write_csv
 from torch import Tensor, nn
 
 from panther.errors import PerformanceWarning
@@ -61,8 +61,6 @@ FORMATS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure every case, print the table, and write the CSV."""
-    kept = keep_freed_memory()
-    print(f"threads {torch.get_num_threads()}, freed memory {'kept' if kept else 'returned to the system'}")
     rows: list[dict[str, Any]] = []
     for case in CASES[-1:] if quick else CASES:
         rows += _case(case, device, budget_s)

@@ -11,7 +11,7 @@ from typing import Any
 
 import scipy.linalg
 import torch
-from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
+from harness import figure, interleave, main, print_table, write_csv
 from torch import Tensor
 
 from panther.linalg import cqrrpt
@@ -34,8 +34,6 @@ Factors = tuple[Tensor, Tensor, Tensor]  # Q (m, r), R (r, n), P (n,)
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure every case, print a table of each as it comes, and write the CSV."""
-    kept = keep_freed_memory()
-    print(f"threads {torch.get_num_threads()}, freed memory {'kept' if kept else 'returned to the system'}")
     rows: list[dict[str, Any]] = []
     for m, n, dtype, condition in [(8192, 64, torch.float64, 10)] if quick else CASES:
         found = _case(m, n, dtype, condition, device, budget_s)

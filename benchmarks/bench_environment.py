@@ -2,13 +2,16 @@
 
 Every round starts a fresh process for each setting, in a rotating order, because an allocator cannot be changed in a
 process that runs. A ratio is the median over the rounds of the two times of one round. A time is the mean of the calls
-after a warm-up: memory that goes back to the system now and then must count. Peak memory is that of the whole process.
+after a warm-up: memory that goes back to the system now and then must count. The system's share of it and the page
+faults of a call say how much of a difference the allocator makes, for other processes disturb these less than the time.
+Peak memory is that of the whole process.
 """
 
 __all__ = ["run"]
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -18,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import KEPT, figure, main, print_table, write_csv
+from hardware import MEMORY
+from harness import main, print_table, write_csv
 from text_model import SYMBOLS, Shape, TextModel
 from torch import nn
 from torch.nn import functional
@@ -27,6 +31,7 @@ from panther.nn import SKLinear
 
 _LIBRARIES = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu"  # of Debian's packages
 JEMALLOC, TCMALLOC = _LIBRARIES / "libjemalloc.so.2", _LIBRARIES / "libtcmalloc_minimal.so.4"
+KEPT = MEMORY["kept"]
 HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
@@ -43,10 +48,6 @@ SETTINGS: dict[str, dict[str, str]] = {
         "LD_PRELOAD": str(JEMALLOC),
         "MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1",
     },
-    "jemalloc, no decay, huge pages": {
-        "LD_PRELOAD": str(JEMALLOC),
-        "MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always",
-    },
     "tcmalloc": {"LD_PRELOAD": str(TCMALLOC)},
 }
 THREAD_SETTINGS: dict[str, dict[str, str]] = {
@@ -55,18 +56,15 @@ THREAD_SETTINGS: dict[str, dict[str, str]] = {
     "OMP_WAIT_POLICY=active": {"OMP_WAIT_POLICY": "active"},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
-MODELS = {  # shape and batch of a training step
-    "transformer 192": (Shape(), 16),
-    "transformer 512": (Shape(width=512, hidden=2048, layers=2, heads=8), 8),
-}
+SHAPE, BATCH = Shape(), 16  # of the transformer whose training steps are timed
 LAYERS = [(1024, 2, 64), (8192, 1, 16)]  # width, terms, rank
 BATCHES = [1, 32, 512]
-KINDS = ("SKLinear", "nn.Linear")
-_SAMPLE_S, _SLOW_S = 0.25, 0.5
+PARTS = ("transformer, SKLinear", "transformer, nn.Linear", "layers")  # a process each
+_STEP_S, _CALL_S, _SLOW_S = 1.5, 0.15, 0.5  # of a training step, of a call, and of a call that is warm after one
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
-    """Time every setting in every round, print the table, and write the CSV."""
+    """Time every setting in every round, write the CSV after each, and print the table."""
     if device != "cpu":
         print("environment variables are measured on CPUs only")
         return
@@ -74,59 +72,60 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     settings = SETTINGS if threads == 1 else dict(list(SETTINGS.items())[:2]) | THREAD_SETTINGS
     settings = {name: value for name, value in settings.items() if _available(value)}
     names = list(settings)[:2] if quick else list(settings)
-    parts = [f"{model}, {kind}" for model in MODELS for kind in KINDS] + [f"layers, {kind}" for kind in KINDS]
-    parts = parts[:1] if quick else parts
-    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {part: [] for part in parts} for name in names}
-    begun, rounds = time.monotonic(), 0
+    parts = PARTS[:1] if quick else PARTS
+    found: Found = {name: {part: [] for part in parts} for name in names}
+    begun, rounds, rows = time.monotonic(), 0, []
     while rounds < (1 if quick else 3) or (time.monotonic() - begun < budget_s and not quick):
         for part in parts:
             for name in names:
                 found[name][part].append(_child(settings[name], part, threads, quick))
             names.append(names.pop(0))
         rounds += 1
-        print(f"round {rounds}, {time.monotonic() - begun:.0f} s", flush=True)
-    rows = [row for part in parts for row in _rows(part, found, settings)]
+        rows = [row for part in parts for row in _rows(part, found, settings)]
+        place = "nowhere" if quick else write_csv("environment", rows, device=device)
+        print(f"round {rounds}, {time.monotonic() - begun:.0f} s, written to {place}", flush=True)
     print_table(rows)
-    if not quick:
-        print(f"written to {write_csv('environment', rows, device=device)}")
+
+
+Costs = dict[str, dict[str, float]]  # time_ms, system_ms and faults by case; peak_mib alone under ""
+Found = dict[str, dict[str, list[Costs]]]  # of every round, by setting and part
 
 
 def _available(setting: dict[str, str]) -> bool:
     return "LD_PRELOAD" not in setting or Path(setting["LD_PRELOAD"]).exists()
 
 
-def _child(setting: dict[str, str], part: str, threads: int, quick: bool) -> dict[str, float]:
-    """Run one part in a process with the setting; milliseconds by case, and the peak memory in MiB."""
+def _child(setting: dict[str, str], part: str, threads: int, quick: bool) -> Costs:
+    """Run one part in a process with the setting."""
     command = [sys.executable, __file__, "--part", part, str(threads), "quick" if quick else ""]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "OMP_", "GOMP_"))}
     done = subprocess.run(command, env=inherited | setting, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
+    found: Costs = json.loads(done.stdout)
     return found
 
 
-def _rows(
-    part: str, found: dict[str, dict[str, list[dict[str, float]]]], settings: dict[str, dict[str, str]]
-) -> list[dict[str, Any]]:
+def _rows(part: str, found: Found, settings: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
     rows = []
     default = found["default"][part]
-    for case in (case for case in default[0] if case != "peak_mib"):
-        for name, setting in settings.items():
-            if name not in found:
-                continue
+    for case in (case for case in default[0] if case):
+        for name in (name for name in settings if name in found):
             rounds = found[name][part]
-            ratios = [b[case] / a[case] for a, b in zip(rounds, default, strict=True)]
+            ratios = [b[case]["time_ms"] / a[case]["time_ms"] for a, b in zip(rounds, default, strict=True)]
             low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            median = {key: statistics.median(costs[case][key] for costs in rounds) for key in rounds[0][case]}
             rows.append(
                 {
                     "case": case,
                     "setting": name,
-                    "time_ms": figure(statistics.median(row[case] for row in rounds)),
-                    "x default": figure(statistics.median(ratios)),
+                    "time_ms": round(median["time_ms"], 3),
+                    "x default": round(statistics.median(ratios), 3),
                     "quartiles": f"{low:.3f} to {high:.3f}",
+                    "system_ms": round(median["system_ms"], 3),
+                    "faults": round(median["faults"], 1),
+                    "peak_mib": round(statistics.median(costs[""]["peak_mib"] for costs in rounds)),
                     "rounds": len(rounds),
-                    "peak_mib": round(statistics.median(row["peak_mib"] for row in rounds)),
-                    "variables": " ".join(
-                        f"{key}={value.removeprefix(str(_LIBRARIES) + '/')}" for key, value in setting.items()
+                    "set": " ".join(
+                        f"{key}={value.removeprefix(str(_LIBRARIES) + '/')}" for key, value in settings[name].items()
                     ),
                 }
             )
@@ -134,36 +133,42 @@ def _rows(
 
 
 def _part(part: str, threads: int, quick: bool) -> None:
-    """Print the milliseconds of the part's cases, by name, as JSON."""
+    """Print the costs of the part's cases as JSON."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
-    of, kind = part.split(", ")
     torch.manual_seed(0)
-    cases = _layers(kind) if of == "layers" else {f"training step, {of}, {kind}": _step(of, kind, quick)}
-    found = {}
+    kind = part.partition(", ")[2]
+    cases = {f"training step, {part}": _step(kind, quick)} if kind else _layers()
+    found: Costs = {}
     for case, call in cases.items():
         begun, least = clock(), 3
         for _ in range(3):
             call()
-            if clock() - begun > _SLOW_S:  # warm after one call
+            if clock() - begun > _SLOW_S:
                 least = 1
                 break
-        count, begun = 0, clock()
-        while count < least or clock() - begun < (_SAMPLE_S if of == "layers" else 8 * _SAMPLE_S):
+        count, begun, before = 0, clock(), resource.getrusage(resource.RUSAGE_SELF)
+        while count < least or clock() - begun < (_STEP_S if kind else _CALL_S):
             call()
             count += 1
-        found[case] = 1e3 * (clock() - begun) / count
-    print(json.dumps(found | {"peak_mib": _peak_mib()}))
+        seconds, after = clock() - begun, resource.getrusage(resource.RUSAGE_SELF)
+        found[case] = {
+            "time_ms": 1e3 * seconds / count,
+            "system_ms": 1e3 * (after.ru_stime - before.ru_stime) / count,
+            "faults": (after.ru_minflt - before.ru_minflt) / count,
+        }
+    print(json.dumps(found | {"": {"peak_mib": _peak_mib()}}))
 
 
-def _layers(kind: str) -> dict[str, Callable[[], object]]:
+def _layers() -> dict[str, Callable[[], object]]:
     cases: dict[str, Callable[[], object]] = {}
     for width, terms, rank in LAYERS:
-        layer = SKLinear(width, width, terms, rank) if kind == "SKLinear" else nn.Linear(width, width)
-        for batch in BATCHES:
-            cases[f"forward, width {width}, batch {batch}, {kind}"] = _forward(layer, width, batch)
-            cases[f"forward+backward, width {width}, batch {batch}, {kind}"] = _backward(layer, width, batch)
+        for layer in (SKLinear(width, width, terms, rank), nn.Linear(width, width)):
+            for batch in BATCHES:
+                kind = f"width {width}, batch {batch}, {'SKLinear' if isinstance(layer, SKLinear) else 'nn.Linear'}"
+                cases[f"forward, {kind}"] = _forward(layer, width, batch)
+                cases[f"forward+backward, {kind}"] = _backward(layer, width, batch)
     return cases
 
 
@@ -187,9 +192,9 @@ def _backward(layer: nn.Module, width: int, batch: int) -> Callable[[], object]:
     return call
 
 
-def _step(of: str, kind: str, quick: bool) -> Callable[[], object]:
+def _step(kind: str, quick: bool) -> Callable[[], object]:
     """Return a training step of a transformer, whose blocks' linear layers keep a quarter of their numbers."""
-    shape, batch = (Shape(width=32, hidden=64, layers=1, heads=2, context=16), 2) if quick else MODELS[of]
+    shape, batch = (Shape(width=32, hidden=64, layers=1, heads=2, context=16), 2) if quick else (SHAPE, BATCH)
     model = TextModel(shape)
     for block in model.blocks if kind == "SKLinear" else ():
         for name, dense in list(block.named_children()):
@@ -219,4 +224,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
         _part(sys.argv[2], int(sys.argv[3]), bool(sys.argv[4]))
     else:
-        main(run, __doc__, threads=1, budget_s=1200.0)
+        main(run, __doc__, threads=1, budget_s=1200.0, memory=["default"])

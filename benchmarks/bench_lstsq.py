@@ -15,7 +15,7 @@ from typing import Any
 import scipy.linalg
 import scipy.sparse.linalg
 import torch
-from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
+from harness import figure, interleave, main, print_table, write_csv
 from torch import Tensor
 
 from panther.linalg import LstsqResult, sketch_lstsq
@@ -60,8 +60,6 @@ QUICK = [Case(3000, 200, rounds=1), Case(3000, 50, condition=10, sparse=True, ro
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure every case, print a table of each as it comes, and write the CSV."""
-    kept = keep_freed_memory()
-    print(f"threads {torch.get_num_threads()}, freed memory {'kept' if kept else 'returned to the system'}")
     rows: list[dict[str, Any]] = []
     for case in QUICK if quick else CASES:
         found = [{"case": case.name, **row} for row in _measure(case, device, budget_s)]

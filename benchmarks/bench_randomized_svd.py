@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import figure, interleave, keep_freed_memory, main, print_table, write_csv
+from harness import figure, interleave, main, print_table, write_csv
 from torch import Tensor
 
 from panther.errors import MissingExtraError, require_extra
@@ -29,8 +29,6 @@ Factors = tuple[Tensor, Tensor, Tensor]  # U (m, k), S (k,), V (n, k)
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure every spectrum, print a table of each as it comes, and write the CSV."""
-    kept = keep_freed_memory()
-    print(f"threads {torch.get_num_threads()}, freed memory {'kept' if kept else 'returned to the system'}")
     m, n, k = (400, 200, 20) if quick else (4096, 2048, 100)
     torch.manual_seed(0)
     left = torch.linalg.qr(torch.randn(m, n))[0].to(device)

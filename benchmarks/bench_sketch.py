@@ -13,7 +13,7 @@ from typing import Any
 
 import scipy.linalg
 import torch
-from harness import interleave, keep_freed_memory, main, print_table, write_csv
+from harness import interleave, main, print_table, write_csv
 from torch import Tensor
 
 from panther.sketch import SRHT, Axis, GaussianSketch, SignSketch, SketchingOperator, SparseSketch
@@ -25,7 +25,6 @@ REFERENCE = "dense product"
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
     """Measure every case and write the CSV."""
-    keep_freed_memory()
     rows: list[dict[str, Any]] = []
     for m, n, d in [(512, 8, 64)] if quick else SHAPES:
         for dtype in DTYPES:

@@ -77,4 +77,4 @@ def _show(subject: str, rows: list[dict[str, Any]], quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(run, __doc__, threads=1, budget_s=20.0)
+    main(run, __doc__, threads=1, budget_s=20.0, memory=["default"])

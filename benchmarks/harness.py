@@ -5,17 +5,18 @@ the two times of one round. With one CPU thread the time is this process's CPU t
 lengthen; with several threads, which wait for each other, it is wall time; on a GPU the time between two device events.
 """
 
-__all__ = ["Timing", "figure", "interleave", "keep_freed_memory", "main", "print_table", "write_csv"]
+__all__ = ["Timing", "figure", "interleave", "keep_freed_memory", "main", "print_table", "read_csv", "write_csv"]
 
 import argparse
 import contextlib
 import csv
-import ctypes
+import itertools
 import math
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import hardware
 import torch
 
 from panther.errors import MissingExtraError, require_extra
@@ -30,8 +32,6 @@ from panther.errors import MissingExtraError, require_extra
 RESULTS = Path(__file__).parent / "results"
 _MIN_SAMPLE_S = 2e-3
 _SLOW_S = 0.5
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Timing:
 
     @property
     def median_s(self) -> float:
-        """The middle of the samples."""
+        """Return the median of the samples."""
         return statistics.median(self.samples)
 
     def ratio_to(self, other: "Timing") -> float:
-        """How many times faster this is than ``other``: the median of the rounds' ratios."""
+        """Return how many times faster this is than ``other``: the median of the rounds' ratios."""
         return statistics.median(b / a for a, b in zip(self.samples, other.samples, strict=True))
 
 
@@ -88,26 +88,55 @@ def interleave(
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
-def main(run: Callable[[str, float, bool], None], description: str | None, *, threads: int, budget_s: float) -> None:
+def main(
+    run: Callable[[str, float, bool], None],
+    description: str | None,
+    *,
+    threads: int | Sequence[int],
+    budget_s: float,
+    memory: Sequence[str] = tuple(hardware.MEMORY),
+) -> None:
     """Run a subject with the arguments of the command line, torch and the BLAS of NumPy and scipy on equal threads.
+
+    Every number of threads and every setting of the allocator is a process of its own, because an allocator reads its
+    settings when a process starts. Where the environment sets the allocator already, its settings alone are used.
 
     Args:
         run: Takes the device, the seconds a case, and whether to run quickly and write nothing.
         description: Of the subject.
-        threads: Default number of CPU threads.
+        threads: Default numbers of CPU threads.
         budget_s: Default seconds a case.
+        memory: Default settings of the allocator, keys of ``hardware.MEMORY``.
     """
+    numbers = [threads] if isinstance(threads, int) else list(threads)
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=threads, help="CPU threads; one makes CPU time a clean measure")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=numbers, help="CPU threads; one makes CPU time a clean measure"
+    )
+    parser.add_argument(
+        "--memory", nargs="+", default=list(memory), choices=list(hardware.MEMORY), help="settings of the allocator"
+    )
     parser.add_argument("--budget", type=float, default=budget_s, help="seconds a case, some rounds at least")
     parser.add_argument("--quick", action="store_true", help="small cases, nothing written")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    own = hardware.memory()
+    settable = options.device == "cpu" and own in hardware.MEMORY and platform.libc_ver()[0] == "glibc"
+    settings = options.memory[: 1 if options.quick else None] if settable else [own]
+    if len(options.threads) > 1 or settings != [own]:
+        inherited = {key: value for key, value in os.environ.items() if key not in hardware.MEMORY["kept"]}
+        for number, setting in itertools.product(options.threads, settings):
+            command = [sys.executable, sys.argv[0], "--device", options.device, "--budget", str(options.budget)]
+            command += ["--threads", str(number), *(["--memory", setting] if setting in hardware.MEMORY else [])]
+            environment = inherited | hardware.MEMORY.get(setting, {})
+            subprocess.run([*command, *["--quick"] * options.quick], env=environment, check=True)
+        return
+    torch.set_num_threads(options.threads[0])
+    print(", ".join(f"{key} {value}" for key, value in hardware.stamp().items() if value != ""), flush=True)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(MissingExtraError):
             require_extra("sklearn.utils.extmath", "bench")  # loads scipy's BLAS too, which is to be limited
-            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads))
+            stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads[0]))
         run(options.device, options.budget, options.quick)
 
 
@@ -141,36 +170,43 @@ def _cuda_time(function: Callable[[], object], repeats: int) -> float:
     return start.elapsed_time(end) / 1e3 / repeats
 
 
-def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory, as CUDA's allocator does; otherwise page faults time the kernel, not the code.
+def keep_freed_memory() -> None:
+    """Start this program again with an allocator that keeps freed memory, unless the environment sets the allocator.
 
-    Returns:
-        Whether this C library took the request.
+    Without that, page faults time the kernel and not the code. Call it before anything else: it does not return if it
+    starts the program again.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, 32 << 20)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    if hardware.memory() == "default" and platform.libc_ver()[0] == "glibc":
+        os.execve(sys.executable, sys.orig_argv, os.environ | hardware.MEMORY["kept"])
 
 
 def write_csv(subject: str, rows: Sequence[Mapping[str, Any]], *, device: str) -> Path:
-    """Write rows with the hardware, versions and commit they were measured on; returns the file."""
-    stamp = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": _commit(),
-        "device": _device_name(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    """Write rows with the hardware, versions and commit they were measured on; returns the file.
+
+    Each CPU has a file of its own for each number of threads. Rows of that file that were measured with other settings
+    of the allocator stay.
+    """
+    stamp: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": _commit()}
+    stamp |= hardware.stamp() if device == "cpu" else {"device": torch.cuda.get_device_name()}
+    stamp |= {"torch": torch.__version__, "python": platform.python_version()}
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{subject}-{device if device == 'cuda' else f'cpu-threads-{torch.get_num_threads()}'}.csv"
+    place = f"cpu-{hardware.cpu_slug()}-threads-{torch.get_num_threads()}" if device == "cpu" else device
+    path = RESULTS / f"{subject}-{place}.csv"
+    others = [row for row in read_csv(path) if row.get("memory") != stamp.get("memory")] if path.exists() else []
+    written = [*({**row, **stamp} for row in rows), *others]
+    written.sort(key=lambda row: row.get("memory", ""))  # "default" first; stable
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], *stamp], lineterminator="\n")
+        columns = {**dict.fromkeys([*rows[0], *stamp]), **{key: None for row in others for key in row if row[key]}}
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
-        writer.writerows({**row, **stamp} for row in rows)
+        writer.writerows(written)
     return path
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file of results."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -187,14 +223,3 @@ def _commit() -> str:
         return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor()
-    return f"{model}, {os.cpu_count()} cores"

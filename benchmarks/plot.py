@@ -2,12 +2,12 @@
 
 Error against time: methods of one family, the same code with another parameter, share a colour and are joined by a
 line. Error of attention against the number of features and the norms of queries and keys. What compressed models keep,
-against their size. Losses of the trial of panther train over the steps.
+against their size. Losses of the trial of panther train over the steps. A figure has a row of panels for each CPU that
+there are results of; of results with several settings of the allocator, those with the default settings are drawn.
 """
 
-__all__ = ["draw", "draw_attention", "draw_compress", "draw_training"]
+__all__ = ["draw", "draw_attention", "draw_compress", "draw_sklinear", "draw_training"]
 
-import csv
 import math
 import sys
 from collections import defaultdict
@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS
+from figures import by_cpu, panel_grid, save
 
 from panther.errors import require_extra
-
-OUTPUT = Path(__file__).parents[1] / "docs" / "_static" / "benchmarks"
 
 
 @dataclass(frozen=True)
@@ -116,45 +114,47 @@ PLOTS = [
 
 def draw(plot: Plot, threads: int) -> Path:
     """Draw one figure from the results for so many threads; returns the file."""
-    NullFormatter = require_extra("matplotlib.ticker", "bench").NullFormatter
-    rows = [row for row in _rows(plot.subject, threads) if all(row[key] == value for key, value in plot.only)]
-    panels = list(dict.fromkeys(tuple(row[key] for key in plot.panels) for row in rows))[: plot.cases]
-    figure, axes = _panels(len(panels))
-    for panel, axis in zip(panels, axes[0], strict=True):
-        points = defaultdict(list)
-        for row in rows:
-            family = next((name for name in plot.families if row[plot.method].startswith(name)), None)
-            if (
-                family
-                and row[plot.method] not in plot.left_out
-                and row[plot.error]
-                and tuple(row[key] for key in plot.panels) == panel
-            ):
-                points[family].append((float(row["time_ms"]), float(row[plot.error]) - plot.offset))
-        for family, found in points.items():
-            times, errors = zip(*sorted(found), strict=True)
-            axis.plot(
-                times, [max(error, plot.floor) for error in errors], "o-", label=plot.families[family], markersize=5
-            )
-        axis.set(xscale="log", yscale="log", xlabel="time, ms")
-        axis.set_title(
-            ", ".join(
-                value if key == "case" else f"{key} {value}" for key, value in zip(plot.panels, panel, strict=True)
-            ),
-            fontsize=10,
-        )
-        axis.grid(alpha=0.3, which="both")
-        axis.xaxis.set_minor_formatter(NullFormatter())
-    axes[0, 0].set_ylabel(plot.label)
-    return _save(figure, axes, plot.subject)
+    found = {
+        cpu: [row for row in rows if all(row[key] == value for key, value in plot.only)]
+        for cpu, rows in by_cpu(plot.subject, threads).items()
+    }
+    first = next(iter(found.values()))
+    panels = list(dict.fromkeys(tuple(row[key] for key in plot.panels) for row in first))[: plot.cases]
+    figure, axes = panel_grid(len(panels), len(found))
+    for rows, line in zip(found.values(), axes, strict=True):
+        for panel, axis in zip(panels, line, strict=True):
+            _draw_panel(axis, plot, panel, [row for row in rows if tuple(row[key] for key in plot.panels) == panel])
+    return save(figure, axes, plot.subject, {cpu: plot.label for cpu in found})
+
+
+def _draw_panel(axis: Any, plot: Plot, panel: tuple[str, ...], rows: list[dict[str, str]]) -> None:
+    points = defaultdict(list)
+    for row in rows:
+        family = next((name for name in plot.families if row[plot.method].startswith(name)), None)
+        if family and row[plot.method] not in plot.left_out and row[plot.error]:
+            points[family].append((float(row["time_ms"]), float(row[plot.error]) - plot.offset))
+    for family, found in points.items():
+        times, errors = zip(*sorted(found), strict=True)
+        axis.plot(times, [max(error, plot.floor) for error in errors], "o-", label=plot.families[family], markersize=5)
+    axis.set(xscale="log", yscale="log", xlabel="time, ms")
+    title = (value if key == "case" else f"{key} {value}" for key, value in zip(plot.panels, panel, strict=True))
+    axis.set_title(", ".join(title), fontsize=10)
+    axis.grid(alpha=0.3, which="both")
+    axis.xaxis.set_minor_formatter(require_extra("matplotlib.ticker", "bench").NullFormatter())
 
 
 def draw_attention(threads: int = 1, features: int = 256, d: int = 32) -> Path:
     """Draw the error of kernels for attention: by features at two variances, and by norms at ``features``."""
+    found = by_cpu("attention-error", threads)
+    figure, axes = panel_grid(3, len(found))
+    for rows, line in zip(found.values(), axes, strict=True):
+        _draw_attention_errors(line, rows, features, d)
+    return save(figure, axes, "attention-error", {cpu: "relative error of the attention" for cpu in found})
+
+
+def _draw_attention_errors(axes: Any, rows: list[dict[str, str]], features: int, d: int) -> None:
     labels = {"softmax": "softmax (FAVOR+)", "oprf": "oprf, norm known", "taylor": "taylor", "uniform": "uniform"}
-    rows = _rows("attention-error", threads)
-    figure, axes = _panels(3)
-    for axis, variance in zip(axes[0], ("0.05", "0.5"), strict=False):
+    for axis, variance in zip(axes, ("0.05", "0.5"), strict=False):
         here = [row for row in rows if row["variance"] == variance]
         for kernel, label in labels.items():
             found = [(row["features"], float(row["rel_error"])) for row in here if row["kernel"] == kernel]
@@ -169,17 +169,33 @@ def draw_attention(threads: int = 1, features: int = 256, d: int = 32) -> Path:
         by_norm = [row for row in rows if row["kernel"] == kernel and row["features"] in kept]
         norms = [(float(row["variance"]) * d) ** 0.5 for row in by_norm]
         style = {"color": "black", "linestyle": "--"} if kernel == "uniform" else {"marker": "o", "markersize": 5}
-        axes[0, 2].plot(norms, [float(row["rel_error"]) for row in by_norm], label=label, **style)
-    axes[0, 2].set(yscale="log", xlabel="norm of q and of k", title=f"{features} features")
-    for axis in axes[0]:
+        axes[2].plot(norms, [float(row["rel_error"]) for row in by_norm], label=label, **style)
+    axes[2].set(yscale="log", xlabel="norm of q and of k", title=f"{features} features")
+    for axis in axes:
         axis.grid(alpha=0.3, which="both")
         axis.title.set_fontsize(10)
-    axes[0, 0].set_ylabel("relative error of the attention")
-    return _save(figure, axes, "attention-error")
 
 
 def draw_compress(threads: int = 1) -> Path:
     """Draw what compressed models keep of their task, by method, against the kept fraction of their layers' numbers."""
+    shown = [
+        ("compress-encoder", "loss", "held-out loss of a language model"),
+        ("compress-encoder", "kl", "its divergence from the original, nats"),
+        ("compress-digits", "accuracy", "accuracy on digits"),
+    ]
+    found = {subject: by_cpu(subject, threads) for subject, _, _ in shown}
+    cpus = [cpu for cpu in found["compress-encoder"] if cpu in found["compress-digits"]]
+    figure, axes = panel_grid(len(shown), len(cpus))
+    for cpu, line in zip(cpus, axes, strict=True):
+        for axis, (subject, column, title) in zip(line, shown, strict=True):
+            _draw_kept(axis, found[subject][cpu], column)
+            axis.set(xlabel="kept fraction of the layers' numbers", title=title)
+            axis.title.set_fontsize(10)
+            axis.grid(alpha=0.3, which="both")
+    return save(figure, axes, "compress", dict.fromkeys(cpus, ""))
+
+
+def _draw_kept(axis: Any, rows: list[dict[str, str]], column: str) -> None:
     labels = {
         "random": "random",
         "svd": "svd",
@@ -188,47 +204,36 @@ def draw_compress(threads: int = 1) -> Path:
         "two_sided + heal": "two_sided + heal",
         "dense twin": "dense, trained at this size",
     }
-    shown = [
-        ("compress-encoder", "loss", "held-out loss of a language model"),
-        ("compress-encoder", "kl", "its divergence from the original, nats"),
-        ("compress-digits", "accuracy", "accuracy on digits"),
-    ]
-    figure, axes = _panels(len(shown))
-    for axis, (subject, column, title) in zip(axes[0], shown, strict=True):
-        rows = _rows(subject, threads)
-        values = {method: [row for row in rows if row["method"] == method] for method in labels}
-        for method, label in labels.items():
-            points = [(float(row["kept"]), max(float(row[column]), 1e-4)) for row in values[method]]
-            style = {"color": "gray", "marker": "s"} if method == "dense twin" else {"marker": "o"}
-            axis.plot(*zip(*sorted(points), strict=True), label=label, markersize=5, **style)
-        (original,) = (float(row[column]) for row in rows if row["method"] == "original")
-        if column != "kl":
-            axis.axhline(original, color="black", linestyle="--", label="original")
-        axis.set(xlabel="kept fraction of the layers' numbers", title=title)
-        if column == "kl":
-            axis.set_yscale("log")
-        elif column == "loss":
-            axis.set_ylim(0.97 * original, 1.5 * original)
-            least = min(float(row[column]) for row in values["random"])
-            axis.text(
-                0.97,
-                0.97,
-                f"random: above {math.floor(least)}",
-                transform=axis.transAxes,
-                ha="right",
-                va="top",
-                fontsize=9,
-            )
-        axis.title.set_fontsize(10)
-        axis.grid(alpha=0.3, which="both")
-    return _save(figure, axes, "compress")
+    values = {method: [row for row in rows if row["method"] == method] for method in labels}
+    for method, label in labels.items():
+        points = [(float(row["kept"]), max(float(row[column]), 1e-4)) for row in values[method]]
+        style = {"color": "gray", "marker": "s"} if method == "dense twin" else {"marker": "o"}
+        axis.plot(*zip(*sorted(points), strict=True), label=label, markersize=5, **style)
+    (original,) = (float(row[column]) for row in rows if row["method"] == "original")
+    if column == "kl":
+        axis.set_yscale("log")
+        return
+    axis.axhline(original, color="black", linestyle="--", label="original")
+    if column == "loss":
+        axis.set_ylim(0.97 * original, 1.5 * original)
+        least = math.floor(min(float(row[column]) for row in values["random"]))
+        place = {"transform": axis.transAxes, "ha": "right", "va": "top"}
+        axis.text(0.97, 0.97, f"random: above {least}", fontsize=9, **place)
 
 
 def draw_training(threads: int = 1) -> Path:
     """Draw the losses of the sketched transformer and its dense twin, and those of the same run in other layouts."""
-    rows = _rows("train-text-curves", threads)
-    figure, axes = _panels(2)
-    whole, layouts = axes[0]
+    found = by_cpu("train-text-curves", threads)
+    figure, axes = panel_grid(2, len(found))
+    for rows, line in zip(found.values(), axes, strict=True):
+        _draw_losses(line[0], line[1], rows)
+        for axis in line:
+            axis.grid(alpha=0.3)
+            axis.title.set_fontsize(10)
+    return save(figure, axes, "train-text", {cpu: "nats a character" for cpu in found})
+
+
+def _draw_losses(whole: Any, layouts: Any, rows: list[dict[str, str]]) -> None:
     for run, colour in (("sketched, killed twice", "C0"), ("dense", "C1")):
         here = [row for row in rows if row["run"] == run]
         kind = run.partition(",")[0]
@@ -236,7 +241,7 @@ def draw_training(threads: int = 1) -> Path:
             found = [(int(row["step"]), float(row[column])) for row in here if row[column]]
             label = kind if column == "loss" else f"{kind}, held out"
             whole.plot(*zip(*found, strict=True), style, color=colour, label=label, markersize=4)
-    whole.set(xlabel="step", ylabel="nats a character", title="two processes, ddp")
+    whole.set(xlabel="step", title="two processes, ddp")
     last = max(int(row["step"]) for row in rows if row["run"].startswith("sketched, fsdp"))
     for run, style in (("sketched, killed twice", "-"), ("sketched, fsdp", "x"), ("sketched, pp = 2", "+")):
         here = [row for row in rows if row["run"] == run and row["loss"] and int(row["step"]) <= last]
@@ -244,31 +249,26 @@ def draw_training(threads: int = 1) -> Path:
         layouts.plot(steps, losses, style, label=run.partition(", ")[2].replace("killed twice", "ddp"))
     layouts.set(xlabel="step", title="sketched, in three layouts")
     layouts.legend(frameon=False)
-    for axis in axes[0]:
-        axis.grid(alpha=0.3)
-        axis.title.set_fontsize(10)
-    return _save(figure, axes, "train-text")
 
 
-def _rows(subject: str, threads: int) -> list[dict[str, str]]:
-    with open(RESULTS / f"{subject}-cpu-threads-{threads}.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _panels(count: int) -> tuple[Any, Any]:
-    pyplot = require_extra("matplotlib.pyplot", "bench")
-    return pyplot.subplots(1, count, figsize=(3.4 * count + 0.6, 3.6), squeeze=False, layout="constrained")
-
-
-def _save(figure: Any, axes: Any, name: str) -> Path:
-    """Write the figure with one legend for all panels, that of the first."""
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    path = OUTPUT / f"{name}.svg"
-    figure.savefig(path, metadata={"Date": None})
-    require_extra("matplotlib.pyplot", "bench").close(figure)
-    return path
+def draw_sklinear(threads: int = 1) -> Path:
+    """Draw how SKLinear's time compares to the optimum's, by batch."""
+    found = by_cpu("sklinear", threads)
+    figure, axes = panel_grid(3, len(found))
+    for rows, line in zip(found.values(), axes, strict=True):
+        own = [row for row in rows if row["layer"] == "SKLinear" and row["width"] != "64"]  # that one shows overhead
+        for width, axis in zip(dict.fromkeys(row["width"] for row in own), line, strict=True):
+            here = [row for row in own if row["width"] == width]
+            for dtype, colour in (("float32", "C0"), ("bfloat16", "C1")):
+                for mode, style in (("forward", "o-"), ("forward+backward", "s--")):
+                    points = [row for row in here if row["dtype"] == dtype and row["mode"] == mode]
+                    ratios = [float(row["x optimum"]) for row in points]
+                    batches = [int(row["batch"]) for row in points]
+                    axis.plot(batches, ratios, style, color=colour, label=f"{dtype}, {mode}", markersize=4)
+            axis.set(xscale="log", xlabel="batch", ylim=(0, 1.3))
+            axis.set_title(f"width {width}, R = {here[0]['R']}", fontsize=10)
+            axis.grid(alpha=0.3)
+    return save(figure, axes, "sklinear", {cpu: "times the optimum" for cpu in found})
 
 
 if __name__ == "__main__":
@@ -280,3 +280,4 @@ if __name__ == "__main__":
     print(draw_attention())
     print(draw_compress())
     print(draw_training())
+    print(draw_sklinear())

@@ -1,6 +1,5 @@
 """The benchmarks run, and their harness adds up; how fast anything is, is not a test's affair."""
 
-import csv
 import os
 import subprocess
 import sys
@@ -18,7 +17,8 @@ def harness(monkeypatch):
     import harness
 
     yield harness
-    sys.modules.pop("harness")
+    for name in ("figures", "harness", "hardware"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.tool
@@ -89,9 +89,71 @@ def test_ratios_are_paired_by_round(harness):
     assert quick.median_s == 1
 
 
-def test_csv_carries_hardware_versions_and_commit(harness, monkeypatch, tmp_path):
+@pytest.fixture
+def results(harness, monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path / "results"
+
+
+def test_csv_carries_hardware_settings_versions_and_commit(harness, results):
     path = harness.write_csv("subject", [{"layer": "a", "time_us": 1.5}], device="cpu")
-    (row,) = csv.DictReader(path.read_text().splitlines())
+    (row,) = harness.read_csv(path)
     assert row["layer"] == "a"
-    assert all(row[key] for key in ("date", "commit", "device", "threads", "torch", "python"))
+    assert row["memory"] == "default"
+    names = ("date", "commit", "device", "instructions", "cores", "threads", "allocator", "huge_pages")
+    assert all(row[key] for key in (*names, "torch", "python"))
+
+
+def test_results_of_other_allocator_settings_and_other_cpus_stay(harness, results, monkeypatch):
+    harness.write_csv("subject", [{"layer": "a", "old": 1}], device="cpu")
+    for key, value in harness.hardware.MEMORY["kept"].items():
+        monkeypatch.setenv(key, value)
+    harness.write_csv("subject", [{"layer": "b"}, {"layer": "c"}], device="cpu")
+    path = harness.write_csv("subject", [{"layer": "d"}], device="cpu")
+    assert [(row["layer"], row["old"], row["memory"]) for row in harness.read_csv(path)] == [
+        ("a", "1", "default"),
+        ("d", "", "kept"),
+    ]
+    monkeypatch.setattr(harness.hardware, "cpu_name", lambda: "Another(R) CPU @ 2.90GHz")
+    another = harness.write_csv("subject", [{"layer": "e"}], device="cpu")
+    assert len(harness.read_csv(path)) == 2
+    assert [row["device"] for row in harness.read_csv(another)] == ["Another(R) CPU @ 2.90GHz"]
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("AMD EPYC", "amd-epyc"),
+        ("AMD Ryzen 7 5800X 8-Core Processor", "amd-ryzen-7-5800x"),
+        ("Intel(R) Xeon(R) Processor @ 2.90GHz", "intel-xeon-2.90ghz"),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "intel-xeon-platinum-8481c-2.70ghz"),
+        ("Apple M2", "apple-m2"),
+    ],
+)
+def test_a_file_name_tells_the_cpu(harness, name, slug):
+    assert harness.hardware.cpu_slug(name) == slug
+
+
+def test_settings_of_an_allocator_are_named(harness, monkeypatch):
+    for key in [key for key in os.environ if key.startswith(("MALLOC_", "LD_PRELOAD", "GLIBC_TUNABLES", "THP_"))]:
+        monkeypatch.delenv(key)
+    assert harness.hardware.memory() == "default"
+    monkeypatch.setenv("LD_PRELOAD", "/somewhere/libjemalloc.so.2")
+    assert harness.hardware.memory() == "LD_PRELOAD=libjemalloc.so.2"  # no folders of one machine in the results
+
+
+def test_figures_have_a_row_for_each_cpu(harness, results, monkeypatch):
+    import figures
+
+    monkeypatch.setattr(figures, "RESULTS", results)
+    harness.write_csv("subject", [{"layer": "a"}], device="cpu")
+    monkeypatch.setattr(harness.hardware, "cpu_name", lambda: "Another")
+    for settings in ({}, harness.hardware.MEMORY["kept"]):
+        for key, value in settings.items():
+            monkeypatch.setenv(key, value)
+        harness.write_csv("subject", [{"layer": "c" if settings else "b"}], device="cpu")
+    found = figures.by_cpu("subject", harness.torch.get_num_threads()).values()
+    # Of the second CPU those with the default settings.
+    assert sorted([row["layer"] for row in rows] for rows in found) == [["a"], ["b"]]
