@@ -1,4 +1,4 @@
-"""RandMultiHeadAttention against nn.MultiheadAttention, both with the same projections: time, memory and error.
+"""Compare RandMultiHeadAttention to nn.MultiheadAttention, both with the same projections: time, memory and error.
 
 *nn.MultiheadAttention* is the layer as it comes, whose inference has a fast path of its own; *with SDPA* is the same
 without that path, on torch's scaled_dot_product_attention, and is the faster at some lengths. Peak memory is what a
@@ -113,14 +113,14 @@ print(peak() - before)
 
 
 def _peak_memory(name: str, length: int, causal: bool) -> int:
-    """Bytes by which a forward raises the peak of a fresh process."""
+    """Return the bytes by which a forward raises the peak memory of a fresh process."""
     code = _PEAK.format(embed=EMBED, heads=HEADS, features=FEATURES, exact=_EXACT, fast=_FAST)
     command = [sys.executable, "-c", code, name, str(length), str(causal)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
 
 
 def _errors(variance: float, d: int = 32, n: int = 512, seeds: int = 5) -> list[dict[str, Any]]:
-    """Relative error of every kernel and number of features, the root mean square over heads and seeds."""
+    """Return the relative error of every kernel and number of features, the root mean square over heads and seeds."""
     torch.manual_seed(0)
     q, k = (variance**0.5 * torch.randn(HEADS, n, d, dtype=torch.float64) * d**-0.25 for _ in range(2))
     v = torch.randn(HEADS, n, d, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""SKConv2d against nn.Conv2d in the same memory format, and in the faster of the two; in time, bytes and error.
+"""Compare SKConv2d to nn.Conv2d in the same memory format, and in the faster of the two: time, bytes and error.
 
 Forward runs without gradients; forward+backward computes those of the input and of everything that is trained. The
 error is that of SKConv2d.from_conv for a kernel whose unfolded singular values fall as 1/j, as ||W - A|| / ||A||. The
@@ -129,7 +129,7 @@ def _call(mode: str, module: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def _fitted_error(conv: nn.Conv2d, low_rank: int) -> float:
-    """Relative error of the kernel that from_conv makes of one with singular values 1/j in each group."""
+    """Return the relative error of from_conv for a kernel with singular values 1/j in each group."""
     with torch.no_grad():
         unfolded = conv.weight.flatten(1).unflatten(0, (conv.groups, -1))
         P, sigma, Qt = torch.linalg.svd(unfolded, full_matrices=False)

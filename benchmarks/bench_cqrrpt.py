@@ -1,4 +1,4 @@
-"""cqrrpt against scipy's pivoted QR and torch's unpivoted one: time beside residual and orthogonality.
+"""Compare cqrrpt to scipy's pivoted QR and torch's unpivoted one: time, residual and orthogonality.
 
 Several gammas, so that error can be drawn against time. scipy keeps to as many threads as torch; on a GPU only torch's
 is a baseline.
@@ -91,7 +91,7 @@ def _alternatives(M: Tensor, device: str) -> dict[str, Callable[[], Factors]]:
 
 
 def _errors(M: Tensor, Q: Tensor, R: Tensor, P: Tensor) -> dict[str, Any]:
-    """Relative residual and loss of orthogonality, the bound for both, and how far the diagonal of R rises."""
+    """Return the relative residual, loss of orthogonality, the bound for both, and how far the diagonal of R rises."""
     eps = torch.finfo(M.dtype).eps
     M, Q, R = M.double(), Q.double(), R.double()
     eye = torch.eye(len(R), dtype=Q.dtype, device=Q.device)

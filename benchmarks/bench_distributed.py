@@ -1,4 +1,4 @@
-"""Sketched layers on two processes, over gloo: bytes sent, what Panther's wrappers cost, and weak scaling.
+"""Measure sketched layers on two processes, over gloo: bytes sent, overhead of Panther's wrappers, and weak scaling.
 
 Bytes are counted, and exact. Times are of one machine, whose cores the two processes share with whatever else runs:
 only ratios of what ran in turns mean anything, and with two cores scaling ends at two processes.

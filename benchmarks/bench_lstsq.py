@@ -1,4 +1,4 @@
-"""sketch_lstsq against LAPACK's drivers in scipy and torch, and scipy's LSQR where A is sparse: time beside error.
+"""Compare sketch_lstsq to LAPACK's drivers in scipy and torch, and to scipy's LSQR where A is sparse: time and error.
 
 b is A x plus a vector orthogonal to the columns of A, so the optimum is known: ``distance`` is that of the fitted
 values from it, over the least residual norm, and ``excess`` that of the residual norm, relative. ``forward`` is the
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the tables and plots call it."""
+        """Return the name in tables and plots."""
         kind = "sparse " * self.sparse + str(self.dtype).removeprefix("torch.")
         columns = f", {self.p} right-hand sides" if self.p > 1 else ""
         return f"{self.m} x {self.n} {kind}, condition {self.condition:.0e}{columns}"

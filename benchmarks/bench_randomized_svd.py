@@ -1,4 +1,4 @@
-"""randomized_svd against torch.svd_lowrank, scikit-learn's randomized_svd and the full SVD: time beside error.
+"""Compare randomized_svd to torch.svd_lowrank, scikit-learn's randomized_svd and the full SVD: time and error.
 
 Errors are over those of the best matrix of rank k, the worst of several seeds; every alternative runs at several
 numbers of iterations, so that error can be drawn against time. scikit-learn keeps to as many threads as torch.
@@ -108,7 +108,7 @@ def _alternatives(A: Tensor, k: int, device: str) -> dict[str, Callable[[int], F
 
 
 def _errors(A: Tensor, sigma: Tensor, k: int, found: list[Factors]) -> dict[str, str]:
-    """Errors over the least possible ones, and the loss of orthogonality, the worst of all results."""
+    """Return the errors over the least possible ones, and the loss of orthogonality: the largest of all results."""
     frobenius, spectral, orthogonality = zip(*(_error(A, sigma, k, *factors) for factors in found), strict=True)
     return {
         "frobenius": f"{max(frobenius):.5f}",

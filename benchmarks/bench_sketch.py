@@ -1,4 +1,4 @@
-"""Sketches against the product with a dense matrix, against scipy's CountSketch, and by what they do to lengths.
+"""Compare sketches to the product with a dense matrix and to scipy's CountSketch: time and distortion of lengths.
 
 Times are those of a sketch that is drawn already, and, for the sparse one, of drawing and applying a fresh one too;
 scipy draws in every call. The distortion is the largest deviation from 1 of a singular value of S Q, Q orthonormal, for

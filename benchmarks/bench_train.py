@@ -1,4 +1,4 @@
-"""The Trainer on one process and on two, over gloo: its overhead, what a checkpoint holds up, and what a restart takes.
+"""Measure the Trainer on one process and on two, over gloo: its overhead, and the time of a checkpoint and a restart.
 
 Times are of one machine, whose cores the processes share with whatever else runs: of steps, only ratios of what ran in
 turns mean anything.
@@ -30,7 +30,7 @@ _RESTARTS = 10
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
-    """Time, print the tables, and write the CSVs; the budget is of no concern to restarts."""
+    """Time, print the tables, and write the CSVs; restarts do not depend on the budget."""
     if device != "cpu":
         print("processes over gloo are measured on CPUs only")
         return
@@ -47,7 +47,7 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
 
 
 def _restarts(by: str, count: int) -> dict[str, Any]:
-    """Seconds from the kill of a worker to the first step of the processes that are started in its place."""
+    """Return the seconds from the kill of a worker to the first step of the processes that replace it."""
     seconds = []
     for _ in range(count):
         with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,9 @@ def _restarts(by: str, count: int) -> dict[str, Any]:
             begun = float(Path(folder, "kill").read_text(encoding="utf-8"))
             first, step = Path(folder, "first-step").read_text(encoding="utf-8").split()
             if int(step) <= 5:
-                raise RuntimeError(f"it went on with step {step}, and there was a checkpoint of step 10 at least")
+                raise RuntimeError(
+                    f"it continued with step {step}, although there was a checkpoint of step 10 at least"
+                )
             seconds.append(float(first) - begun)
     row = {"started by": by, "restarts": count}
     return row | {"median_s": figure(statistics.median(seconds)), "worst_s": figure(max(seconds))}

@@ -1,4 +1,4 @@
-"""Bytes that a rank hands to collective operations, counted, beside what the formulas say."""
+"""Count the bytes that a rank passes to collective operations, and compare them to the formulas."""
 
 __all__ = ["Sizes", "data_parallel_bytes", "tensor_parallel_bytes"]
 
@@ -28,31 +28,31 @@ _RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the layers and the batch."""
+    """Sizes of the layers and the batch."""
 
     width: int = 4096
     sketch_size: int = 64
     batch: int = 256
 
     def layer(self, kind: str) -> nn.Module:
-        """SKLinear or nn.Linear, of the width on both sides."""
+        """Return an SKLinear or nn.Linear of the width on both sides."""
         if kind == "SKLinear":
             return SKLinear(self.width, self.width, self.sketch_size)
         return nn.Linear(self.width, self.width)
 
     def parameter_bytes(self, kind: str) -> int:
-        """Of the layer: its trained numbers in float32."""
+        """Return the bytes of a layer's trained numbers in float32."""
         weights = 2 * self.width * self.sketch_size if kind == "SKLinear" else self.width**2
         return _FLOAT * (weights + self.width)
 
     @property
     def sketch_bytes(self) -> int:
-        """Of a layer's buffers: two sketches, and the record of the seed, four int64."""
+        """Return the bytes of a layer's buffers: two sketches, and the record of the seed, four int64."""
         return _FLOAT * 2 * self.width * self.sketch_size + 32
 
 
 def tensor_parallel_bytes(sizes: Sizes) -> list[dict[str, Any]]:
-    """Count what a pair of layers sends that two processes share.
+    """Count the bytes that a pair of layers sends when two processes share it.
 
     Returns:
         Rows of ``case``, ``layer``, ``stage``, ``operations``, ``bytes`` and ``formula``, the last two equal if all is
@@ -62,7 +62,7 @@ def tensor_parallel_bytes(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def data_parallel_bytes(sizes: Sizes) -> list[dict[str, Any]]:
-    """Count what two processes send that train a layer each on samples of its own, and that share its sketches.
+    """Count the bytes that two processes send in data parallelism, and when they share sketches.
 
     Returns:
         Rows as of :func:`tensor_parallel_bytes`.

@@ -40,7 +40,7 @@ _TURN_S = 0.03
 
 
 def in_turns(steps: Mapping[str, Step], budget_s: float, min_rounds: int = 5) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds a call on this rank, of every alternative in every round; all ranks must call it."""
+    """Return the wall and CPU seconds a call on this rank, by alternative and round; all ranks must call it."""
     repeats = {}
     for name, step in steps.items():
         for _ in range(3):
@@ -289,7 +289,7 @@ def _told(value: float) -> float:
 
 
 def _pairs(samples: list[dict[str, Any]], name: str, which: int) -> list[tuple[float, float]]:
-    """Wall (0) or CPU (1) seconds of both ranks, by rounds."""
+    """Return the wall (0) or CPU (1) seconds of both ranks, by rounds."""
     return [(a[which], b[which]) for a, b in zip(samples[0][name], samples[1][name], strict=True)]
 
 

@@ -25,7 +25,7 @@ _HADAMARD_ELEMENTS = 1 << 27
 
 
 def hadamard_problems(device: str, tiny: bool = False) -> Iterator[tuple[dict[str, Any], Build]]:
-    """Lengths from one block to several passes, of single vectors and of 64 columns."""
+    """Return transforms of lengths from one block to several passes, of single vectors and of 64 columns."""
     for dtype in ("float32", "bfloat16"):
         for bits in (4, 6) if tiny else (10, 14, 20):
             for columns in (1, 64):
@@ -105,7 +105,7 @@ def _sparse(m: int, n: int, d: int, vec_nnz: int, dtype: torch.dtype, device: st
 
 
 def attention_problems(device: str, tiny: bool = False) -> Iterator[tuple[dict[str, Any], Build]]:
-    """Sixteen heads over lengths at which quadratic attention goes from cheap to hopeless."""
+    """Return attention of sixteen heads over lengths at which quadratic attention goes from fast to very slow."""
     sizes = ((8, 8),) if tiny else ((64, 64), (128, 128), (128, 64))  # features, head dimension
     lengths = (16, 40) if tiny else (16384, 4096, 1024, 65536)  # that with an aim first
     for features, dim in sizes:

@@ -119,7 +119,7 @@ def _on_path(path: str, call: Callable[[], Any], R: int, device: str) -> Callabl
 def _training(
     width: int, terms: int, rank: int, batch: int, dtype: torch.dtype, device: str, precision: str, rate: str
 ) -> Problem:
-    """Gradients of the input and of all that is trained."""
+    """Compute the gradients of the input and of everything that is trained."""
     linear, layer, x = _operands(width, terms, rank, batch, dtype, device, precision)
     x.requires_grad_()
     grad = torch.randn_like(x)

@@ -15,7 +15,7 @@ _GRAPH_LAUNCHES = 50
 
 
 def ceilings(device: str, tiny: bool = False) -> dict[str, float]:
-    """Bytes a second read and written by ``"copy"``; flops a second by ``"bfloat16"``, ``"tf32"``, ``"float32"``.
+    """Return the bytes a second of ``"copy"``, and the flops a second of ``"bfloat16"``, ``"tf32"``, ``"float32"``.
 
     float32 is the better of the library's product and a third of TF32, which three products in TF32 stand for.
     ``"launch_us"`` and ``"graph_launch_us"`` are microseconds a trivial kernel, one after another.

@@ -139,7 +139,7 @@ def _run_in_process(section: str, recorder: Recorder, options: argparse.Namespac
 
 
 def _work(options: argparse.Namespace) -> int:
-    """One section, in this process."""
+    """Run one section in this process."""
     device = "cpu" if options.dry_run else "cuda"
     if options.dry_run:
         torch.set_num_threads(1)

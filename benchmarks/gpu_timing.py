@@ -62,7 +62,7 @@ class Timer:
         self._cold = torch.zeros(cache, dtype=torch.int32, device=device)  # four bytes an entry
 
     def time(self, calls: Mapping[str, Callable[[], Any]], mode: str) -> dict[str, Timing]:
-        """Seconds a call, one sample a round, in a rotating order; every call must have run before."""
+        """Return the seconds a call, one sample a round, in a rotating order; every call must have run before."""
         sample = {"eager": self._eager, "graph": self._replay}[mode] if self.device == "cuda" else self._wall
         samples: dict[str, list[float]] = {name: [] for name in calls}
         names, start, rounds = list(calls), time.monotonic(), 0
@@ -115,7 +115,7 @@ def _between_events(call: Callable[[], Any]) -> float:
 
 
 def measure(problem: Problem, timer: Timer, ceilings: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """One row for each alternative and mode; what fails or is missing gets a row that says why, and the rest goes on.
+    """Return a row for each alternative and mode; one that fails or is missing gets a row that says why.
 
     Args:
         problem: What to measure.
@@ -183,7 +183,7 @@ def check_device(device: str) -> None:
 
 
 def _error(alternative: Alternative) -> float | str:
-    """Largest deviation from float64, relative to the largest entry, over all results."""
+    """Return the largest deviation from float64, relative to the largest entry, over all results."""
     results = alternative.call()
     if alternative.exact is None:
         return ""

@@ -31,7 +31,7 @@ class Case:
     """Of float32 products, where there are any."""
 
     def variants(self) -> list[tuple[torch.dtype, str]]:
-        """Each dtype with each of torch's float32 matmul precisions that changes anything."""
+        """Return each dtype with each of torch's float32 matmul precisions that changes anything."""
         return [(t, precision) for t in self.dtypes for precision in self.precisions[: None if t is F32 else 1]]
 
 
@@ -41,7 +41,7 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def factors(rows: int, width: int, R: int, signs: str, dtype: torch.dtype, odd: int = 0) -> tuple[Any, ...]:
-    """Arguments of a sketched product, its signs ``"dense"`` or ``"packed"``; ``odd`` spoils alignment."""
+    """Return the arguments of a sketched product, its signs ``"dense"`` or ``"packed"``; ``odd`` spoils alignment."""
     K, N = width + odd, width + 2 * odd
     U = {
         "dense": (meta(R, N, dtype=dtype), meta(K, R, dtype=dtype)),
@@ -52,7 +52,7 @@ def factors(rows: int, width: int, R: int, signs: str, dtype: torch.dtype, odd: 
 
 
 def fused(rows: int, width: int, R: int, signs: str = "dense", bias: bool = True) -> Launch:
-    """Aligned, as the dispatch has it: with odd sizes the pair runs."""
+    """Run the fused product on aligned sizes, as the dispatch does: with odd sizes the pair runs."""
 
     def launch(t: torch.dtype) -> None:
         *operands, b, scale = factors(rows, width, R, signs, t)
@@ -66,7 +66,7 @@ def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> L
 
 
 def attend(D: int, E: int, scaled: bool = False) -> Launch:
-    """Causal linear attention, forward and backward."""
+    """Run causal linear attention, forward and backward."""
 
     def launch(t: torch.dtype) -> None:
         q, v = meta(16, 4096, D, dtype=t), meta(16, 4096, E, dtype=t)

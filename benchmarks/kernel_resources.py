@@ -120,7 +120,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def _launches_go_to(handle: Callable[..., None]) -> Iterator[None]:
-    """``kernel[grid](*args, **kwargs)`` calls ``handle(kernel, grid, args, kwargs)`` inside."""
+    """Make ``kernel[grid](*args, **kwargs)`` call ``handle(kernel, grid, args, kwargs)`` inside."""
 
     def getitem(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: handle(kernel, grid, args, kwargs)
@@ -134,7 +134,7 @@ def _launches_go_to(handle: Callable[..., None]) -> Iterator[None]:
 
 
 def _named_kernels() -> dict[str, Any]:
-    """By ``module.name``, whatever in ``panther.kernels._triton`` Triton compiles or tunes and is named a kernel."""
+    """Return by ``module.name`` the functions of ``panther.kernels._triton`` that Triton compiles or tunes."""
     found = {}
     package = panther.kernels._triton
     for info in pkgutil.iter_modules(package.__path__):
@@ -146,7 +146,7 @@ def _named_kernels() -> dict[str, Any]:
 
 
 def kernels() -> set[str]:
-    """Every kernel there is, which are the module-level ones whose name ends in ``_kernel``."""
+    """Return every kernel: the module-level functions whose name ends in ``_kernel``."""
     return set(_named_kernels())
 
 
@@ -326,7 +326,7 @@ def compile_all(cases: Sequence[Case], quick: bool = False) -> list[Variant]:
 
 
 def summary(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """One row a kernel and chip: the largest of each figure over dtypes and configurations."""
+    """Return a row for each kernel and chip: the largest of each figure over dtypes and configurations."""
     groups: dict[tuple[str, str], list[Variant]] = {}
     for variant in variants:
         groups.setdefault((variant.kernel, variant.target), []).append(variant)

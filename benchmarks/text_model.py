@@ -50,7 +50,7 @@ class Block(nn.Module):
                 layer.weight /= math.sqrt(2 * shape.layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From and to ``(batch, context, width)``."""
+        """Map ``(batch, context, width)`` to the same shape."""
         h = self.norm_1(x)
         q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, context, width/heads)
@@ -74,7 +74,7 @@ class TextModel(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From ``(batch, context)`` to ``(batch, context, SYMBOLS)``."""
+        """Map ``(batch, context)`` to ``(batch, context, SYMBOLS)``."""
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
@@ -114,7 +114,7 @@ def _encode(text: bytes) -> Tensor:
 
 
 def blocks(text: Tensor, length: int, count: int, seed: int) -> Tensor:
-    """``count`` pieces of the text, ``(count, length)``, from places that the seed draws."""
+    """Return ``count`` samples of the text, ``(count, length)``, from positions that the seed draws."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - length, (count, 1), generator=generator)
     return text[starts + torch.arange(length)]

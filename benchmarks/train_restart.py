@@ -35,7 +35,7 @@ class _Fault(Callback):
 
 
 def train(folder: str) -> None:
-    """Twenty steps, with a checkpoint every fifth."""
+    """Train for twenty steps, with a checkpoint every fifth."""
     torch.manual_seed(0)
     model = nn.Sequential(SKLinear(256, 512, 8), nn.ReLU(), SKLinear(512, 512, 8), nn.ReLU(), nn.Linear(512, 10))
     data = TensorDataset(torch.randn(2048, 256), torch.randint(10, (2048,)))

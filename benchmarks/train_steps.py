@@ -143,7 +143,7 @@ def _by_hand(model: nn.Module, data: TensorDataset, batch: int) -> Callable[[], 
 
 
 def checkpoint_rows(sizes: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
-    """Seconds that a checkpoint holds up two processes, written at once and in a thread; medians and the worst."""
+    """Return the seconds that a checkpoint holds up two processes, written at once and in a thread."""
     rows = []
     for name, size in sizes.items():
         found = launch(_checkpoints, size, repeats, nproc=2, start_method="fork")

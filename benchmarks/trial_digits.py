@@ -30,7 +30,7 @@ class DigitNet(nn.Module):
         self.head = nn.Linear(channels[-1], 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From ``(batch, 1, 8, 8)`` to ``(batch, 10)``."""
+        """Map ``(batch, 1, 8, 8)`` to ``(batch, 10)``."""
         for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             x = functional.relu(norm(conv(x)))
             x = functional.max_pool2d(x, 2) if index == 1 else x
@@ -68,7 +68,7 @@ def train(net: DigitNet, images: Tensor, labels: Tensor, *, steps: int, lr: floa
 
 
 def run(quick: bool, cache: Path | None) -> list[dict[str, Any]]:
-    """Train, compress by every method, and return the rows; the cache is of no use to what trains in a minute."""
+    """Train, compress by every method, and return the rows; a model that trains in a minute needs no cache."""
     digits = require_extra("sklearn.datasets", "bench").load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16

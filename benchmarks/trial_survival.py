@@ -28,7 +28,7 @@ survival: Any = importlib.import_module("survival")
 
 
 def run(wanted: int) -> list[dict[str, Any]]:
-    """Trials until so many were killed, a row each."""
+    """Run trials until so many were killed; return a row for each."""
     rows: list[dict[str, Any]] = []
     killed = 0
     with tempfile.TemporaryDirectory(prefix="panther-survival-") as folder:

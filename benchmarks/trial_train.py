@@ -54,7 +54,7 @@ class Embedding(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From ``(batch, context)`` to ``(batch, context, width)``."""
+        """Map ``(batch, context)`` to ``(batch, context, width)``."""
         return self.symbol(tokens) + self.position.weight[: tokens.shape[1]]
 
 
@@ -69,7 +69,7 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
         return len(self.pieces)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Input and target, ``(context,)`` each."""
+        """Return input and target, ``(context,)`` each."""
         piece = self.pieces[index].long()
         return piece[:-1], piece[1:]
 
@@ -101,7 +101,7 @@ def sketched() -> nn.Sequential:
 
 
 def data() -> tuple[Pieces, Pieces]:
-    """Pieces to train on, which together are the text once, and some that are held out."""
+    """Return samples to train on, which together are the text once, and some that are held out."""
     kept = _read()
     text, context = kept["text"], kept["shape"]["context"]
     starts = torch.arange(0, len(text) - context, context)
@@ -110,7 +110,7 @@ def data() -> tuple[Pieces, Pieces]:
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy in nats a character."""
+    """Return the mean cross entropy in nats a character."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -140,7 +140,7 @@ RUNS = (
 
 
 def run(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All runs: a row each, and a row for every record of their logs.
+    """Return a row for each run, and a row for every record of their logs.
 
     Raises:
         RuntimeError: If the killed run and the undisturbed one differ by a bit.
@@ -172,7 +172,7 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _train(one: Run, given: dict[str, Any], place: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Train, kill, resume; the log, and the seconds of the wall and of all processes that the parts took."""
+    """Train, kill and resume; return the log, and the wall and CPU seconds of all processes."""
     settings = given | one.settings | {"checkpoint_dir": str(place)}
     functions = {
         setting: f"{Path(__file__).stem}:{name}"
@@ -256,7 +256,7 @@ def _sizes(kind: str) -> dict[str, Any]:
 
 
 def _bytes_a_step(one: Run, given: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that each rank hands over in a step without a record: what three steps send more than two."""
+    """Return the bytes that each rank sends in a step without a record: those of three steps less those of two."""
     counts = [launch(_count, one, steps, nproc=2, start_method="fork") for steps in (2, 3)]
     sent = [more - less for less, more in zip(*counts, strict=True)]
     return {"bytes_rank_0": sent[0], "bytes_rank_1": sent[1]}

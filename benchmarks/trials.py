@@ -1,4 +1,4 @@
-"""What the trials of pr.compress share: the methods, their comparison on one trained model, and the table.
+"""Code that the trials of pr.compress share: the methods, their comparison on one trained model, and the table.
 
 Every method compresses its own copy of the model to the same kept fraction of the layers' numbers, from the same
 unlabelled batches. Beside them stand a dense model of as many numbers, trained from scratch for as many steps, and, at
@@ -65,7 +65,7 @@ class Task:
 
 
 def compare(task: Task, budgets: Sequence[float] = BUDGETS, bound_at: float | None = BOUND_AT) -> list[dict[str, Any]]:
-    """Compress by every method to every budget; a row for each, and for what stands beside them."""
+    """Compress by every method to every budget; return a row for each, and for the baselines."""
     rows: list[dict[str, Any]] = []
     names = _layers(task.original)
     dense_bytes = stored_bytes(task.original, names)
@@ -112,7 +112,7 @@ def compare(task: Task, budgets: Sequence[float] = BUDGETS, bound_at: float | No
 
 
 def stored_bytes(model: nn.Module, names: list[str]) -> int:
-    """Bytes of the weights of the named layers as written to disk, in whatever factors they are by now."""
+    """Return the bytes of the weights of the named layers as written to disk, in the factors they have by now."""
     state = model.state_dict()
     return sum(
         tensor.nbytes
@@ -123,7 +123,7 @@ def stored_bytes(model: nn.Module, names: list[str]) -> int:
 
 
 def distance(output: Tensor, original: Tensor) -> dict[str, float]:
-    """Divergence of a classifier from the original one, in nats, and relative error of its logits; ``(n, classes)``."""
+    """Return a classifier's divergence from the original, in nats, and its logits' relative error; ``(n, classes)``."""
     log_p, log_q = functional.log_softmax(original, -1), functional.log_softmax(output, -1)
     kl = functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
     return {"kl": kl.item(), "rel_error": ((output - original).norm() / original.norm()).item()}
@@ -145,7 +145,7 @@ def main(run: Callable[[bool, Path | None], list[dict[str, Any]]], subject: str,
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """Names of the layers that a budget is of: linear and convolutional, with a weight of their own."""
+    """Return the names of the layers that a budget counts: linear and convolutional, with a weight of their own."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
@@ -157,5 +157,5 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _model_bytes(model: nn.Module) -> int:
-    """Bytes of a model's distinct numbers as written to disk."""
+    """Return the bytes of a model's distinct numbers as written to disk."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
