@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .compression import CompressionReport, HealConfig, SketchConfig, compress, sketch_layers_
     from .distributed import choose_parallelism_strategy, plan_parallelism
     from .nn.io import load_compressed, save_compressed
+    from .nn.linear import fuse_
 
 # PEP 562: modules are imported when they are first used, so that `panther --version` does not wait for torch.
 _MODULES = ("nn", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors")
@@ -24,6 +25,7 @@ _FUNCTIONS_AND_CLASSES = {
     "SketchConfig": "compression",
     "choose_parallelism_strategy": "distributed",
     "compress": "compression",
+    "fuse_": "nn.linear",
     "load_compressed": "nn.io",
     "plan_parallelism": "distributed",
     "save_compressed": "nn.io",
@@ -40,6 +42,7 @@ __all__ = [
     "compression",
     "distributed",
     "errors",
+    "fuse_",
     "kernels",
     "linalg",
     "load_compressed",

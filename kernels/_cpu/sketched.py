@@ -1,6 +1,14 @@
 """Orders of the sketched product that torch runs faster than the reference: joined factors, and packed signs."""
 
-__all__ = ["JoinedProduct", "add", "chained_matmul", "joined_matmul", "packed_matmul"]
+__all__ = [
+    "JoinedProduct",
+    "add",
+    "chained_in_place",
+    "chained_matmul",
+    "joined_matmul",
+    "packed_matmul",
+    "product_of_joined",
+]
 
 from typing import Any
 
@@ -22,6 +30,15 @@ def chained_matmul(
     return torch.addmm(out, right, S2), torch.cat((left, right), 1)
 
 
+def chained_in_place(
+    x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> Tensor:  # (rows, out)
+    """Return the reference's four products without a second array of the output's size, which autograd would need."""
+    left, right = torch.mm(x, S1), torch.mm(x, U2)
+    out = torch.mm(left * scale, U1) if bias is None else torch.addmm(bias, left, U1, alpha=scale)
+    return out.addmm_(right, S2, alpha=scale)
+
+
 def joined_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
@@ -29,6 +46,23 @@ def joined_matmul(
     inner = _scaled_product(x, torch.cat((S1, U2), 1), scale)
     outer = torch.cat((U1, S2), 0)
     return (inner @ outer if bias is None else torch.addmm(bias, inner, outer)), inner
+
+
+def product_of_joined(
+    x: Tensor,  # (rows, in)
+    inner: Tensor,  # (in, 2R), [S1 | U2]
+    outer: Tensor,  # (2R, out), [U1; S2]
+    bias: Tensor | None = None,  # (out,)
+    scale: float = 1.0,
+) -> Tensor:  # (rows, out)
+    """Return ``scale x [S1 | U2] [U1; S2] + bias`` on any device: the least number of calls that the product takes."""
+    if x.dtype is torch.float16:
+        product, scale = _scaled_product(x, inner, scale), 1.0
+    else:
+        product = torch.mm(x, inner)
+    if bias is None:
+        return torch.mm(product if scale == 1.0 else product * scale, outer)
+    return torch.addmm(bias, product, outer, alpha=scale)
 
 
 def packed_matmul(

@@ -71,6 +71,8 @@ def sketched_matmul(
             # Products with signs grow with the square root of the width, and float16 ends at 65,504. It ends at 6e-8
             # too, so the signs are scaled and not the input.
             U1, U2, scale = U1 * scale, U2 * scale, 1.0
+        if not (compiling or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()):
+            return torch_orders.chained_in_place(x, S1, U1, S2, U2, bias, scale)
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     product = torch_orders.JoinedProduct.apply if torch.is_grad_enabled() else torch_orders.JoinedProduct.forward
     return product(x, S1, U1, S2, U2, bias, scale)[0]

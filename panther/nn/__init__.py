@@ -3,7 +3,7 @@
 from . import functional
 from .attention import RandMultiHeadAttention, make_performer, sinSRPE
 from .conv import SKConv1d, SKConv2d, SKConv3d
-from .linear import SKLinear
+from .linear import SKLinear, fuse_
 
 __all__ = [
     "RandMultiHeadAttention",
@@ -12,6 +12,7 @@ __all__ = [
     "SKConv3d",
     "SKLinear",
     "functional",
+    "fuse_",
     "make_performer",
     "sinSRPE",
 ]

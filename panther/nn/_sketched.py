@@ -8,6 +8,7 @@ __all__ = ["SketchedModule", "arguments_of", "keep_own_forward"]
 
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Self
@@ -28,6 +29,17 @@ def keep_own_forward(module: nn.Module, args: Any) -> None:
     nn.TransformerEncoderLayer in eval mode reads the weights of its linear layers and its attention instead of calling
     them. Of a sketched layer that would be a dense product, and of a sharded one a rank's shard.
     """
+
+
+class _UncalledHooks(OrderedDict[int, Callable[..., Any]]):
+    """Forward pre-hooks that are false while :func:`keep_own_forward` is the only one.
+
+    nn.TransformerEncoderLayer counts hooks, nn.Module asks whether there are any: calling that one would take as long
+    as a small product.
+    """
+
+    def __bool__(self) -> bool:
+        return len(self) > 1
 
 
 def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
@@ -64,6 +76,7 @@ class SketchedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._forward_pre_hooks = _UncalledHooks()
         self.register_forward_pre_hook(keep_own_forward)
 
     def _build(

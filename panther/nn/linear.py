@@ -1,24 +1,26 @@
 """SKLinear, a linear layer whose weight is a sum of sketched low-rank terms."""
 
-__all__ = ["SKLinear"]
+__all__ = ["SKLinear", "fuse_"]
 
 import math
+import warnings
+from collections import Counter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther.errors import ShapeError, check_flag, check_size
-from panther.kernels import pack_signs, unpack_signs
+from panther.errors import PerformanceWarning, ShapeError, check_flag, check_size
+from panther.kernels import pack_signs, sketched_matmul, unpack_signs
 from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
+from panther.nn._fused import FusibleModule, needs_gradient
 from panther.nn._sizes import default_low_rank, terms_and_rank
-from panther.nn._sketched import SketchedModule
 from panther.nn.functional import sketched_linear
 
 torch.fx.wrap("sketched_linear")  # one node of a symbolic trace: what is inside depends on the input's dtype
 
 
-class SKLinear(SketchedModule):
+class SKLinear(FusibleModule):
     r"""A drop-in for :class:`torch.nn.Linear` whose weight is a sum of sketched low-rank terms.
 
     .. math:: y = x W + b, \qquad W = \frac{1}{2L} \sum_{i=1}^{L} (S_{1,i} U_{1,i} + U_{2,i} S_{2,i})
@@ -133,6 +135,10 @@ class SKLinear(SketchedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
+        if type(input) is Tensor and (self._joined is not None or not torch.compiler.is_compiling()):
+            output = self._plain_product(input)
+            if output is not None:
+                return output
         S1, U1, U2 = self.S1, self.U1, self.U2
         # Code that knows parameters and buffers alone, as FSDP does, moves the layer without its packed sketches.
         if self.packed and U1.device != S1.device:
@@ -140,6 +146,34 @@ class SKLinear(SketchedModule):
         elif not self.packed and U1.dtype is not S1.dtype:  # its mixed precision casts parameters and not buffers
             U1, U2 = U1.to(S1.dtype), U2.to(S1.dtype)
         return sketched_linear(input, S1, U1, self.S2, U2, self.bias, scale=self.scale)
+
+    def _plain_product(self, x: Tensor) -> Tensor | None:
+        """Return the output for a strided input in the dtype of all factors, outside autocast; None in other cases.
+
+        This is the common case without the general checks, which took longer than the products of a small batch.
+        nn.Module's ``__getattr__`` takes half a microsecond, its dictionaries a tenth.
+        """
+        parameters: Any = self._parameters
+        sketches: Any = parameters if self.seed is None else self._buffers
+        try:
+            S1, S2, U1, U2 = parameters["S1"], parameters["S2"], sketches["U1"], sketches["U2"]
+        except KeyError:  # packed, parametrized, or a replica of DataParallel
+            return None
+        bias, dtype = parameters.get("bias"), S1.dtype
+        if x.dtype is not dtype or x.is_nested or not (x.is_cpu or x.is_cuda):
+            return None
+        shape = x.shape
+        if len(shape) < 2 or shape[-1] != self.in_features or torch.is_autocast_enabled(x.device.type):
+            return None
+        rows = x if len(shape) == 2 else x.reshape(math.prod(shape[:-1]), shape[-1])
+        joined = self._joined
+        if joined is not None and joined.holds(S1, U1, S2, U2) and not needs_gradient(x, S1, U1, S2, U2, bias):
+            output = joined.product(rows, bias)
+        elif S2.dtype is U1.dtype is U2.dtype is dtype and (bias is None or bias.dtype is dtype):
+            output = sketched_matmul(rows, S1, U1, S2, U2, bias, self.scale)
+        else:
+            return None
+        return output if rows is x else output.reshape(*shape[:-1], self.out_features)
 
     @property
     def weight(self) -> Tensor:  # (out, in)
@@ -337,6 +371,50 @@ class SKLinear(SketchedModule):
             self.S1.copy_(S1)
             self.S2.copy_(S2)
         self.set_fitted_({"U1": U1.to(self.S1.dtype), "U2": U2.to(self.S1.dtype)})
+
+
+def fuse_(model: nn.Module) -> nn.Module:
+    """Call :meth:`SKLinear.fuse_ <panther.nn.SKLinear.fuse_>` on all layers of a model that can be fused.
+
+    Args:
+        model: A model with SKLinear layers, changed in place, or one such layer.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+
+    Warns:
+        PerformanceWarning: If a layer is left as it is, with its name and the reason, or there is no SKLinear.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU())
+        >>> pr.fuse_(model)[0].fused
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse_ takes a model, not {type(model).__name__}")
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SKLinear)}
+    owners = Counter(id(factor) for layer in layers.values() for factor in layer.parameters(recurse=False))
+    refused = {}
+    for name, layer in layers.items():
+        if reason := layer.why_not_fused():
+            refused[name] = reason
+        elif any(owners[id(factor)] > 1 for name, factor in layer.named_parameters(recurse=False) if name != "bias"):
+            refused[name] = "its factors are shared with another layer, and cannot be views of the arrays of both"
+    for name in layers.keys() - refused.keys():
+        layers[name].fuse_()
+    found = f"found no SKLinear in this {type(model).__name__}, so nothing was changed"
+    if refused:
+        name, reason = next(iter(refused.items()))
+        found = (
+            f"left {len(refused)} of {len(layers)} SKLinear layers as they are, the first of them {name!r}: {reason}"
+        )
+    if refused or not layers:
+        warnings.warn(f"fuse_ {found}", PerformanceWarning, stacklevel=2)
+    return model
 
 
 def _check_weight(weight: Any, shape: tuple[int, int]) -> None:

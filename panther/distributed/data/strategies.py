@@ -24,7 +24,7 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import fsdp_blocks, has_no_forward
-from panther.distributed.sync.replicas import check_same_model, send_model
+from panther.distributed.sync.replicas import check_same_model, send_model, unfuse_
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
 
@@ -106,6 +106,7 @@ def data_parallel(
     for group in groups:
         check_same_model(model, group, "data_parallel", settings)
     if strategy == "ddp":
+        unfuse_(model)
         send_sketches(model, ranks_of(groups[0])[0], groups[0])  # by their seeds; DDP itself broadcasts the rest
         return wrap_in_ddp(model, groups[0], comm_hook, **options)
     if not isinstance(mesh, DeviceMesh):

@@ -1,6 +1,6 @@
 """Give every rank the same model: compare the models of all ranks, then broadcast the first one's."""
 
-__all__ = ["broadcast_model", "check_same_model", "send_model"]
+__all__ = ["broadcast_model", "check_same_model", "send_model", "unfuse_"]
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +16,7 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import name_ranks, ranks_of
 from panther.distributed.sync.sketches import describe_source, send_sketches, sketch_ids
 from panther.errors import DistributedError
+from panther.nn import SKLinear
 
 
 def broadcast_model(
@@ -62,6 +63,7 @@ def check_same_model(
 def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
     """Broadcast a model after :func:`check_same_model` has compared it between ranks."""
     src = dist.get_process_group_ranks(group)[0]
+    unfuse_(model)
     with watched(what, group):
         send_sketches(model, src, group)
         # Sketches are buffers or parameters too, but equal now: seeded ones were drawn from one seed, others sent.
@@ -70,6 +72,13 @@ def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
             if id(tensor) not in sent:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 dist.broadcast(local.detach(), src, group=group)
+
+
+def unfuse_(model: nn.Module) -> None:
+    """Store the factors of fused layers by themselves: collectives and FSDP take contiguous tensors only."""
+    for module in model.modules():
+        if isinstance(module, SKLinear):
+            module.unfuse_()
 
 
 def _describe_tensors(model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,170 @@
+"""The fused form of a sketched layer: its factors in two arrays, so that a forward takes two products and not four."""
+
+__all__ = ["FusibleModule", "needs_gradient"]
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from panther.kernels._cpu.sketched import product_of_joined
+from panther.nn._sketched import SketchedModule
+
+
+class FusibleModule(SketchedModule):
+    """A sketched module with factors S1 (in, R) and S2 (R, out) and sketches U1 (R, out) and U2 (in, R)."""
+
+    S1: nn.Parameter
+    S2: nn.Parameter
+    U1: Tensor
+    U2: Tensor
+    packed: bool = False
+    fused: bool = False
+    _joined: "_JoinedFactors | None" = None
+
+    def fuse_(self) -> Self:
+        r"""Store S1 beside U2 and U1 above S2, for inference; the layer computes the same function.
+
+        A forward that needs no gradient then takes two products, with :math:`[S_1 \mid U_2]` and
+        :math:`[U_1; S_2]`, in place of four. S1, S2, U1 and U2 become views of these two arrays, so that no number is
+        stored twice, and everything else works as before: training (by four products), ``to``, copies, loading,
+        saving. Two limits: ``state_dict()`` holds copies of the factors, because files want contiguous tensors, and
+        torch's ``fully_shard`` refuses the views. :meth:`unfuse_` undoes it.
+
+        Raises:
+            ValueError: If the layer is packed or sharded: bits and shards cannot be joined.
+
+        Example:
+            >>> import torch
+            >>> from panther.nn import SKLinear
+            >>> layer, x = SKLinear(256, 128, 4), torch.randn(2, 256)
+            >>> with torch.no_grad():
+            ...     torch.allclose(layer(x), layer.fuse_()(x), atol=1e-5)
+            True
+        """
+        if reason := self.why_not_fused():
+            raise ValueError(f"fuse_ joins dense factors, and {reason}")
+        self.fused = True
+        self._join()
+        return self
+
+    def unfuse_(self) -> Self:
+        """Store each factor by itself again."""
+        if self.fused:
+            self.fused = False
+            self._join()
+        return self
+
+    def why_not_fused(self) -> str | None:
+        """Return why :meth:`fuse_` refuses this layer, with the remedy; None if it does not."""
+        if self.packed:
+            return "this layer holds its signs as bits: call unpack_() first"
+        held = {**self._buffers, **self._parameters}
+        if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in ("S1", "U1", "S2", "U2")):
+            return (
+                "those of this layer are sharded or parametrized: call unshard_module or remove_parametrizations first"
+            )
+        return None
+
+    def _join(self) -> None:
+        """Give S1, U1, S2 and U2 the memory that ``fused`` asks for: views of two arrays, or their own."""
+        joined, self._joined = self._joined, None
+        if self.S1.is_meta or self.why_not_fused():
+            return
+        tensors = self.S1, self.U1, self.S2, self.U2
+        if not self.fused:
+            for tensor in tensors:
+                tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+        elif joined is not None and joined.follows(*tensors):
+            self._joined = joined
+        elif not self.S1.is_shared():  # a process that was given the layer must not move it to memory of its own
+            self._joined = _JoinedFactors(*tensors, self.scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Join the factors again, which ``to`` and its like move one by one."""
+        super()._apply(fn, recurse)
+        if self.fused:
+            self._join()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the joined arrays: copies of the factors are no longer views of them."""
+        return {name: value for name, value in self.__dict__.items() if name != "_joined"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Join the factors of a fused layer again after a copy or unpickling."""
+        super().__setstate__(state)
+        if self.fused:
+            self._join()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save contiguous copies: safetensors refuses views, and torch.save writes all that they are views of."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._joined is not None and not keep_vars:
+            for name in ("S1", "U1", "S2", "U2"):
+                if (view := destination.get(prefix + name)) is not None:
+                    destination[prefix + name] = view.clone(memory_format=torch.contiguous_format)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.fused:
+            self._join()
+
+    def set_seeded_(self, seed: int) -> None:
+        """Make the layer seeded, with the sketches of ``seed``."""
+        super().set_seeded_(seed)
+        if self.fused:
+            self._join()
+
+    def set_fitted_(self, sketches: dict[str, Tensor]) -> None:
+        """Make the layer fitted, with the given sketches as Parameters, frozen if the factors are."""
+        super().set_fitted_(sketches)
+        if self.fused:
+            self._join()
+
+
+class _JoinedFactors:
+    """[S1 | U2] (in, 2R) and [U1; S2] (2R, out). The layer's four tensors become views of them, the same objects.
+
+    A Parameter keeps its identity, which optimizers hold, and no number is stored twice. Updates in place reach both.
+    """
+
+    __slots__ = ("_places", "inner", "outer", "scale", "tensors")
+
+    def __init__(self, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, scale: float) -> None:
+        self.tensors, self.scale = (S1, U1, S2, U2), scale
+        with torch.inference_mode(False), torch.no_grad():
+            self.inner, self.outer = torch.cat((S1, U2), 1), torch.cat((U1, S2), 0)
+        for tensor, view in zip(self.tensors, self._views(), strict=True):
+            tensor.data = view
+        self._places = _places(S1, U1, S2, U2)
+
+    def _views(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        R = len(self.outer) // 2
+        return self.inner[:, :R], self.outer[:R], self.outer[R:], self.inner[:, R:]
+
+    def follows(self, *tensors: Tensor) -> bool:
+        """Return whether the layer's tensors are still the views, at new addresses too, as after ``share_memory``."""
+        self._places = _places(*self._views())
+        same = all(a is b and a.dtype is self.inner.dtype for a, b in zip(tensors, self.tensors, strict=True))
+        return same and self.inner.device == tensors[0].device and self.holds(*tensors)
+
+    def holds(self, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> bool:
+        """Return whether these are the views: an assignment to ``.data``, or functional_call, puts others there."""
+        if torch.compiler.is_compiling():  # tensors that are traced have no addresses
+            return all(a is b for a, b in zip((S1, U1, S2, U2), self.tensors, strict=True))
+        return _places(S1, U1, S2, U2) == self._places
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (rows, in) -> (rows, out)
+        """Return the layer's output, without gradients."""
+        return product_of_joined(x, self.inner, self.outer, bias, self.scale)
+
+
+def _places(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[int, int, int, int]:
+    return S1.data_ptr(), U1.data_ptr(), S2.data_ptr(), U2.data_ptr()
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether autograd would record a product of these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
