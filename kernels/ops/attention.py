@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from .._backend import use_triton
-from ..reference.attention import attention_backward, attention_forward
+from ..reference.attention import attention_backward, attention_forward, attention_inference
 from ._library import autocast, check_one_device, define, needs_torch
 
 _NAME = "causal_linear_attention"
@@ -67,7 +67,9 @@ def causal_linear_attention(
     _check(q, k, v, log_scale)
     q, k, v = autocast(q.device, q, k, v)  # and not the exponents, which would lose their units
     # Compiled, the operator is one node for every length, where torch's loop over chunks would be unrolled for each.
-    if not torch.compiler.is_compiling() and (needs_torch() or not _takes(q, v)):
+    # Where torch takes derivatives of a loop in torch, it keeps the scores, and the operator would compute them again.
+    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_scale))
+    if not torch.compiler.is_compiling() and (needs_torch() or (not _takes(q, v) and (differentiated or not q.is_cpu))):
         return reference.causal_linear_attention(q, k, v, log_scale)
     return _causal_linear_attention(q, k, v, log_scale)[0]
 
@@ -112,6 +114,8 @@ def _flat(batch: torch.Size, *operands: Tensor | None) -> list[Any]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, log_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     if not _takes(q, v):
+        if log_scale is None and q.is_cpu and q.numel():
+            return attention_inference(q, k, v)
         y, den = attention_forward(q, k, v, log_scale)
         return y.contiguous(), den.contiguous()
     from .._triton import attention

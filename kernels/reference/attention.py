@@ -6,9 +6,11 @@ has the same form, run from the end, with :math:`[dY / den \mid -(dY \cdot Y) / 
 
 Scales :math:`e^{c_j}` are kept apart from the keys and only ever used as :math:`e^{c_j - r_i} \le 1`, r being the
 running maximum of c. A state is kept in units of the maximum at its end, as in online softmax.
+
+:func:`attention_inference` is the same without scales and without derivatives, for CPUs.
 """
 
-__all__ = ["attention_backward", "attention_forward", "causal_linear_attention"]
+__all__ = ["attention_backward", "attention_forward", "attention_inference", "causal_linear_attention"]
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +24,8 @@ from torch import Tensor
 # times as long, and more chunks at once leave the cache, and take up to 1.7 times as long.
 _CHUNK = 64
 _CHUNKS = 8
+# Rows of the batch taken at once without derivatives: scores of 1 MiB, which stay in a core's second-level cache.
+_ROWS = 4096
 
 
 def causal_linear_attention(
@@ -61,6 +65,65 @@ def attention_forward(
             outputs.append(output.flatten(-3, -2).to(v.dtype))
             denominators.append(denominator.flatten(-3))
     return torch.cat(outputs, -2)[..., :n, :], torch.cat(denominators, -1)[..., :n]
+
+
+def attention_inference(
+    q: Tensor,  # (*batch, n, D)
+    k: Tensor,  # (*batch, n, D)
+    v: Tensor,  # (*batch, n, E)
+) -> tuple[Tensor, Tensor]:  # (*batch, n, E), (*batch, n)
+    """Return what :func:`attention_forward` does without exponents, not differentiable; by heads, so without copies.
+
+    One entry of the batch after another, all chunks of it at once, has products of the same sizes as a segment of all
+    entries, and operands that are views. Measured on one AMD core: 1.5 times as fast with 8 heads, D = 61, n = 4096.
+    """
+    batch, n, dtype = q.shape[:-2], q.shape[-2], _accumulation_dtype(q)
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    denominator = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+    flat = [x.reshape(batch.numel(), n, x.shape[-1]) for x in (q, k, v, y, denominator[..., None])]
+    entries = max(1, _ROWS // max(n, 1))
+    for part in zip(*(x.split(entries) for x in flat), strict=True):
+        state = part[0].new_zeros(len(part[0]), q.shape[-1], v.shape[-1] + 1, dtype=dtype)
+        spoil = None
+        for Q, K, V, Y, den in _without_padding(part):
+            shape = V.shape[:3]
+            V1 = torch.ones(*shape, V.shape[-1] + 1, dtype=dtype, device=v.device)
+            V1[..., :-1] = V
+            # As in attention_forward: what is not finite reaches later rows by a sum of its own. Products are the same
+            # with and without it, so that it moves no bit of the other columns and rows. A sum that overflows costs
+            # time only.
+            if spoil is not None or not V1.sum().isfinite():
+                own = (V1 * 0).flatten(1, 2).cumsum(1)
+                own = own if spoil is None else own + spoil
+                spoil = own[:, -1:]
+                V1.masked_fill_(V1 * 0 != 0, 0)
+            Q, K, V1 = (x.to(dtype).flatten(0, 1) for x in (Q, K, V1))
+            sums = torch.bmm(K.mT, V1).unflatten(0, shape[:2])
+            before = torch.empty_like(sums)
+            for at, here in zip(before.unbind(1), sums.unbind(1), strict=True):
+                at.copy_(state)
+                state = state + here
+            total = torch.bmm(Q, before.flatten(0, 1)).baddbmm_(torch.bmm(Q, K.mT).tril_(), V1).unflatten(0, shape[:2])
+            if spoil is not None:
+                total += own.view_as(total)
+            den.copy_(total[..., -1:])
+            empty = den == 0
+            if empty.any():
+                Y.copy_((total[..., :-1] / den.masked_fill(empty, 1)).masked_fill_(empty, 0))
+            else:
+                Y.copy_(total[..., :-1].div_(den))
+    return y, denominator
+
+
+def _without_padding(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors (batch, n, X) as (batch, N, C, X), of at most ``_ROWS`` rows; the last chunk may be shorter."""
+    n = tensors[0].shape[1]
+    whole = n // _CHUNK * _CHUNK
+    for start in range(0, whole, _ROWS):
+        stop = min(start + _ROWS, whole)
+        yield [x[:, start:stop].unflatten(1, (-1, _CHUNK)) for x in tensors]
+    if whole < n:
+        yield [x[:, whole:].unsqueeze(1) for x in tensors]
 
 
 def attention_backward(

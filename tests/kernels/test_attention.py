@@ -78,6 +78,40 @@ def test_kernel_and_gradients(device, batch, n, D, E, scaled):
     against_naive(causal_linear_attention, operands(*batch, n=n, D=D, E=E, scaled=scaled, device=device))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("batch", "n", "D", "E"), [*SHAPES, ((3,), 0, 2, 3), ((0,), 5, 2, 3), ((2,), 4200, 3, 2)])
+def test_without_derivatives(batch, n, D, E, dtype):
+    """On a CPU a form of its own, from strided operands too: one entry of the batch after another."""
+    q, k, v = operands(*batch, n=n, D=D, E=E, dtype=dtype, grad=False)
+    y = causal_linear_attention(q, k, v)
+    assert y.dtype is dtype
+    assert_close(y, naive(q.double(), k.double(), v.double()), dtype)
+    strided = torch.cat((v, v), -1).mT.contiguous().mT[..., :E]
+    assert torch.equal(causal_linear_attention(q, k, strided), y)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, INF, 3e38])
+@pytest.mark.parametrize("n", [150, 4200])
+def test_without_derivatives_nothing_looks_ahead(n, bad):
+    q, k, v = operands(2, n=n, D=5, E=6, grad=False)
+    before = causal_linear_attention(q, k, v)
+    for cut in (1, 70, 128, n - 1):
+        values = v.clone()
+        values[0, cut:, 3] = bad
+        after = causal_linear_attention(q, k, values)
+        assert torch.equal(after[:, :cut], before[:, :cut])
+        if bad != 3e38:
+            assert not after[0, cut:, 3].isfinite().any()
+        assert torch.equal(after[0, cut:, 4:], before[0, cut:, 4:])
+        assert torch.equal(after[1], before[1])
+        for changed in ((q.clone(), k, v), (q, k.clone(), v)):
+            changed[0 if changed[0] is not q else 1][:, cut:] = bad
+            assert torch.equal(causal_linear_attention(*changed)[:, :cut], before[:, :cut])
+    k[:, : n // 2, 2:] = 0  # nothing in common with any key so far
+    q[:, : n // 2, :2] = 0
+    assert not causal_linear_attention(q, k, v)[:, : n // 2].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_kernel_in_half_precision(device, dtype, scaled):

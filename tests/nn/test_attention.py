@@ -11,7 +11,7 @@ from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from panther.errors import DTypeError, ShapeError, SketchMismatchError
+from panther.errors import DTypeError, NumericalWarning, ShapeError, SketchMismatchError
 from panther.nn import RandMultiHeadAttention, make_performer, sinSRPE
 from panther.nn.attention._features import (
     optimal_shift,
@@ -20,9 +20,10 @@ from panther.nn.attention._features import (
     relu_features,
     taylor_features,
 )
+from panther.nn.attention._hermite import balanced_directions, hermite_rank
 from panther.nn.functional import linear_attention
 
-KERNELS = ["softmax", "oprf", "relu", "taylor"]
+KERNELS = ["hermite", "softmax", "oprf", "relu", "taylor"]
 E, H = 32, 4
 
 
@@ -35,6 +36,24 @@ def draw(*shape, seed=1, scale=1.0, dtype=torch.float32):
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+def hermite_weights(layer, q, k, seen):
+    """The polynomial of "hermite", from its formula: means over the keys seen, taken for each query alone."""
+    mu, nu = layer.center[:, 0, None], layer.center[:, 1, None]
+    q, k = q - mu, k - nu
+    number = (seen > 0).sum(-1, keepdim=True)
+    scale = (k @ mu.mT)[..., 0].exp()[..., None, :]
+    share = seen * scale / (seen * scale).sum(-1, keepdim=True)
+    to_q, to_k = layer.directions.chunk(2, 1)
+    r, d = to_q.shape[1:]
+    s, s_r = q @ k.mT, (q @ to_q.mT) @ (k @ to_k.mT).mT
+    z, z_r = (x - (share * x).sum(-1, keepdim=True) for x in (s, s_r))
+    v_r = (share * z_r**2).sum(-1, keepdim=True)
+    spread = share @ k.square().sum(-1, keepdim=True) - (share @ k).square().sum(-1, keepdim=True)
+    variance = v_r + q.square().sum(-1, keepdim=True) * spread * (1 - r / d) / d
+    f = (1 + variance / number.clamp_min(2).log()).rsqrt()
+    return (1 + f * z + f**2 / 2 * (z_r**2 - v_r)) * scale
+
+
 def formed(layer, query, key, value, exponent=None, causal=False):
     """The layer in float64 with its (L, S) weights formed, the kernels' features written down anew."""
     layer, (query, key, value) = copy.deepcopy(layer).double(), (x.double() for x in (query, key, value))
@@ -44,7 +63,14 @@ def formed(layer, query, key, value, exponent=None, causal=False):
 
     q, k = heads(query, layer.Wq, layer.bq) * (E // H) ** -0.25, heads(key, layer.Wk, layer.bk) * (E // H) ** -0.25
     v = heads(value, layer.Wv, layer.bv)
-    if layer.kernel_fn == "taylor":
+    seen = torch.ones(L := q.shape[-2], S := k.shape[-2], dtype=torch.float64)
+    if exponent is not None:
+        seen = seen * exponent.double().exp()[:, None, None]
+    if causal:
+        seen = seen.tril()
+    if layer.kernel_fn == "hermite":
+        weights = hermite_weights(layer, q, k, seen.expand(len(q), H, L, S))
+    elif layer.kernel_fn == "taylor":
         dots = q @ k.mT
         weights = 1 + dots + dots**2 / 2
     elif layer.kernel_fn == "relu":
@@ -58,10 +84,7 @@ def formed(layer, query, key, value, exponent=None, causal=False):
             return (A * square + math.sqrt(1 - 4 * A) * x @ W.mT - x.square().sum(-1, keepdim=True) / 2).exp()
 
         weights = features(q) @ features(k).mT
-    if exponent is not None:
-        weights = weights * exponent.double().exp()[:, None, None]
-    if causal:
-        weights = weights.tril()
+    weights = weights * seen
     out = weights @ v / weights.sum(-1, keepdim=True)
     return nn.functional.linear(out.transpose(1, 2).flatten(2), layer.W0, layer.b0)
 
@@ -233,7 +256,11 @@ def test_what_is_refused():
         ((32, 0, 8), ShapeError, "num_heads"),
         ((32, 4, 0), ShapeError, "num_random_features"),
         ((32, 4, 8, {"dropout": 1.5}), ValueError, r"dropout=1.5 must be a probability"),
-        ((32, 4, 8, {"kernel_fn": "cosine"}), ValueError, "'cosine' is unknown: use one of 'softmax', 'oprf'"),
+        (
+            (32, 4, 8, {"kernel_fn": "cosine"}),
+            ValueError,
+            "'cosine' is unknown: use one of 'hermite', 'softmax', 'oprf'",
+        ),
         ((32, 4, 8, {"dropout": None}), TypeError, "dropout must be a number, not NoneType: use 0.0"),
         ((32, 4, 8, {"iscausal": "no"}), TypeError, "iscausal must be True or False, not 'no'"),
         ((32, 4, 8, {"bias": "yes"}), TypeError, "bias must be True or False, not 'yes'"),
@@ -285,6 +312,7 @@ def test_from_mha_refuses_what_it_cannot_keep():
             make_performer(nn.MultiheadAttention(E, H, **{option: True}), 8)
 
 
+@pytest.mark.filterwarnings("ignore:.*worse than the mean:panther.errors.NumericalWarning")  # with 8 features
 @pytest.mark.parametrize("kernel", ["softmax", "oprf"])
 def test_it_approximates_softmax_attention_ever_better(kernel):
     torch.manual_seed(0)
@@ -296,6 +324,136 @@ def test_it_approximates_softmax_attention_ever_better(kernel):
     ]
     assert errors[0] > 1.5 * errors[1] > 3 * errors[2]
     assert errors[2] < 0.05
+
+
+def peaked(scale, embed_dim=64, heads=4):
+    torch.manual_seed(0)
+    mha = nn.MultiheadAttention(embed_dim, heads, batch_first=True)
+    with torch.no_grad():
+        mha.in_proj_weight[: 2 * embed_dim] *= scale
+    return mha
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_hermite_is_never_worse_than_the_mean_of_the_values(causal):
+    """From flat attention to attention that sees one key; and more features are better."""
+    x = draw(1, 200, 64)
+    for scale in (1, 2, 3, 5):
+        errors = [
+            make_performer(peaked(scale), features).approximation_error(x, is_causal=causal)
+            for features in (1, 64, 1000)
+        ]
+        assert errors[2].layer < errors[1].layer < errors[0].layer < errors[0].mean_of_values
+        if scale == 1:
+            assert errors[0].layer < 0.4 * errors[0].mean_of_values
+            assert errors[2].layer < 0.15 * errors[2].mean_of_values
+
+
+@pytest.mark.parametrize(("causal", "masked", "grad"), all_pairs([False, True], [False, True], [False, True]))
+def test_calibrated(causal, masked, grad):
+    """With inputs far from 0 a calibrated layer is much better, and equal to its formula."""
+    mha, x = peaked(1.0, E, H), draw(2, 150, E, scale=0.7) + 1.5 * draw(E, seed=8)
+    layer = make_performer(mha, 24)
+    before = layer.approximation_error(x, is_causal=causal)
+    layer.calibrate_(x)
+    after = layer.approximation_error(x, is_causal=causal)
+    assert after.layer < 0.7 * before.layer
+    mask = torch.zeros(2, 150, dtype=torch.bool)
+    mask[0, 90:120] = masked
+    exponent = torch.zeros(2, 150).masked_fill(mask, -math.inf) if masked else None
+    with torch.set_grad_enabled(grad):
+        out = layer(x, x, x, key_padding_mask=mask if masked else None, is_causal=causal)[0]
+    assert rms_error(out, formed(layer, x, x, x, exponent, causal).detach()) < 1e-5
+    if causal:
+        other = x.clone()
+        other[:, 100:] = math.nan
+        with torch.set_grad_enabled(grad):
+            after = layer(other, other, other, key_padding_mask=mask if masked else None, is_causal=True)[0]
+        assert torch.equal(out[:, :100], after[:, :100])
+
+
+def test_what_calibration_sets():
+    x = draw(2, 60, E) + 1
+    layer = make_performer(peaked(1.0, E, H), 24).calibrate_(x[0])
+    unbatched = layer.center.clone()
+    layer.batch_first = False
+    assert_close(layer.calibrate_(x[:1].transpose(0, 1)).center, unbatched)
+    q = nn.functional.linear(x[0], layer.Wq, layer.bq).unflatten(-1, (H, -1)).mean(0) * (E // H) ** -0.25
+    assert_close(layer.center[:, 0], q.detach())
+    oprf = attention_of("oprf").calibrate_(x)
+    q, k = (
+        nn.functional.linear(x, W, b).unflatten(-1, (H, -1)).flatten(0, 1) * (E // H) ** -0.25
+        for W, b in ((oprf.Wq, oprf.bq), (oprf.Wk, oprf.bk))
+    )
+    assert oprf.feature_norm == pytest.approx((q[:, None] + k[None]).square().sum(-1).mean().item(), rel=1e-4)
+    for kernel in ("softmax", "taylor"):
+        with pytest.raises(ValueError, match=f"{kernel}.* has nothing to calibrate: use 'hermite' or 'oprf'"):
+            attention_of(kernel).calibrate_(x)
+
+
+def test_balanced_directions_keep_inner_products():
+    of_q, of_k = (a @ a.mT for a in (draw(2, 6, 9, dtype=torch.float64), draw(2, 6, 9, seed=2, dtype=torch.float64)))
+    to_q, to_k = balanced_directions(of_q, of_k, 6).chunk(2, 1)
+    assert (to_q.mT @ to_k - torch.eye(6)).abs().max() < 1e-12
+    moments = to_q @ of_q @ to_q.mT, to_k @ of_k @ to_k.mT
+    scale = moments[0].diagonal(dim1=-2, dim2=-1).amax()
+    assert (moments[0] - moments[1]).abs().max() < 0.02 * scale  # a ridge of a thousandth was added
+    assert [hermite_rank(m, 8) for m in (1, 9, 10, 11, 12, 15, 45, 99)] == [0, 0, 1, 1, 2, 3, 8, 8]
+
+
+def test_the_error_is_that_of_the_formula():
+    layer, x = attention_of("relu"), draw(2, 30, E, scale=2.0)
+    mask_free = copy.deepcopy(layer)
+    with torch.no_grad():  # what the heads put out
+        mask_free.W0.copy_(torch.eye(E))
+    mha = nn.MultiheadAttention(E, H, batch_first=True)
+    with torch.no_grad():
+        mha.in_proj_weight.copy_(torch.cat((layer.Wq, layer.Wk, layer.Wv)))
+        mha.out_proj.weight.copy_(torch.eye(E))
+    for causal in (False, True):
+        mask = nn.Transformer.generate_square_subsequent_mask(30) if causal else None
+        exact = mha(x, x, x, need_weights=False, attn_mask=mask, is_causal=causal)[0][0]
+        v = x[0] @ layer.Wv.mT
+        mean = v.cumsum(0) / torch.arange(1, 31)[:, None] if causal else v.mean(0).expand_as(v)
+        error = layer.approximation_error(x, is_causal=causal)
+        ours = mask_free(x[:1], x[:1], x[:1], is_causal=causal)[0][0]
+        for found, output in ((error.layer, ours), (error.mean_of_values, mean)):
+            assert found == pytest.approx(((output - exact).norm() / exact.norm()).item(), rel=1e-3)
+
+
+def test_a_map_that_is_worse_than_the_mean_warns_once():
+    x = draw(1, 100, 64)
+    layer = make_performer(peaked(1.0), 16, kernel_fn="softmax", seed=0)
+    layer(x[:, :10], x[:, :10], x[:, :10])  # too short to tell
+    with pytest.warns(NumericalWarning, match=r"'softmax' features .* worse than the mean .*use kernel_fn='hermite'"):
+        expected = layer(x, x, x)[0]
+    assert torch.equal(layer(x, x, x)[0], expected)
+    compiled = make_performer(peaked(1.0), 16, kernel_fn="softmax", seed=0)
+    out = torch.compile(compiled, fullgraph=True, backend="eager")(x, x, x)[0]
+    assert_close(out, expected.double())
+    trained = RandMultiHeadAttention(64, 4, 16, kernel_fn="softmax", seed=0)
+    trained(x, x, x)  # imitates nothing
+
+
+def test_checkpoints_of_the_former_default():
+    """A layer without kernel_fn takes the map of random features from a checkpoint, and keeps its own otherwise."""
+    old, x = attention_of("softmax"), draw(2, 9, E)
+    torch.manual_seed(1)
+    layer = RandMultiHeadAttention(E, H, 24)
+    assert layer.kernel_fn == "hermite"
+    layer.load_state_dict(old.state_dict())
+    assert layer.kernel_fn == "softmax"
+    assert torch.equal(layer(x, x, x)[0], old(x, x, x)[0])
+    layer.load_state_dict(old.state_dict())
+    fitted = make_performer(peaked(1.0, E, H), 24).calibrate_(x + 1)
+    again = RandMultiHeadAttention(E, H, 24)
+    again.load_state_dict(fitted.state_dict())
+    assert again.kernel_fn == "hermite"
+    assert torch.equal(again(x, x, x)[0], fitted(x, x, x)[0])
+    again.reset_parameters()
+    assert not again.center.any()
+    with pytest.raises(RuntimeError, match="size mismatch for directions"):
+        attention_of("hermite").load_state_dict(old.state_dict())
 
 
 def test_positive_features_are_unbiased():
@@ -365,12 +523,12 @@ def test_dropout_is_applied_to_what_is_projected():
 
 def test_random_state_is_left_alone_and_layers_differ():
     torch.manual_seed(5)
-    a, b = RandMultiHeadAttention(E, H, 8), RandMultiHeadAttention(E, H, 8)
+    a, b = RandMultiHeadAttention(E, H, 12), RandMultiHeadAttention(E, H, 12)
     assert not torch.equal(a.Wq, b.Wq)
     assert not torch.equal(a.directions, b.directions)
     assert a.seed != b.seed
     torch.manual_seed(5)
-    again = RandMultiHeadAttention(E, H, 8)
+    again = RandMultiHeadAttention(E, H, 12)
     assert torch.equal(again.directions, a.directions)
     state = torch.get_rng_state()
     again.redraw_features_()

@@ -27,7 +27,6 @@ from panther.distributed.tensor._module import (
 )
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention
-from panther.nn.attention._features import orthogonal_gaussian
 
 
 class HeadwiseAttention(ShardedModule):
@@ -57,10 +56,13 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend with this rank's heads, and sum."""
         bias, directions = self.local("b0"), self.local("directions")
+        center = self.local("center") if "center" in self._buffers else None
         query, key, value = self.enter(query, key, value)
         with local_parameters(self):
             # The bias is added once, after the sum. Parameters are found before the buffer of the same name.
             self._parameters.update(b0=None, directions=directions)
+            if "center" in self._buffers:
+                self._parameters.update(center=center)
             output, _ = super().forward(query, key, value, *args, **kwargs)
         output = all_reduce(output, group=self.tp_group)
         return (output if bias is None else output + bias.to(output.dtype)), None
@@ -71,13 +73,8 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
     def _draw_directions(self) -> None:
         if self.directions is None:
             return
-        _, rows, d = self.directions.shape
-        # Two streams a draw, as in the unsharded layer: a rank's directions are those of its heads there.
-        drawn = orthogonal_gaussian(
-            rows, d, heads=self.num_heads, seed=self.seed, stream=2 * self._draws, only=self.local_heads
-        )
-        with torch.no_grad():
-            self.local("directions").copy_(drawn)
+        with torch.no_grad():  # a rank's directions are those of its heads in the unsharded layer
+            self.local("directions").copy_(self._drawn(self.local_heads))
 
 
 class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
@@ -181,6 +178,8 @@ def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         shard_parameter_(module.get_submodule(owner), own_name, mesh, kind.placement(name))
     if isinstance(module, RandMultiHeadAttention) and module.directions is not None:
         module.directions = distribute(module.directions, mesh, Shard(0))
+        if "center" in module._buffers:
+            module.center = distribute(module.center, mesh, Shard(0))
     return module
 
 

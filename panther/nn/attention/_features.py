@@ -20,14 +20,17 @@ __all__ = [
     "check_inputs",
     "is_causal_mask",
     "key_exponent",
+    "no_autocast",
     "optimal_shift",
     "orthogonal_gaussian",
     "positive_features",
+    "products",
     "relu_features",
     "taylor_features",
 ]
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -93,6 +96,15 @@ def relu_features(x: Tensor, directions: Tensor) -> Tensor:  # (*batch, heads, n
     return torch.relu(x @ directions.to(x.dtype).mT) + _RELU_FLOOR
 
 
+def products(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, d (d + 1) / 2)
+    """Return all products of two entries, each once, in the order of ``torch.triu_indices``.
+
+    By slices: to gather both factors takes four times as long.
+    """
+    d = x.shape[-1]
+    return torch.cat([x[..., i : i + 1] * x[..., i:] for i in range(d)], -1) if d else x
+
+
 def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (d + 1) / 2)
     r"""Return features with :math:`\phi(x) \cdot \phi(y) = 1 + x \cdot y + (x \cdot y)^2 / 2`, a Taylor polynomial.
 
@@ -102,7 +114,13 @@ def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (
     d = x.shape[-1]
     i, j = torch.triu_indices(d, d, device=x.device)
     weight = torch.where(i == j, math.sqrt(0.5), 1.0).to(x.dtype)
-    return torch.cat((x.new_ones(*x.shape[:-1], 1), x, x[..., i] * x[..., j] * weight), -1)
+    return torch.cat((x.new_ones(*x.shape[:-1], 1), x, products(x) * weight), -1)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast; the meta device has none."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def check_inputs(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:

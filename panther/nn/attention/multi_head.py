@@ -12,20 +12,25 @@ from torch import Tensor, nn
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn._sketch_record import read_integers
 from panther.nn._sketched import keep_own_forward
+from panther.nn.attention._check import ApproximationError, errors_beside_mean, is_plain, sample, warn_if_worse
 from panther.nn.attention._features import (
     check_inputs,
     is_causal_mask,
     key_exponent,
+    no_autocast,
     optimal_shift,
     orthogonal_gaussian,
     positive_features,
     relu_features,
     taylor_features,
 )
+from panther.nn.attention._hermite import balanced_directions, hermite_features, hermite_rank
 from panther.nn.functional import linear_attention
 from panther.sketch import check_seed
 
-_KERNELS = ("softmax", "oprf", "relu", "taylor")
+# Fewer say too little about an approximation.
+_LEAST_KEYS = 32
+_KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")
 
 
 class _NotATensor:
@@ -50,6 +55,11 @@ class RandMultiHeadAttention(nn.Module):
     weights to return and no masks except for a causal one and one of keys. Queries and keys are projected, split into
     heads, divided by :math:`d^{1/4}` (d the head's width), and mapped:
 
+    ``"hermite"``
+        The default, by measured error: a polynomial of each query's logits about their mean over the keys it sees, of
+        first order, and of second order in r directions, as many as ``num_random_features`` allows in
+        :math:`1 + d + r(r+1)/2` features. It uses no fewer than 1 + d, and needs no randomness. With large logits it
+        falls back to the mean of the values. :meth:`calibrate_` fits its directions and means to data.
     ``"softmax"``
         FAVOR+: positive orthogonal random features of the exponential kernel.
     ``"oprf"``
@@ -59,7 +69,7 @@ class RandMultiHeadAttention(nn.Module):
         ReLU features: not an approximation of the softmax; for layers trained with them.
     ``"taylor"``
         The second-order Taylor polynomial of the exponential, :math:`1 + d + d(d+1)/2` features without any randomness
-        (``num_random_features`` is not used): by far the most accurate while logits stay below about 1.
+        (``num_random_features`` is not used): accurate while logits stay below about 1, and far off above.
 
     In causal attention an output does not depend on later positions in any bit, whatever they hold. A masked or padded
     key has no influence at all.
@@ -70,11 +80,13 @@ class RandMultiHeadAttention(nn.Module):
     Args:
         embed_dim: Width of queries and of the output.
         num_heads: Number of heads; must divide ``embed_dim``.
-        num_random_features: Number of features of each head.
+        num_random_features: Number of features of each head; for ``"hermite"`` the most, or 1 + d.
         dropout: Probability with which inputs of the output projection are zeroed in training; the attention weights,
             which nn.MultiheadAttention drops, are never formed here.
         bias: Whether projections have biases.
-        kernel_fn: ``"softmax"``, ``"oprf"``, ``"relu"`` or ``"taylor"``.
+        kernel_fn: ``"hermite"``, ``"softmax"``, ``"oprf"``, ``"relu"`` or ``"taylor"``. None is ``"hermite"``, until a
+            checkpoint is loaded whose ``directions`` are those of random features, as older versions' default layers
+            have: the layer is ``"softmax"`` from then on.
         iscausal: Whether a position attends to itself and earlier ones only, unless the call gives ``is_causal``.
             nn.TransformerEncoderLayer and nn.TransformerDecoderLayer always give it: pass the mask to those.
         SRPE: A module that maps per-head queries and keys to ones that carry their relative positions, such as
@@ -94,7 +106,9 @@ class RandMultiHeadAttention(nn.Module):
         Wq, Wk, Wv, W0: Projections in nn.Linear's layout, (out, in).
         bq, bk, bv, b0: Their biases, or None.
         directions: Random directions (num_heads, features, head width or that of the results of ``SRPE``), in the
-            state_dict; None for ``"taylor"``.
+            state_dict; None for ``"taylor"``. For ``"hermite"`` r directions of queries, then r of keys.
+        center: For ``"hermite"``, vectors (num_heads, 2, width) subtracted from scaled queries and keys, 0 until
+            :meth:`calibrate_` sets them, in the state_dict. The softmax they approximate does not depend on them.
         feature_norm: For ``"oprf"``, the expected :math:`\|q + k\|^2` of scaled queries and keys; saved with the rest.
 
     Raises:
@@ -117,6 +131,7 @@ class RandMultiHeadAttention(nn.Module):
     in_proj_bias = None  # read by nn.TransformerEncoder(Layer), which then does not take its fast path
     in_proj_weight = out_proj = _NotATensor()
     directions: Tensor | None
+    center: Tensor
     bq: nn.Parameter | None
     bk: nn.Parameter | None
     bv: nn.Parameter | None
@@ -130,7 +145,7 @@ class RandMultiHeadAttention(nn.Module):
         *,
         dropout: float = 0.0,
         bias: bool = True,
-        kernel_fn: str = "softmax",
+        kernel_fn: str | None = None,
         iscausal: bool = False,
         SRPE: nn.Module | None = None,
         kdim: int | None = None,
@@ -148,6 +163,8 @@ class RandMultiHeadAttention(nn.Module):
             raise ShapeError(f"num_heads={num_heads} must divide embed_dim={embed_dim}: change one of them")
         self.head_dim = embed_dim // num_heads
         self.num_random_features = check_size("num_random_features", num_random_features, least=1)
+        self._default_kernel = kernel_fn is None
+        kernel_fn = "hermite" if kernel_fn is None else kernel_fn
         if kernel_fn not in _KERNELS:
             raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, _KERNELS))}")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float):
@@ -179,7 +196,12 @@ class RandMultiHeadAttention(nn.Module):
             self.register_parameter(name, parameter(embed_dim) if bias else None)
         self.feature_width = getattr(SRPE, "num_realizations", self.head_dim)
         self.feature_norm = self.head_dim**0.5
-        shape = (num_heads, self.num_random_features, self.feature_width)
+        rows = self.num_random_features
+        self._centered = self._unchecked = False
+        if kernel_fn == "hermite":
+            rows = 2 * hermite_rank(rows, self.feature_width)
+            self.register_buffer("center", torch.zeros(num_heads, 2, self.feature_width, dtype=dtype, device=device))
+        shape = (num_heads, rows, self.feature_width)
         self.register_buffer(
             "directions", None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
         )
@@ -199,6 +221,9 @@ class RandMultiHeadAttention(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
         self._draws = self._forwards = 0
+        if self.kernel_fn == "hermite":
+            nn.init.zeros_(self.center)
+        self._centered = False
         self._draw_directions()
 
     def redraw_features_(self) -> Self:
@@ -208,12 +233,19 @@ class RandMultiHeadAttention(nn.Module):
         return self
 
     def _draw_directions(self) -> None:
-        if self.directions is None:
-            return
-        heads, rows, d = self.directions.shape
-        drawn = orthogonal_gaussian(rows, d, heads=heads, seed=self.seed, stream=2 * self._draws)
-        with torch.no_grad():
-            self.directions.copy_(drawn)
+        if self.directions is not None:
+            with torch.no_grad():
+                self.directions.copy_(self._drawn())
+
+    def _drawn(self, only: range | None = None) -> Tensor:
+        """Return the directions of the present draw, of these heads; those of "hermite" are orthonormal."""
+        assert self.directions is not None
+        _, rows, d = self.directions.shape
+        stream = 2 * self._draws  # each draw takes two streams
+        if self.kernel_fn != "hermite":
+            return orthogonal_gaussian(rows, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
+        drawn = orthogonal_gaussian(rows // 2, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
+        return nn.functional.normalize(drawn, dim=-1).repeat(1, 2, 1)
 
     def get_extra_state(self) -> Tensor:
         """Return the seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``."""
@@ -228,19 +260,130 @@ class RandMultiHeadAttention(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, with the ``projection_matrix`` of other libraries, one for all heads, in the place of directions."""
-        shared = state_dict.get(f"{prefix}projection_matrix")
-        if self.directions is not None and isinstance(shared, Tensor) and f"{prefix}directions" not in state_dict:
-            if shared.shape != self.directions.shape[1:]:
+        shared, own = (state_dict.get(prefix + name) for name in ("projection_matrix", "directions"))
+        if self._default_kernel and self.kernel_fn == "hermite" and f"{prefix}center" not in state_dict:
+            found = own if own is not None else shared
+            if isinstance(found, Tensor) and found.shape[-2:] == (self.num_random_features, self.feature_width):
+                self._become_softmax_()
+        if self.directions is not None and isinstance(shared, Tensor) and own is None:
+            if self.kernel_fn == "hermite" or shared.shape != self.directions.shape[1:]:
                 args[-1].append(
                     f"RandMultiHeadAttention {prefix[:-1]!r} cannot take a projection_matrix of shape "
                     f"{tuple(shared.shape)}: it must be (num_random_features, feature width) = "
-                    f"{tuple(self.directions.shape[1:])}, so build the layer with num_random_features={len(shared)}"
+                    f"{(self.num_random_features, self.feature_width)}, so build the layer with kernel_fn='softmax' "
+                    f"and num_random_features={len(shared)}"
                 )
                 return
             state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}projection_matrix"}
             state_dict[f"{prefix}directions"] = shared.expand_as(self.directions)
             state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._note_center()
+
+    def _become_softmax_(self) -> None:
+        """Become what a layer without a ``kernel_fn`` was when its checkpoint was written."""
+        self.kernel_fn = "softmax"
+        old = self.directions
+        assert old is not None
+        self.directions = old.new_empty(self.num_heads, self.num_random_features, self.feature_width)
+        del self.center
+
+    def _note_center(self) -> None:
+        # Known without looking at the tensor in each forward, which would wait for a GPU.
+        hermite = self.kernel_fn == "hermite"
+        self._centered = hermite and not self.center.is_meta and bool((self.center != 0).any())
+
+    @torch.no_grad()
+    def calibrate_(self, query: Tensor, key: Tensor | None = None) -> Self:
+        """Fit the feature map to inputs: ``"hermite"``'s centers and directions, ``"oprf"``'s ``feature_norm``.
+
+        Means of queries and keys are subtracted, which changes nothing in a softmax and makes logits small, and the
+        second order goes to the directions in which the logits vary most. In a pretrained model this is what makes
+        features useful. The weights stay. Call it again to fit to other inputs: nothing is accumulated.
+
+        Args:
+            query: Queries, as for a call; a few hundred positions are enough.
+            key: Keys; None takes the queries.
+
+        Raises:
+            ValueError: If the layer's kernel has nothing to fit.
+
+        Example:
+            >>> import torch
+            >>> layer = RandMultiHeadAttention(64, 4, 32, seed=0)
+            >>> layer = layer.calibrate_(torch.randn(2, 100, 64))
+        """
+        if self.kernel_fn not in ("hermite", "oprf"):
+            raise ValueError(f"kernel_fn={self.kernel_fn!r} has nothing to calibrate: use 'hermite' or 'oprf'")
+        key = query if key is None else key
+        q, k = self._projected(query, key)
+        root = self.head_dim**-0.25
+        q, k = (x.transpose(0, 1).flatten(1, 2).double() * root for x in (q, k))  # (H, N n, d)
+        if self.kernel_fn == "oprf":
+            norms = q.square().sum(-1).mean() + k.square().sum(-1).mean() + 2 * (q.mean(1) * k.mean(1)).sum(-1).mean()
+            self.feature_norm = norms.item()
+            return self
+        assert self.directions is not None
+        means = torch.stack((q.mean(1), k.mean(1)), 1)
+        q, k = q - means[:, :1], k - means[:, 1:]
+        self.center.copy_(means)
+        self._note_center()
+        of_q, of_k = q.mT @ q / q.shape[1], k.mT @ k / k.shape[1]
+        self.directions.copy_(balanced_directions(of_q, of_k, self.directions.shape[1] // 2))
+        return self
+
+    @torch.no_grad()
+    def approximation_error(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        is_causal: bool | None = None,
+    ) -> ApproximationError:
+        """Measure how far this layer is from softmax attention with its weights, on the first 256 positions given.
+
+        Args:
+            query: Queries, as for a call.
+            key: Keys; None takes the queries.
+            value: Values; None takes the keys.
+            is_causal: None means the constructor's ``iscausal``.
+
+        Returns:
+            Relative errors of the heads' outputs: ``layer``, that of the layer, and ``mean_of_values``, that of giving
+            all keys the same weight. A layer whose error is the larger is worse than no attention.
+
+        Cost: softmax attention of 256 positions.
+
+        Example:
+            >>> import torch
+            >>> mha = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+            >>> layer = RandMultiHeadAttention.from_mha(mha, 128)
+            >>> error = layer.approximation_error(torch.randn(2, 100, 64))
+            >>> error.layer < error.mean_of_values
+            True
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        check_inputs(self, query, key, value, None)
+        q, k = self._projected(query, key)
+        value = value[None] if value.dim() == 2 else value if self.batch_first else value.transpose(0, 1)
+        causal = self.iscausal if is_causal is None else is_causal
+        return self._errors(*sample(q, k, self._heads(value, self.Wv, self.bv), None), causal)
+
+    def _errors(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> ApproximationError:
+        ours = self._attend(q, k, v, exponent, causal)
+        root = self.head_dim**-0.25
+        return errors_beside_mean(q * root, k * root, v, exponent, causal, ours)
+
+    def _projected(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys by heads, with their relative positions, not yet scaled."""
+        if query.dim() == 2:
+            query, key = query[None], key[None]
+        elif not self.batch_first:
+            query, key = query.transpose(0, 1), key.transpose(0, 1)
+        q, k = self._heads(query, self.Wq, self.bq), self._heads(key, self.Wk, self.bk)
+        return (q, k) if self.SRPE is None else self.SRPE(q, k)
 
     def forward(
         self,
@@ -299,10 +442,11 @@ class RandMultiHeadAttention(nn.Module):
         k, v = self._heads(key, self.Wk, self.bk), self._heads(value, self.Wv, self.bv)  # (N, H, S, d)
         if self.SRPE is not None:
             q, k = self.SRPE(q, k)
-        phi_q, phi_k, scale = self._features(q, k)
-        if exponent is not None:
-            scale = (exponent if scale is None else scale + exponent).expand(phi_k.shape[:-1])
-        output = linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+        if self._unchecked and is_plain(q) and k.shape[-2] >= _LEAST_KEYS:
+            self._unchecked = False
+            with torch.no_grad():
+                warn_if_worse(self, self._errors(*sample(q, k, v, exponent), causal))
+        output = self._attend(q, k, v, exponent, causal)
         output = F.dropout(output.transpose(1, 2).flatten(2), self.dropout, self.training)
         output = F.linear(output, self.W0, self.b0)
         if not batched:
@@ -312,13 +456,27 @@ class RandMultiHeadAttention(nn.Module):
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H, n, d)
         return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
+        """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled."""
+        root = self.head_dim**-0.25
+        # Contiguous: a product of strided heads with few directions takes up to 6 times as long.
+        dtype, q, k = q.dtype, (q * root).contiguous(), (k * root).contiguous()
+        if self.kernel_fn == "hermite":
+            assert self.directions is not None
+            center = self.center if self._centered else None
+            phi_q, phi_k, scale = hermite_features(q, k, self.directions, center, exponent, causal)
+            with no_autocast(v.device):  # it would cast the features, which must not be rounded
+                return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+        phi_q, phi_k, scale = self._features(q, k, dtype)
+        if exponent is not None:
+            scale = (exponent if scale is None else scale + exponent).expand(phi_k.shape[:-1])
+        return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+
+    def _features(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return features of queries and keys, and the keys' exponents in float32.
 
         Features of float16 inputs stay in float32: with large logits most are far below the smallest float16 number.
         """
-        root = self.head_dim**-0.25
-        dtype, q, k = q.dtype, q * root, k * root
         if self.kernel_fn == "taylor":
             return taylor_features(q), taylor_features(k), None
         assert self.directions is not None
@@ -380,7 +538,19 @@ class RandMultiHeadAttention(nn.Module):
                 biases = (*mha.in_proj_bias.chunk(3), mha.out_proj.bias)
                 for bias, source in zip((layer.bq, layer.bk, layer.bv, layer.b0), biases, strict=True):
                     bias.copy_(source)  # type: ignore[union-attr]
+            layer._align_with_weights()
+        layer._unchecked = True
         return layer.train(mha.training)
+
+    def _align_with_weights(self) -> None:
+        """Choose the directions in which logits would vary most if inputs were white noise."""
+        if self.kernel_fn != "hermite" or self.SRPE is not None or self.Wq.is_meta:
+            return
+        assert self.directions is not None
+        root = self.head_dim**-0.25
+        W_q, W_k = (W.double().unflatten(0, (self.num_heads, -1)) * root for W in (self.Wq, self.Wk))
+        directions = balanced_directions(W_q @ W_q.mT, W_k @ W_k.mT, self.directions.shape[1] // 2)
+        self.directions.copy_(directions)
 
 
 make_performer = RandMultiHeadAttention.from_mha
