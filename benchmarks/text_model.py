@@ -35,11 +35,11 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward part, each after a norm and added to what came in."""
+    """Attention, causal or not, and a feed-forward part, each after a norm and added to what came in."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, causal: bool = True) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.causal = shape.heads, causal
         self.norm_1, self.norm_2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
         self.q, self.k, self.v, self.o = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, shape.width)
@@ -53,7 +53,8 @@ class Block(nn.Module):
         """Map ``(batch, context, width)`` to the same shape."""
         h = self.norm_1(x)
         q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, context, width/heads)
+        # (batch, heads, context, width / heads)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm_2(x))))
 
@@ -79,13 +80,16 @@ class TextModel(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def twin(shape: Shape, kept: float) -> Shape:
-    """Return the narrower shape of as many numbers in all as ``shape`` has once its layers keep ``kept`` of theirs."""
+def twin(shape: Shape, kept: float, beside: int | None = None) -> Shape:
+    """Return the narrower shape of as many numbers in all as ``shape`` has once its layers keep ``kept`` of theirs.
+
+    ``beside`` is how many numbers for each feature a model has outside its blocks; None is what TextModel has.
+    """
+    outside = (SYMBOLS + shape.context if beside is None else beside) / shape.layers
     layers = kept * (4 * shape.width**2 + 2 * shape.width * shape.hidden)
-    room = layers + 5 * shape.width + shape.hidden + (SYMBOLS + shape.context) * shape.width / shape.layers
+    room = layers + 5 * shape.width + shape.hidden + outside * shape.width
     width = int(shape.width * math.sqrt(kept)) // shape.heads * shape.heads
-    beside = 4 * width**2 + 5 * width + (SYMBOLS + shape.context) * width / shape.layers
-    return replace(shape, width=width, hidden=int((room - beside) / (2 * width + 1)))
+    return replace(shape, width=width, hidden=int((room - 4 * width**2 - (5 + outside) * width) / (2 * width + 1)))
 
 
 def gather(limit: int | None = None) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import compression, distributed, errors, kernels, linalg, nn, sketch, train
+    from . import compression, distributed, errors, kernels, linalg, nn, optim, sketch, train
     from .compression import CompressionReport, HealConfig, SketchConfig, compress, sketch_layers_
     from .distributed import choose_parallelism_strategy, plan_parallelism
     from .nn.io import load_compressed, save_compressed
     from .nn.linear import fuse_
 
 # PEP 562: modules are imported when they are first used, so that `panther --version` does not wait for torch.
-_MODULES = ("nn", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors")
+_MODULES = ("nn", "optim", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors")
 _FUNCTIONS_AND_CLASSES = {
     "CompressionReport": "compression",
     "HealConfig": "compression",
@@ -47,6 +47,7 @@ __all__ = [
     "linalg",
     "load_compressed",
     "nn",
+    "optim",
     "plan_parallelism",
     "save_compressed",
     "sketch",

@@ -9,7 +9,17 @@ import torch
 
 pytestmark = pytest.mark.tool
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-MODULES = ("harness", "text_model", "trials", "trial_encoder", "trial_digits", "trial_train")
+MODULES = (
+    "harness",
+    "text_model",
+    "trials",
+    "trial_encoder",
+    "trial_digits",
+    "trial_train",
+    "scratch_tasks",
+    "scratch_forms",
+    "trial_scratch",
+)
 
 
 @pytest.fixture
@@ -52,6 +62,35 @@ def test_the_better_metric_keeps_more_of_a_convolutional_net(trial):
     assert rows["original"]["accuracy"] > 0.95
     assert rows["two_sided"]["kl"] < rows["svd"]["kl"] < rows["random"]["kl"]
     assert rows["two_sided"]["accuracy"] > rows["random"]["accuracy"]
+
+
+def test_training_from_scratch_compares_forms_of_equal_bytes(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trial_scratch = importlib.import_module("trial_scratch")
+        task, _ = importlib.import_module("scratch_tasks").image_tasks(True)
+        found = [part for name in ("AdamW", "Muon") for part in trial_scratch.run(task, name, "quick")]
+    finally:
+        torch.set_num_threads(threads)
+        for name in MODULES:
+            sys.modules.pop(name, None)
+    rows = [row for part, _ in found for row in part]
+    cases = {(row["optimizer"], row["form"]): row for row in rows if row["equal"] == "steps"}
+    for optimizer in ("AdamW", "Muon"):
+        sketched, low_rank, narrower, twice, dense = (
+            cases[optimizer, form] for form in ("sketched", "low rank", "dense, narrower", "low rank, twice R", "dense")
+        )
+        for other in (low_rank, narrower):
+            assert abs(other["stored_bytes"] / sketched["stored_bytes"] - 1) < 0.05
+            assert abs(other["gradient_bytes"] / sketched["gradient_bytes"] - 1) < 0.05
+        assert abs(twice["linear_flops"] / sketched["linear_flops"] - 1) < 0.05
+        assert dense["stored_bytes"] > twice["stored_bytes"] > sketched["stored_bytes"]
+    assert cases["Muon", "sketched"]["loss"] != cases["AdamW", "sketched"]["loss"]
+    assert cases["Muon", "sketched"]["optimizer_bytes"] < 0.7 * cases["AdamW", "sketched"]["optimizer_bytes"]
+    assert {point["step"] for _, curve in found for point in curve} >= {10}
 
 
 @pytest.mark.torture

@@ -1,0 +1,259 @@
+r"""AdamW whose updates of chosen matrices are orthogonalised, for sketched layers that are trained from scratch.
+
+A factor of a sketched layer is a tall or a wide matrix. The orthogonalised update of a matrix M (m, n) with momentum
+:math:`M = P \Sigma Q^T` is :math:`P Q^T`: all its singular values are 1, so that every direction the factor can learn
+is learned at the same pace, and the change of the layer's weight :math:`s\,(\Delta S_1 U_1 + U_2 \Delta S_2)` has a
+known size, as U1 and U2 are fixed. It is the update of Muon (K. Jordan et al., 2024), applied to the factors of a
+factorised weight as in Spectron (2026, arXiv:2602.12429), which for plain low rank also limits the product.
+"""
+
+__all__ = ["MuonAdamW", "orthogonalize", "param_groups"]
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from panther.errors import ShapeError
+from panther.nn._sketched import SketchedModule
+
+# Coefficients of Muon's polynomial a s + b s^3 + c s^5, whose slope at 0 is steep: five rounds bring the singular
+# values from [0.01, 1] to about [0.7, 1.2], which serves as well as 1 does and costs half of the rounds.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_ROUNDS = 5
+_RMS = 0.2  # of the entries of an update at rate 1, which is what Adam's updates usually have
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    r"""Return matrices with the singular vectors of the given ones and singular values near 1, between 0.6 and 1.3.
+
+    The polynomial is applied to the Gram matrix of the smaller side, and multiplied by the matrix once:
+    :math:`M\,p_5(M^T M)`. Directions whose singular value is below a hundredth of the Frobenius norm come out smaller.
+
+    Args:
+        matrices: ``(*, m, n)``, any floating dtype.
+
+    Returns:
+        A tensor of the same shape and dtype; zero where the matrix is zero.
+
+    Raises:
+        ShapeError: If there are fewer than two dimensions.
+
+    Cost: ``4 m n r + 30 r^3`` flops for each matrix, r = min(m, n), in float32 or wider.
+
+    Example:
+        >>> import torch
+        >>> factor = torch.randn(256, 16) * torch.logspace(0, -1, 16)
+        >>> values = torch.linalg.svdvals(orthogonalize(factor))
+        >>> bool((values > 0.6).all() and (values < 1.3).all())
+        True
+    """
+    if matrices.dim() < 2:
+        raise ShapeError(f"orthogonalize takes matrices (*, m, n), not a tensor of shape {tuple(matrices.shape)}")
+    if matrices.shape[-2] < matrices.shape[-1]:
+        return orthogonalize(matrices.mT).mT
+    M = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+    norms = torch.linalg.matrix_norm(M, keepdim=True)
+    M = M / torch.where(norms > 0, norms, 1)
+    gram = M.mT @ M
+    product = eye = torch.eye(gram.shape[-1], dtype=M.dtype, device=M.device).expand_as(gram)
+    for left in range(_ROUNDS - 1, -1, -1):
+        p = _A * eye + _B * gram + _C * (gram @ gram)
+        product = p if product is eye else product @ p
+        if left:
+            gram = p @ gram @ p
+    return (M @ product).to(matrices.dtype)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    r"""AdamW, except that groups with ``orthogonalize=True`` get Muon's orthogonalised updates.
+
+    With the momentum :math:`M \leftarrow \mu M + G`, such a matrix changes by :math:`-0.2\,\eta \sqrt{\max(m, n)}\;
+    \mathrm{orthogonalize}(G + \mu M)`: entries as large as Adam's usually are at the learning rate :math:`\eta`. Weight
+    decay is decoupled in both. Make the groups by :func:`param_groups`.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        weight_decay: Of both.
+        momentum: Of the orthogonalised updates.
+        orthogonalize: Whether groups that do not say are orthogonalised.
+
+    Raises:
+        ValueError: If a setting is out of range.
+        ShapeError: If an orthogonalised group has a parameter that is not a matrix.
+
+    Cost: One number of state for each of an orthogonalised matrix, two for each of the others; and what
+    :func:`orthogonalize` costs, for all matrices of one shape at once.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 256, 8), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> optimizer = pr.optim.MuonAdamW(pr.optim.param_groups(model, lr=1e-3))
+        >>> model(torch.randn(4, 256)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        orthogonalize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"momentum": momentum, "orthogonalize": orthogonalize})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, after its settings are checked."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; returns the loss of the closure, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if group["orthogonalize"]:
+                self._step_orthogonalized(group, parameters)
+            elif parameters:
+                self._step_adamw(group, parameters)
+        return loss
+
+    def _step_orthogonalized(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        alike: dict[tuple[Any, ...], list[Tensor]] = {}
+        for p in parameters:
+            shape = tuple(p.shape) if p.shape[0] >= p.shape[1] else tuple(p.shape[::-1])
+            alike.setdefault((shape, p.dtype, p.device), []).append(p)
+        for (shape, _, _), matrices in alike.items():  # one call for all, as each is small
+            updates = []
+            for p in matrices:
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                gradient: Any = p.grad
+                buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+                update = gradient.add(buffer, alpha=group["momentum"])  # Nesterov's
+                updates.append(update if p.shape == shape else update.mT)
+            rate = group["lr"]
+            for p, update in zip(matrices, orthogonalize(torch.stack(updates)), strict=True):
+                p.mul_(1 - rate * group["weight_decay"])
+                p.add_(update if p.shape == shape else update.mT, alpha=-_RMS * rate * math.sqrt(shape[0]))
+
+    def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] |= {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        adamw(
+            parameters,
+            [p.grad for p in parameters],  # type: ignore[misc]
+            [self.state[p]["exp_avg"] for p in parameters],
+            [self.state[p]["exp_avg_sq"] for p in parameters],
+            [],
+            [self.state[p]["step"] for p in parameters],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    factor_lr: float | None = None,
+    weight_decay: float = 0.1,
+    include: Callable[[str, nn.Module], bool] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a model's trained parameters in groups for :class:`MuonAdamW`.
+
+    The groups are: the matrices of the included layers, which are orthogonalised; other tensors of two and more
+    dimensions (embeddings, dense layers); and vectors (biases, norms), without weight decay.
+
+    Args:
+        model: The model.
+        lr: Learning rate of what is not orthogonalised.
+        factor_lr: Learning rate of what is; None is 8 times ``lr``.
+        weight_decay: Of all but vectors, at the rate ``lr``: the orthogonalised matrices decay as fast as the others.
+        include: Whether the matrices of a layer are orthogonalised, from its name and the layer itself; None takes the
+            sketched layers. Embeddings and the last layer of a model should not be.
+
+    Returns:
+        The groups that are not empty; a parameter that is shared is in the first one that has it.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 256, 8), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> [(group["orthogonalize"], len(group["params"])) for group in param_groups(model)]
+        [(True, 2), (False, 1), (False, 2)]
+    """
+    factor_lr = 8 * lr if factor_lr is None else factor_lr
+    if include is None:
+        include = _is_sketched
+    chosen = {
+        p
+        for name, layer in model.named_modules()
+        if include(name, layer)
+        for p in layer.parameters(recurse=False)
+        if p.ndim == 2
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rest = {"lr": lr, "orthogonalize": False}
+    decay = weight_decay * lr / factor_lr if factor_lr else weight_decay
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in trained if p in chosen],
+            "lr": factor_lr,
+            "orthogonalize": True,
+            "weight_decay": decay,
+        },
+        {"params": [p for p in trained if p not in chosen and p.ndim > 1], **rest, "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], **rest, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _is_sketched(name: str, layer: nn.Module) -> bool:
+    return isinstance(layer, SketchedModule)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must be at least 0, not {group[name]}")
+    for name, values in (("betas", group["betas"]), ("momentum", (group["momentum"],))):
+        if not all(0 <= value < 1 for value in values):
+            raise ValueError(f"{name} must be in [0, 1), not {group[name]}")
+    if group["orthogonalize"]:
+        wrong = next((tuple(p.shape) for p in group["params"] if p.dim() != 2), None)
+        if wrong is not None:
+            raise ShapeError(
+                f"a group with orthogonalize=True takes matrices, not a parameter of shape {wrong}: make the groups "
+                "by panther.optim.param_groups(model)"
+            )
