@@ -1,11 +1,13 @@
-"""Compare SKLinear to nn.Linear, and to the optimum: two products on joined factors.
+"""Compare SKLinear, fused and not, to nn.Linear and to bare products on its factors.
 
+The *optimum* is two products on factors that were joined beforehand, *products* the four of a layer that is not fused.
 Forward runs without gradients; forward+backward computes those of the input and of everything that is trained (for the
 optimum, both joined factors). The smallest width shows the overhead of a call, whose products take next to no time.
 """
 
 __all__ = ["run"]
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +70,9 @@ def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device:
     return {
         "nn.Linear": _module(linear, exact_linear),
         "optimum": _joined(layer, exact_layer),
+        "products": _separate(layer, exact_layer),
         "SKLinear": _module(layer, exact_layer),
+        "SKLinear, fused": _module(copy.deepcopy(layer).fuse_(), exact_layer),
     }
 
 
@@ -86,6 +90,17 @@ def _joined(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:
         return torch.addmm(bias, x @ A, B)
 
     return Alternative(forward, [A, B, bias], [A, B, bias], exact)
+
+
+def _separate(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:
+    """Return the four products of the formula."""
+    S1, U1, S2, U2, bias = layer.S1, layer.U1, layer.S2, layer.U2, layer.bias
+    scale = layer.scale
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.addmm(torch.addmm(bias, x @ S1, U1, alpha=scale), x @ U2, S2, alpha=scale)  # type: ignore[arg-type]
+
+    return Alternative(forward, list(layer.parameters()), list(layer.state_dict().values()), exact)
 
 
 def _case(

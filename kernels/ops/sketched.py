@@ -1,6 +1,6 @@
 """The sketched product, by the fastest order or kernel for the operands; see ``_crossover`` for which and why."""
 
-__all__ = ["sketched_matmul"]
+__all__ = ["prefers_joined", "sketched_matmul"]
 
 from typing import Any
 
@@ -76,6 +76,17 @@ def sketched_matmul(
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     product = torch_orders.JoinedProduct.apply if torch.is_grad_enabled() else torch_orders.JoinedProduct.forward
     return product(x, S1, U1, S2, U2, bias, scale)[0]
+
+
+def prefers_joined(x: Tensor, rank: int) -> bool:
+    """Return whether two library products on factors that are joined already are the best order for ``x``.
+
+    They are wherever the choice is between library products. A Triton kernel that is chosen splits few rows over the
+    whole device, or keeps the inner rows in registers, which library products do not.
+    """
+    if x.is_cpu or torch.compiler.is_compiling() or not use_triton(_NAME, x.device):
+        return True
+    return choose_path(x.shape[0], rank, triton=x.dtype in _DTYPES) in ("chain", "joined")
 
 
 def dense_signs(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The fused form of a sketched layer: its factors in two arrays, so that a forward takes two products and not four."""
 
-__all__ = ["FusibleModule", "needs_gradient"]
+__all__ = ["FusibleModule"]
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.kernels._cpu.sketched import product_of_joined
+from panther.kernels.ops.sketched import prefers_joined
 from panther.nn._sketched import SketchedModule
 
 
@@ -150,6 +151,13 @@ class _JoinedFactors:
         same = all(a is b and a.dtype is self.inner.dtype for a, b in zip(tensors, self.tensors, strict=True))
         return same and self.inner.device == tensors[0].device and self.holds(*tensors)
 
+    def serves(self, x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None) -> bool:
+        """Return whether these arrays hold the factors, no gradient is needed, and two products are the best order."""
+        if not self.holds(S1, U1, S2, U2) or not prefers_joined(x, len(S2)):
+            return False
+        tensors = (x, S1, U1, S2, U2, bias)
+        return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+
     def holds(self, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> bool:
         """Return whether these are the views: an assignment to ``.data``, or functional_call, puts others there."""
         if torch.compiler.is_compiling():  # tensors that are traced have no addresses
@@ -163,8 +171,3 @@ class _JoinedFactors:
 
 def _places(S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor) -> tuple[int, int, int, int]:
     return S1.data_ptr(), U1.data_ptr(), S2.data_ptr(), U2.data_ptr()
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether autograd would record a product of these tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from panther.errors import PerformanceWarning, ShapeError, check_flag, check_size
 from panther.kernels import pack_signs, sketched_matmul, unpack_signs
 from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
-from panther.nn._fused import FusibleModule, needs_gradient
+from panther.nn._fused import FusibleModule
 from panther.nn._sizes import default_low_rank, terms_and_rank
 from panther.nn.functional import sketched_linear
 
@@ -167,7 +167,7 @@ class SKLinear(FusibleModule):
             return None
         rows = x if len(shape) == 2 else x.reshape(math.prod(shape[:-1]), shape[-1])
         joined = self._joined
-        if joined is not None and joined.holds(S1, U1, S2, U2) and not needs_gradient(x, S1, U1, S2, U2, bias):
+        if joined is not None and joined.serves(rows, S1, U1, S2, U2, bias):
             output = joined.product(rows, bias)
         elif S2.dtype is U1.dtype is U2.dtype is dtype and (bias is None or bias.dtype is dtype):
             output = sketched_matmul(rows, S1, U1, S2, U2, bias, self.scale)
