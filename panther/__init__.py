@@ -12,7 +12,15 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import compression, distributed, errors, kernels, linalg, nn, optim, sketch, train
-    from .compression import CompressionReport, HealConfig, SketchConfig, compress, sketch_layers_
+    from .compression import (
+        CompressionReport,
+        HealConfig,
+        LinearizationReport,
+        SketchConfig,
+        compress,
+        linearize_,
+        sketch_layers_,
+    )
     from .distributed import choose_parallelism_strategy, plan_parallelism
     from .nn.io import load_compressed, save_compressed
     from .nn.linear import fuse_
@@ -22,10 +30,12 @@ _MODULES = ("nn", "optim", "sketch", "linalg", "kernels", "compression", "train"
 _FUNCTIONS_AND_CLASSES = {
     "CompressionReport": "compression",
     "HealConfig": "compression",
+    "LinearizationReport": "compression",
     "SketchConfig": "compression",
     "choose_parallelism_strategy": "distributed",
     "compress": "compression",
     "fuse_": "nn.linear",
+    "linearize_": "compression",
     "load_compressed": "nn.io",
     "plan_parallelism": "distributed",
     "save_compressed": "nn.io",
@@ -35,6 +45,7 @@ _FUNCTIONS_AND_CLASSES = {
 __all__ = [
     "CompressionReport",
     "HealConfig",
+    "LinearizationReport",
     "SketchConfig",
     "__version__",
     "choose_parallelism_strategy",
@@ -45,6 +56,7 @@ __all__ = [
     "fuse_",
     "kernels",
     "linalg",
+    "linearize_",
     "load_compressed",
     "nn",
     "optim",

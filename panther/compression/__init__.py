@@ -2,6 +2,7 @@
 
 from ._compress import compress, sketch_layers_
 from .config import HealConfig, SketchConfig
+from .linearization import LinearizationReport, LinearizedLayer, linearize_
 from .report import CompressionReport, HealResult, LayerReport
 from .targets import SkippedLayer
 
@@ -10,8 +11,11 @@ __all__ = [
     "HealConfig",
     "HealResult",
     "LayerReport",
+    "LinearizationReport",
+    "LinearizedLayer",
     "SketchConfig",
     "SkippedLayer",
     "compress",
+    "linearize_",
     "sketch_layers_",
 ]

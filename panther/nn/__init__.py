@@ -1,11 +1,12 @@
 """Sketched layers and their functional forms."""
 
 from . import functional
-from .attention import RandMultiHeadAttention, make_performer, sinSRPE
+from .attention import LearnedLinearAttention, RandMultiHeadAttention, make_performer, sinSRPE
 from .conv import SKConv1d, SKConv2d, SKConv3d
 from .linear import SKLinear, fuse_
 
 __all__ = [
+    "LearnedLinearAttention",
     "RandMultiHeadAttention",
     "SKConv1d",
     "SKConv2d",

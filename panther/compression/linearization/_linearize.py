@@ -1,0 +1,249 @@
+"""The function that converts a model's attention."""
+
+__all__ = ["linearize_"]
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther.compression._compress import _check_model
+from panther.compression.config import HealConfig
+from panther.compression.conversion import Replacement
+from panther.compression.linearization.fitting import FitConfig, Quality, fit, quality
+from panther.compression.linearization.report import LinearizationReport, LinearizedLayer
+from panther.compression.linearization.samples import Recorder, record, split_layers
+from panther.compression.linearization.survey import Found, find_attention, make_attention
+from panther.compression.measurement import _model_speedup
+from panther.compression.runner import Runner, calibrating
+from panther.compression.targets import Selector, SkippedLayer, replace_modules, swap_modules
+from panther.errors import CompressionError, check_size
+from panther.nn import LearnedLinearAttention
+from panther.nn.attention.linearized import convert_attention
+from panther.sketch import check_seed
+
+_MEMORY = 2**30
+
+
+def linearize_(
+    model: nn.Module,
+    calibration: Any = None,
+    *,
+    num_features: int = 64,
+    window: int = 64,
+    include: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] | None = None,
+    max_error: float | None = None,
+    steps: int = 300,
+    learning_rate: float = 3e-2,
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+    mask_fn: Callable[[Any], Tensor | None] | None = None,
+    heal: HealConfig | None = None,
+    samples_memory_bytes: int = _MEMORY,
+    seed: int | None = None,
+    measure_speed: bool = True,
+    progress: bool | None = None,
+) -> LinearizationReport:
+    r"""Convert a trained transformer's softmax attention to linear attention, in place, with learned feature maps.
+
+    Every converted module attends exactly within a window of its position, and to all other positions through
+    features whose products imitate :math:`e^{q \cdot k}`: see :class:`panther.nn.LearnedLinearAttention`. The features
+    of each module are learned from what its queries and keys are on a few unlabelled batches; no other parameter
+    changes, unless ``heal`` is given. Converted are nn.MultiheadAttention that attends from a sequence to itself, and
+    transformers' modules that take their attention function from its table (BERT, GPT-2, Llama, Qwen, ViT and many
+    more), causal or not, with grouped heads, rotary positions and masks of keys.
+
+    Args:
+        model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
+        calibration: Batches as for :func:`panther.compress`, of sequences longer than three windows, best as long as
+            those of later use. None converts without learning, for a state_dict of a converted model to be loaded.
+        num_features: Features of each head.
+        window: Positions in a block; a query sees its own block and the ones beside it exactly.
+        include: Only attention modules that match: a type, a glob of names, or a function of the module and its name;
+            or several.
+        exclude: No modules that match.
+        max_error: Keep the softmax of modules whose output has a larger relative error on the held-out batches.
+        steps: Steps of Adam for each module.
+        learning_rate: Peak of their schedule.
+        forward_fn: ``forward_fn(model, batch)`` returns the output, as for :func:`panther.compress`.
+        mask_fn: ``mask_fn(batch)`` returns which positions count in the output's error.
+        heal: Distil the original into the converted model afterwards; ``train="factors"`` trains the converted
+            modules' parameters, projections included.
+        samples_memory_bytes: Memory for recorded queries, keys and values; there are as many passes over the batches
+            as needed.
+        seed: Seed of centres, of the queries drawn, and of healing; None draws one from torch's default CPU generator.
+        measure_speed: Whether to time the model before and after.
+        progress: Whether to show progress on standard error; None shows it on a terminal.
+
+    Returns:
+        A report of every layer, with errors and speed; ``print`` shows it.
+
+    Raises:
+        CompressionError: If no module can be converted, the batches are too few or too short, or the model does not
+            run on them.
+        ShapeError: If a size is not positive.
+        ValueError: If an option is out of range.
+
+    Cost: a forward over the batches for each pass, then for each module and step the features of one sequence's keys
+    and the weights of 64 queries.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> _ = torch.manual_seed(0)
+        >>> layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> batches = list(torch.randn(8, 64, 32).split(2))
+        >>> report = pr.linearize_(model, batches, num_features=8, window=8, steps=20, seed=0, measure_speed=False)
+        >>> len(report.layers), report.measured_error < 0.1
+        (2, True)
+
+    References: M. Zhang et al., "The hedgehog and the porcupine: expressive linear attentions with softmax mimicry",
+    ICLR 2024, arXiv:2402.04347; M. Zhang et al., "LoLCATs: on low-rank linearizing of large language models", ICLR
+    2025, arXiv:2410.10254.
+    """
+    _check_model(model)
+    for name, size in (("num_features", num_features), ("window", window), ("steps", steps)):
+        check_size(name, size, least=1)
+    check_size("samples_memory_bytes", samples_memory_bytes, least=1)
+    if not learning_rate > 0 or (max_error is not None and not max_error > 0):
+        raise ValueError(f"learning_rate={learning_rate} and max_error={max_error} must be positive: 0.03 is usual")
+    if calibration is None and (heal is not None or max_error is not None):
+        raise ValueError(f"{'heal' if heal is not None else 'max_error'} needs calibration=, a list of batches")
+    if heal is not None:
+        if not isinstance(heal, HealConfig):
+            raise TypeError(f"heal must be a HealConfig, not {type(heal).__name__}")
+        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
+
+        healing.check_ranks(None)
+    found = find_attention(model, include, exclude)
+    new = {name: make_attention(module, num_features, window) for name, module in found.modules.items()}
+    replacement: Replacement = {module: convert_attention(module, new[name]) for name, module in found.modules.items()}
+    _check_found(found)
+    notes, healed, write_, speedup, error = list(found.notes), None, None, None, None
+    seed = check_seed(seed)
+    results = _Results()
+    if calibration is not None:
+        with torch.inference_mode(False), torch.enable_grad():
+            runner = Runner(model, calibration, forward_fn, mask_fn, None, progress)
+            with calibrating(model, seed):
+                options = FitConfig(steps, learning_rate)
+                results = _learn(runner, replacement, new, options, max_error, samples_memory_bytes, window, seed)
+                for name in results.reasons:
+                    del replacement[found.modules[name]], new[name]
+                _check_found(found, results.reasons)
+                (error,) = runner.errors([partial(replace_modules, model, replacement)], "error")
+                speedup = _model_speedup(runner, replacement) if measure_speed else None
+            _cast(replacement, new)
+            if heal is not None:
+                healed, write_ = healing.heal(runner, replacement, heal, seed=seed)
+                if healed.diverged:
+                    notes.append(f"healing diverged and ended at step {healed.steps}: use a lower learning_rate")
+    else:
+        _cast(replacement, new)
+    kinds = {name: type(module).__name__ for name, module in found.modules.items()}
+    report = LinearizationReport(
+        layers=tuple(
+            LinearizedLayer(
+                name, kinds[name], attention.num_heads, attention.head_dim, results.causal.get(name),
+                **(vars(results.quality[name]) if name in results.quality else {}),
+            )
+            for name, attention in new.items()
+        ),
+        skipped=(*found.skipped, *(SkippedLayer(n, kinds[n], reason) for n, reason in results.reasons.items())),
+        num_features=num_features,
+        window=window,
+        notes=tuple(notes),
+        measured_error=error,
+        healed=healed,
+        measured_speedup=speedup,
+        length=results.length,
+        passes=results.passes,
+        fit_s=results.fit_s,
+        seed=seed,
+    )  # fmt: skip
+    # Last, and only assignments: any earlier failure leaves the model unchanged.
+    if write_ is not None:
+        write_()
+    swap_modules(model, replacement)
+    return report
+
+
+class _Results:
+    """What learning found, by the names of the modules."""
+
+    def __init__(self) -> None:
+        self.quality: dict[str, Quality] = {}
+        self.reasons: dict[str, str] = {}  # why a module keeps its softmax
+        self.causal: dict[str, bool] = {}
+        self.length: int | None = None
+        self.passes, self.fit_s = 0, 0.0
+
+
+def _learn(
+    runner: Runner, replacement: Replacement, new: dict[str, LearnedLinearAttention], config: FitConfig,
+    max_error: float | None, memory: int, window: int, seed: int,
+) -> _Results:  # fmt: skip
+    results = _Results()
+
+    def recorded(batches: Sequence[Any], keep: Sequence[str], description: str) -> dict[str, Recorder]:
+        with replace_modules(runner.model, replacement):
+            recorders = record(runner, batches, new, keep, window, description)
+        for name, recorder in recorders.items():
+            if recorder.refusal is not None:
+                results.reasons.setdefault(name, recorder.refusal)
+        return recorders
+
+    first = recorded(runner.batches[:1], (), "survey")
+    results.length = max((recorder.longest for recorder in first.values()), default=None)
+    for name, recorder in first.items():
+        if not recorder.calls and recorder.refusal is None:
+            results.reasons[name] = "is not called on the first calibration batch"
+    count = len(runner.batches) + len(runner.held_out)
+    sizes = {name: recorder.bytes * count for name, recorder in first.items() if name not in results.reasons}
+    for number, group in enumerate(split_layers(sizes, memory)):
+        training = recorded(runner.batches, group, f"recording {number + 1}")
+        held_out = recorded(runner.held_out, group, f"recording {number + 1}")
+        results.passes += 1
+        begin = time.perf_counter()
+        for name in runner.over([one for one in group if one not in results.reasons], "learning"):
+            samples, checks = training[name].samples, held_out[name].samples
+            if not samples or not checks:
+                results.reasons[name] = (
+                    f"has no keys beyond the window: its sequences have at most {training[name].longest} positions and "
+                    f"the window reaches over {3 * window}"
+                )
+                continue
+            fit(new[name], samples, config, seed)
+            results.quality[name] = quality(new[name], checks, seed)
+            results.causal[name] = samples[0].causal
+            error = results.quality[name].error
+            if not all(parameter.isfinite().all() for parameter in new[name].parameters()):
+                results.reasons[name] = "has features that diverged: use a lower learning_rate"
+            elif max_error is not None and not error <= max_error:
+                results.reasons[name] = f"has an error of {error:.3g}, above max_error={max_error}"
+            samples.clear()
+            checks.clear()
+        results.fit_s += time.perf_counter() - begin
+    return results
+
+
+def _cast(replacement: Replacement, new: dict[str, LearnedLinearAttention]) -> None:
+    """Give learned parameters the dtype of the module's own, and its flags."""
+    for (old, _), attention in zip(replacement.items(), new.values(), strict=True):
+        first = next((p for p in old.parameters() if p.is_floating_point()), None)
+        if first is not None:
+            attention.to(first.dtype).requires_grad_(first.requires_grad)
+
+
+def _check_found(found: Found, reasons: dict[str, str] | None = None) -> None:
+    """Raise if there is nothing to convert."""
+    reasons = reasons or {}
+    if len(reasons) == len(found.modules):
+        every = [*found.skipped, *(SkippedLayer(name, "", reason) for name, reason in reasons.items())]
+        shown = "; ".join(f"{entry.name!r} {entry.reason}" for entry in every[:3])
+        raise CompressionError(
+            "no attention of the model can be converted" + (f": {shown}" if every else ", which has no attention known")
+        )

@@ -1,0 +1,150 @@
+"""Learned linear attention as one of transformers' attention functions.
+
+transformers' attention modules look a function up in a table, by the name that their configuration has. A module whose
+configuration says ``"panther_linear"`` hands its projected queries, keys and values to its child ``linear_attention``.
+"""
+
+__all__ = ["NAME", "UnsupportedCallError", "attend", "calls_interface", "check_dropout", "register"]
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+NAME = "panther_linear"  # in transformers' table of attention functions
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
+_REFUSED = {
+    "position_bias": "has a position bias for each pair, which features of one position cannot have",
+    "softcap": "caps its logits",
+    "s_aux": "has learned sinks in the denominator",
+    "cache": "reads a paged cache",
+}
+
+
+class UnsupportedCallError(ValueError):
+    """A call that linear attention cannot answer; the message is what the module does, without a subject."""
+
+
+def register() -> None:
+    """Enter the function into transformers' table, if transformers is loaded; again is harmless."""
+    if "transformers" in sys.modules:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, attend)
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Return whether a module is one of transformers' that look their attention function up by name."""
+    if not hasattr(getattr(module, "config", None), "_attn_implementation"):
+        return False
+    forward = inspect.unwrap(type(module).forward)
+    # The names in the bytecode: whether the forward uses the table is known without running it, or its source.
+    return _TABLE in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise where weights are to be dropped."""
+    if dropout > 0:
+        raise UnsupportedCallError(
+            f"drops attention weights with probability {dropout} in training, and linear attention forms no weights: "
+            "set it to 0"
+        )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # (N, H, L, d)
+    key: Tensor,  # (N, heads of keys, S, d)
+    value: Tensor,  # (N, heads of keys, S, E)
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # (N, L, H, E)
+    """Attend, with the arguments that transformers gives its attention functions.
+
+    Raises:
+        UnsupportedCallError: If weights would be dropped, or pairs are masked or weighted one by one.
+    """
+    attention: Any = module.linear_attention
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    try:
+        check_dropout(dropout)
+        _check_arguments(kwargs, key.shape[-2])
+        if attention_mask is None:
+            key_mask = positions = None
+            if causal and query.shape[-2] > 1:  # a prefill of a static cache, whose other entries are empty
+                key, value = (x[..., : query.shape[-2], :] for x in (key, value))
+        else:
+            key_mask, positions, causal = _read_mask(attention_mask, query.shape[-2], key.shape[-2], causal)
+        if not causal and query.shape[-2] != key.shape[-2]:
+            raise UnsupportedCallError("attends from one sequence to another, whose positions no window relates")
+        y = attention(query, key, value, key_mask, is_causal=causal, scale=scaling, positions=positions)
+    except UnsupportedCallError as error:
+        if attention.recorder is None:
+            raise UnsupportedCallError(
+                f"linear attention cannot be used, because {type(module).__name__} {error}"
+            ) from None
+        attention.recorder.refuse(str(error))
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        options: Any = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _check_arguments(kwargs: dict[str, Any], keys: int) -> None:
+    for name, reason in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedCallError(reason)
+    window = kwargs.get("sliding_window")
+    if window is not None and window < keys:
+        raise UnsupportedCallError(f"has a sliding window of {window} positions, which already makes its cost linear")
+
+
+# A mask is one tensor for all layers of a forward: its pairs are looked at once.
+_read: Any = WeakTensorKeyDictionary()
+
+
+def _read_mask(mask: Tensor, L: int, S: int, causal: bool) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return the mask of keys (N, S), positions of queries if they are not all, and whether attention is causal."""
+    if mask.dim() == 2:
+        return mask[:, -S:].bool(), None, causal
+    if torch.compiler.is_compiling():
+        return _parse(mask, L, S, causal)
+    # Tensors of inference mode count no writes.
+    key = (0 if mask.is_inference() else mask._version, L, S, causal)
+    known = _read.get(mask)
+    if known is None or known[0] != key:
+        known = (key, _parse(mask, L, S, causal))
+        _read[mask] = known
+    return known[1]
+
+
+def _parse(mask: Tensor, L: int, S: int, causal: bool) -> tuple[Tensor | None, Tensor | None, bool]:
+    look = not torch.compiler.is_compiling()  # at values, which a graph cannot branch on
+    if mask.dtype is torch.bool:
+        allowed = mask
+    else:
+        allowed = mask == 0
+        if look and (mask.masked_fill(allowed, -torch.inf) > torch.finfo(mask.dtype).min / 2).any():
+            raise UnsupportedCallError("adds numbers to single logits, which features of one position cannot")
+    if allowed.dim() != 4 or allowed.shape[1] != 1 or allowed.shape[-2:] != (L, S):
+        raise UnsupportedCallError(
+            f"has a mask of shape {tuple(mask.shape)}: only one for all heads, (N, 1, {L}, {S}), is read"
+        )
+    allowed = allowed[:, 0]
+    key_mask = allowed[:, -1]
+    if look and L > 1:
+        causal = not bool((allowed == key_mask[:, None]).all())
+    if not causal:
+        return key_mask, None, False
+    keys = torch.arange(S, device=mask.device)
+    positions = keys[None] if L == S else (allowed * keys).amax(-1)
+    if look and not bool((allowed == (keys <= positions[..., None]) & key_mask[:, None]).all()):
+        raise UnsupportedCallError("masks pairs of positions in a way that is neither causal nor one of keys")
+    return key_mask, None if L == S else positions, True

@@ -1,0 +1,224 @@
+r"""Attention that is exact in a window and linear beyond it, with feature maps that are learned from a model's softmax.
+
+For each head, with queries q that carry the logits' scale,
+
+.. math:: e^{q \cdot k} \approx \sum_f e^{u_f \cdot q + c_f} \; e^{g \cdot k + h} \; p_f(k), \qquad
+    p(k) = \operatorname{softmax}_f (w_f \cdot k + b_f):
+
+keys are shared out among m centres, and a query weighs a centre by an exponential of its own. With
+:math:`u_f` the centre of a cluster of keys, g = 0 and p the key's cluster this is exact for keys at their centres. All
+of u, c, w, b, g, h are learned. The hybrid of window and features is that of M. Zhang et al., "LoLCATs: on low-rank
+linearizing of large language models", ICLR 2025, arXiv:2410.10254.
+"""
+
+__all__ = ["LearnedLinearAttention"]
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther.errors import ShapeError, check_device, check_floating, check_size
+from panther.nn.attention.interface import register
+from panther.nn.functional import windowed_linear_attention
+
+
+class LearnedLinearAttention(nn.Module):
+    r"""Attention of projected queries, keys and values: exact in a window, by learned features beyond it.
+
+    Positions fall into blocks of ``window``. A query attends exactly to its own block, the one before it and, if not
+    causal, the one after it, and to all others through features, whose sums over keys are taken once for all queries:
+    see :func:`panther.nn.functional.windowed_linear_attention`. :func:`panther.linearize_` puts this module into a
+    trained model and learns its parameters. Before that the weights beyond the window are nearly those of a mean.
+
+    Args:
+        num_heads: Number of query heads; keys and values may have a divisor of it.
+        head_dim: Width of queries and keys.
+        num_features: Number of features m of each head.
+        window: Positions in a block.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+
+    Attributes:
+        query_weight, key_weight: The rows u and w, (heads, m, head width).
+        query_bias, key_bias: The numbers c and b, (heads, m).
+        key_scale: g, (heads, head width).
+        key_offset: h, (heads,).
+
+    Raises:
+        ShapeError: If a size is not positive.
+        DTypeError: If ``dtype`` is not floating.
+
+    Cost: ``4 m d`` flops a position and head for the features, ``4 m d`` for their sums, and ``6 w d`` for the window,
+    ``12 w d`` if not causal, where softmax attention takes ``4 n d``, half of it if causal.
+
+    Example:
+        >>> import torch
+        >>> attention = LearnedLinearAttention(4, 16, num_features=32, window=32)
+        >>> q, k, v = torch.randn(3, 2, 4, 200, 16).unbind()
+        >>> attention(q, k, v, is_causal=True).shape
+        torch.Size([2, 4, 200, 16])
+
+    References: M. Zhang et al., "The hedgehog and the porcupine", ICLR 2024, arXiv:2402.04347, for learning features
+    from attention weights; A. Roy et al., "Efficient content-based sparse attention with routing transformers", 2021,
+    arXiv:2003.05997, for clusters of keys.
+    """
+
+    query_weight: nn.Parameter
+    query_bias: nn.Parameter
+    key_weight: nn.Parameter
+    key_bias: nn.Parameter
+    key_scale: nn.Parameter
+    key_offset: nn.Parameter
+    recorder: Any = None
+    """Called with the operands of each call while :func:`panther.linearize_` reads them; attention is exact then."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_features: int = 64,
+        *,
+        window: int = 64,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_device(device)
+        check_floating("dtype", dtype)
+        self.num_heads = check_size("num_heads", num_heads, least=1)
+        self.head_dim = check_size("head_dim", head_dim, least=1)
+        self.num_features = check_size("num_features", num_features, least=1)
+        self.window = check_size("window", window, least=1)
+        shapes: dict[str, tuple[int, ...]] = {
+            "query_weight": (num_heads, num_features, head_dim),
+            "query_bias": (num_heads, num_features),
+            "key_weight": (num_heads, num_features, head_dim),
+            "key_bias": (num_heads, num_features),
+            "key_scale": (num_heads, head_dim),
+            "key_offset": (num_heads,),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw small random centres, and set all other parameters to zero."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        nn.init.normal_(self.query_weight, std=0.1 * self.head_dim**-0.5)
+        with torch.no_grad():
+            self.key_weight.copy_(self.query_weight)
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return features of queries and of keys, (N, H, n, m) and at most 1, and their exponents, (N, H, n)."""
+        # In float32 at least: an exponent of 20 has an error of 0.08 in bfloat16.
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        with torch.autocast(q.device.type, enabled=False):
+            q, k = q.to(dtype), k.to(dtype)
+            own = {name: parameter.to(dtype) for name, parameter in self.named_parameters()}
+            alpha = q @ own["query_weight"].mT + own["query_bias"][:, None]
+            log_q = alpha.detach().amax(-1)
+            phi_q = (alpha - log_q[..., None]).exp()
+            phi_k = (k @ own["key_weight"].mT + own["key_bias"][:, None]).softmax(-1)
+            log_k = (k @ own["key_scale"][..., None])[..., 0] + own["key_offset"][:, None]
+        return phi_q, phi_k, log_q, log_k
+
+    def scores(
+        self,
+        q: Tensor,  # (N, H, L, d)
+        k: Tensor,  # (N, H, S, d)
+        positions: Tensor,  # (L,) or (N, L)
+        is_causal: bool,
+        key_mask: Tensor | None = None,  # (N, S)
+    ) -> Tensor:  # (N, H, L, S)
+        """Return logits of all pairs, whose softmax is the weights; -inf where a query does not attend.
+
+        It takes time and memory of L S, for a few queries at given positions.
+        """
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        phi_q, phi_k, log_q, log_k = self.features(q, k)
+        tiny = torch.finfo(dtype).tiny
+        far = (phi_q @ phi_k.mT).clamp_min(tiny).log() + log_q[..., None] + log_k[..., None, :]
+        near, seen = window_masks(positions, k.shape[-2], self.window, is_causal)
+        logits = torch.where(near, q.to(dtype) @ k.to(dtype).mT, far).masked_fill(~seen, -torch.inf)
+        return logits if key_mask is None else logits.masked_fill(~key_mask[:, None, None], -torch.inf)
+
+    def forward(
+        self,
+        q: Tensor,  # (N, H, L, d)
+        k: Tensor,  # (N, heads of keys, S, d)
+        v: Tensor,  # (N, heads of keys, S, E)
+        key_mask: Tensor | None = None,  # (N, S)
+        *,
+        is_causal: bool,
+        scale: float | None = None,
+        positions: Tensor | None = None,  # (L,) or (N, L)
+    ) -> Tensor:  # (N, H, L, E)
+        r"""Attend.
+
+        Args:
+            q: Queries.
+            k: Keys, as many as queries; or more if causal, and then queries are the last ones, as with a cache.
+            v: Values.
+            key_mask: True where a key takes part.
+            is_causal: Whether a query sees only the keys up to its own position.
+            scale: Factor of the logits; None is :math:`1 / \sqrt d`.
+            positions: Positions of the queries among the keys where there are fewer; None is the last ones.
+
+        Raises:
+            ShapeError: If the heads do not fit, or the lengths differ and attention is not causal.
+        """
+        heads = k.shape[-3]
+        if q.shape[-3] != self.num_heads or q.shape[-1] != self.head_dim or self.num_heads % heads:
+            raise ShapeError(
+                f"this attention has {self.num_heads} heads of width {self.head_dim}, and queries have shape "
+                f"{tuple(q.shape)}, keys {tuple(k.shape)}: give (N, heads, length, width)"
+            )
+        if q.shape[-2] != k.shape[-2] and not is_causal:
+            raise ShapeError(
+                f"{q.shape[-2]} queries and {k.shape[-2]} keys have no common positions, which the window needs: use "
+                "softmax attention between different sequences"
+            )
+        if heads != self.num_heads:  # maps are of query heads
+            k, v = (x.repeat_interleave(self.num_heads // heads, -3) for x in (k, v))
+        q = q * (self.head_dim**-0.5 if scale is None else scale)
+        if self.recorder is not None:
+            self.recorder(q, k, v, key_mask, is_causal)
+            mask = None if key_mask is None else key_mask[:, None, None]
+            if is_causal and mask is not None:
+                mask = mask & torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal and mask is None, scale=1.0)
+        if q.shape[-2] == k.shape[-2] and positions is None:
+            phi_q, phi_k, log_q, log_k = self.features(q, k)
+            options: Any = {"window": self.window, "is_causal": is_causal}
+            if key_mask is not None:
+                options["key_mask"] = key_mask[:, None]
+            phi_q, phi_k = phi_q.to(q.dtype), phi_k.to(q.dtype)
+            return windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, **options)
+        if positions is None:
+            positions = torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2], device=q.device)
+        logits = self.scores(q, k, positions, is_causal, key_mask)
+        # A row without any key is 0, as in the operator.
+        return logits.softmax(-1).nan_to_num(0.0).to(v.dtype) @ v
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore, also in a process whose transformers does not know of linear attention yet."""
+        super().__setstate__(state)
+        register()
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        sizes = {"num_features": self.num_features, "window": self.window}
+        return f"{self.num_heads}, {self.head_dim}, " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def window_masks(positions: Tensor, count: int, window: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return which of ``count`` keys queries see exactly, and which they see, (L, count) or (N, 1, L, count)."""
+    keys = torch.arange(count, device=positions.device)
+    if positions.dim() == 2:
+        positions = positions[:, None]
+    distance = positions[..., None] // window - keys // window
+    seen = keys <= positions[..., None] if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    return distance.abs() <= 1, seen

@@ -1,0 +1,115 @@
+"""Attention modules of torch and of transformers whose softmax is replaced by learned linear attention.
+
+A converted module is a shallow copy of the original that shares its projections and has a
+:class:`~panther.nn.LearnedLinearAttention` as the child ``linear_attention``.
+"""
+
+__all__ = ["CHILD", "LinearizedMultiheadAttention", "convert_attention"]
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther.nn._sketched import keep_own_forward
+from panther.nn.attention._features import is_causal_mask
+from panther.nn.attention.interface import NAME, UnsupportedCallError, check_dropout, register
+from panther.nn.attention.learned import LearnedLinearAttention
+
+CHILD = "linear_attention"
+# Of a module: not the original's own objects, to which the copy adds. The parameters within are shared.
+_COPIED = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+
+def convert_attention(module: nn.Module, attention: LearnedLinearAttention) -> Any:
+    """Return a copy of a module that shares its parameters and buffers, with linear attention."""
+    new = copy.copy(module)
+    for name in _COPIED:
+        new.__dict__[name] = copy.copy(module.__dict__[name])
+    new.add_module(CHILD, attention.train(module.training))
+    if isinstance(module, nn.MultiheadAttention):
+        # The class has no state of its own, so that a copy of any nn.MultiheadAttention is one of its instances.
+        new.__class__ = LinearizedMultiheadAttention
+        new.register_forward_pre_hook(keep_own_forward)  # nn.TransformerEncoderLayer would not call it
+    else:
+        register()
+        config: Any = copy.copy(module.config)  # transformers' modules share one
+        config._attn_implementation_internal = NAME  # private: the setter also sets it in configurations within
+        new.config = config
+    return new
+
+
+class LinearizedMultiheadAttention(nn.MultiheadAttention):
+    """A :class:`torch.nn.MultiheadAttention` with :class:`LearnedLinearAttention`, made by :func:`panther.linearize_`.
+
+    It has the original's projections and takes the same arguments, and returns no weights. Masks are the causal one,
+    and those of keys. In training mode ``dropout`` must be 0.
+
+    Raises:
+        ValueError: If a mask is of another kind, queries and keys have different lengths, or weights would be dropped.
+    """
+
+    linear_attention: LearnedLinearAttention
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Return the output, and None in the place of weights."""
+        recorder: Any = self.linear_attention.recorder
+        try:
+            return self._attend(query, key, value, key_padding_mask, attn_mask, is_causal), None
+        except UnsupportedCallError as error:
+            if recorder is None:
+                raise UnsupportedCallError(f"linear attention cannot be used, because this attention {error}") from None
+            recorder.refuse(str(error))
+        masks: Any = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "is_causal": is_causal}
+        return super().forward(query, key, value, need_weights=False, **masks)[0], None
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        check_dropout(self.dropout if self.training else 0.0)
+        # Two sequences of one length are not told apart by it; afterwards the user knows.
+        recorded = self.linear_attention.recorder is not None and query is not key
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (x[None] for x in (query, key, value))
+            padding = None if padding is None else padding[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if recorded or query.shape[1] != key.shape[1]:
+            raise UnsupportedCallError("attends from one sequence to another, whose positions no window relates")
+        if mask is not None:
+            try:
+                is_causal = is_causal_mask(mask, query.shape[1], key.shape[1])
+            except ValueError:
+                raise UnsupportedCallError(
+                    "masks pairs of positions in a way that is neither causal nor one of keys"
+                ) from None
+        key_mask = None
+        if padding is not None:
+            key_mask = ~padding if padding.dtype is torch.bool else padding > -torch.inf
+            if padding.is_floating_point() and (padding.masked_fill(~key_mask, 0) != 0).any():
+                raise UnsupportedCallError("adds numbers to the logits of single keys: leave keys out, or not")
+        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        biases: Any = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+        y = self.out_proj(self.linear_attention(q, k, v, key_mask, is_causal=is_causal).transpose(1, 2).flatten(2))
+        if not batched:
+            return y[0]
+        return y if self.batch_first else y.transpose(0, 1)

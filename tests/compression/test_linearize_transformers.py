@@ -1,0 +1,137 @@
+"""pr.linearize_ on transformers' models, built from small configs with random weights; nothing is downloaded."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import panther as pr
+from panther.errors import CompressionError
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.extra
+
+VOCABULARY, WIDTH, LENGTH = 61, 32, 40
+OPTIONS = {"num_features": 8, "window": 4, "steps": 10, "seed": 0, "measure_speed": False, "progress": False}
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+MORE = {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 64, "pad_token_id": 0}
+
+
+def bert():
+    return transformers.BertModel(transformers.BertConfig(**SMALL, **MORE))
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=WIDTH, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **MORE, num_key_value_heads=2))
+
+
+def qwen():
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, **MORE, num_key_value_heads=2))
+
+
+def vit():
+    config = transformers.ViTConfig(
+        image_size=28, patch_size=4, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    return transformers.ViTModel(config)
+
+
+FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama, "qwen": qwen, "vit": vit}
+
+
+def fresh(family, implementation="sdpa"):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def batches(family, padded=False):
+    generator = torch.Generator().manual_seed(1)
+    if family == "vit":
+        return [{"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)} for _ in range(4)]
+    found = []
+    for _ in range(4):
+        batch = {"input_ids": torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)}
+        if padded:
+            batch["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 9]])).long()
+        found.append(batch)
+    return found
+
+
+def output(model, batch):
+    with torch.no_grad():
+        found = model(**batch)
+    return found["logits"] if "logits" in found else found["last_hidden_state"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_converted(family):
+    model, data = fresh(family), batches(family)
+    original = copy.deepcopy(model)
+    report = pr.linearize_(model, data, **OPTIONS)
+    assert len(report.layers) == 2
+    assert report.skipped == ()
+    assert {layer.is_causal for layer in report.layers} == {family in ("gpt2", "llama", "qwen")}
+    exact, now = output(original, data[-1]), output(model, data[-1])
+    assert ((now - exact).norm() / exact.norm()).item() == pytest.approx(report.measured_error, rel=1e-3)
+    assert 0 < report.measured_error < 0.2
+    assert original.config._attn_implementation == model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(output(copy.deepcopy(model), data[-1]), now)
+    torch.testing.assert_close(output(pickle.loads(pickle.dumps(model)), data[-1]), now)
+    other = fresh(family)
+    pr.linearize_(other, num_features=8, window=4)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(output(other, data[-1]), now)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_padding_has_no_influence(family, implementation):
+    model, data = fresh(family, implementation), batches(family, padded=True)
+    pr.linearize_(model, data, **OPTIONS)
+    padded = output(model, data[-1])[1, : LENGTH - 9]
+    alone = {name: value[1:, : LENGTH - 9] for name, value in data[-1].items()}
+    torch.testing.assert_close(padded, output(model, alone)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_generation_with_a_cache_equals_the_whole_forward(family):
+    model, data = fresh(family), batches(family)
+    pr.linearize_(model, data, **OPTIONS)
+    prompt = data[0]["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(prompt)
+    cached = model.generate(prompt, attention_mask=mask, **options)
+    assert torch.equal(cached, model.generate(prompt, attention_mask=mask, use_cache=False, **options))
+    with torch.no_grad():
+        whole = model(cached).logits
+        first = model(cached[:, :-1], use_cache=True)
+        last = model(cached[:, -1:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(last[:, 0], whole[:, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_some_layers_stay_exact():
+    model, data = fresh("llama"), batches("llama")
+    report = pr.linearize_(model, data, exclude="*layers.0*", **OPTIONS)
+    assert [layer.name for layer in report.layers] == ["model.layers.1.self_attn"]
+    assert output(model, data[0]).isfinite().all()
+
+
+def test_relative_biases_and_sliding_windows_are_kept():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    t5 = transformers.T5EncoderModel(transformers.T5Config(**sizes)).eval()
+    with pytest.raises(CompressionError, match="no attention of the model can be converted"):
+        pr.linearize_(t5, batches("t5"), **OPTIONS)
+    config = transformers.MistralConfig(**SMALL, **MORE, num_key_value_heads=2, sliding_window=8)
+    with pytest.raises(CompressionError, match="sliding window of 8"):
+        pr.linearize_(transformers.MistralForCausalLM(config).eval(), batches("mistral"), **OPTIONS)
