@@ -22,7 +22,8 @@ MEMORY: dict[str, dict[str, str]] = {
 """Settings of glibc's allocator under which the benchmarks run, by name."""
 
 _ALLOCATOR = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
-_OTHER = ("OMP_", "GOMP_", "KMP_", "ATEN_CPU_CAPABILITY", "ONEDNN_", "DNNL_")
+# Not all of KMP_: scikit-learn sets two of them itself.
+_OTHER = ("OMP_", "GOMP_", "KMP_AFFINITY", "KMP_BLOCKTIME", "ATEN_CPU_CAPABILITY", "ONEDNN_", "DNNL_")
 _LIBRARIES = re.compile(r"(jemalloc|tcmalloc|mimalloc)")
 _NOISE = re.compile(r"\((r|tm)\)|\b(cpu|processor|\d+-core)\b")
 
