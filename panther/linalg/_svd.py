@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from panther.errors import check_size
+from panther.linalg._krylov import KrylovSpace, grow, whole_space
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import (
     SearchOptions,
     check_n_iter,
     check_rank,
     check_tol,
-    krylov_basis,
     krylov_blocks,
     sign_matrix,
 )
 from panther.linalg.error import ErrorEstimate, estimate_error
-from panther.linalg.orthogonal import core_svd, fix_signs, near_qr, rotate
+from panther.linalg.orthogonal import fix_signs
 from panther.sketch import GaussianSketch, check_seed
 
 _TOL_PROBES = 16
@@ -109,37 +109,29 @@ def randomized_svd(
     k = check_rank(k, operand)
     tol = check_tol(tol)
     width = k + check_size("oversample", oversample, least=0)
-    n_iter = check_n_iter(n_iter)
+    block, blocks = krylov_blocks(width, check_n_iter(n_iter))
     seed = check_seed(seed)
-    P, Y = _search(operand, width, n_iter, seed)
-    Q, T, R = near_qr(Y)
-    operand.check_finite(R)
-    W, S, Xh = core_svd(R)
-    if tol is not None and k > 0:
-        k = min(k, _rank(operand, P, Y, S, tol, seed))
-    U, V = rotate(Q, T @ W[..., :k]), rotate(P, Xh[..., :k, :].mT)
+    if block * blocks >= min(operand.shape[-2:]):
+        space = whole_space(operand)
+    else:
+        signs = sign_matrix(operand, block, seed, max(operand.shape[-2:]))
+        space = grow(operand, signs, k, None if isinstance(n_iter, str) else blocks)
+    if tol is None:
+        U, S, V = space.triplets(k, operand.dtype)
+    else:
+        U, S, V = space.triplets_by_qr(lambda S: min(k, _rank(operand, space, S, tol, seed)))
+    S = S * space.scale[..., 0]
+    U, S, V = U.to(operand.dtype), S.to(operand.dtype), V.to(operand.dtype)
+    operand.check_finite(S)
     if operand.shape[-2] < operand.shape[-1]:
         U, V = V, U
-    signs = fix_signs(U)
-    result = SVDResult(U * signs, S[..., :k].clone(), V * signs)
+    flips = fix_signs(U)
+    result = SVDResult(U * flips, S, V * flips)
     # The probes of the estimate are Gaussian, which is a different stream than that of the signs.
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result
 
 
-def _search(operand: Operand, width: int, n_iter: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return an orthonormal P, I if the space is not narrower than A, and Y = A P, or Y = A.mT P if A is wide."""
-    m, n = operand.shape[-2:]
-    multiply, multiply_t = (operand.rmatmul, operand.matmul) if m < n else (operand.matmul, operand.rmatmul)
-    block, blocks = krylov_blocks(width, n_iter)
-    if block * blocks >= min(m, n):
-        P = operand.eye()
-        return P, multiply(P)
-    X = multiply_t(sign_matrix(operand, block, seed, max(m, n)))
-    operand.check_finite(X)
-    return krylov_basis(X, multiply, lambda Z: multiply_t(near_qr(Z)[0]), blocks)
-
-
-def _rank(operand: Operand, P: Tensor, Y: Tensor, S: Tensor, tol: float, seed: int) -> int:
+def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:
     """Return the least number of triplets whose residual is within the tolerance for every batch entry."""
     m, n = operand.shape[-2:]
     multiply, size = (operand.rmatmul, m) if m < n else (operand.matmul, n)
@@ -147,9 +139,8 @@ def _rank(operand: Operand, P: Tensor, Y: Tensor, S: Tensor, tol: float, seed: i
         size, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
     )
     omega = probes.dense().expand(*operand.shape[:-2], size, _TOL_PROBES)
-    scale = torch.where(S[..., :1] > 0, S[..., :1], 1.0).double()  # so that squares do not overflow
-    outside = (multiply(omega) - Y @ (P.mT @ omega)).double() / scale[..., None]
-    inside = (S / scale).square()
+    outside = multiply(omega).double() / space.scale - space.Y @ (space.P.mT @ omega.double())
+    inside = S.square()
     tails = torch.cat((inside.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(inside[..., :1])), -1)
     tails += outside.square().sum((-1, -2))[..., None] / _TOL_PROBES
     short = tails > tol**2 * tails[..., :1]  # (*batch, d + 1), by number of triplets, from 0

@@ -1,0 +1,213 @@
+r"""Truncated singular value decomposition from a block Krylov space that grows until a further block is not worth it.
+
+With n the smaller dimension of A, an orthonormal P spans :math:`[A^T\Omega, (A^T A) A^T\Omega, \dots]`, and the Gram
+matrix :math:`G = (A P)^T A P` holds all that is needed: its eigenpairs give the singular values and vectors of
+:math:`A P P^T`, and, because in a Krylov space G is block tridiagonal, also the rate at which they still change.
+
+Only the products with A are in A's dtype. All that is small is in float64, in which G resolves the singular values of a
+float32 matrix to its rounding. C. Musco and C. Musco (2015), arXiv:1504.05477; R. M. Larsen, "Lanczos bidiagonalization
+with partial reorthogonalization", 1998, doi:10.7146/dpb.v27i537.7070.
+"""
+
+__all__ = ["KrylovSpace", "grow", "whole_space"]
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from panther.linalg._operand import Operand
+from panther.linalg.orthogonal import add_to_basis, core_svd, near_qr
+
+# "auto": at least three blocks, because the estimate compares the last two, and at most nine.
+_LEAST_BLOCKS, _MOST_BLOCKS = 3, 9
+# A space is large enough once more blocks would take at most this part off the squared error (and a tenth of it for
+# k = 10, where torch.svd_lowrank with 10 columns more is as much better), ...
+_WORTH, _WORTH_FROM = 0.015, 100
+# ... and the next one at most this part of the last squared singular value onto it.
+_LAST_WORTH = 0.3
+# Eigenvalues of a Gram matrix are wrong by some eps of the largest, so singular values below this times the largest
+# would come out with less than three digits; QR of A P replaces it there.
+_GRAM_REACH = 1e-6
+
+
+@dataclass(frozen=True)
+class KrylovSpace:
+    """An orthonormal basis of directions, the image of A on it, and the eigenpairs of their Gram matrix.
+
+    Attributes:
+        P: ``(*batch, n, d)``, float64.
+        Y: ``A P / scale``, ``(*batch, m, d)``, float64.
+        scale: A power of two near the size of A, ``(*batch, 1, 1)``, so that squares do not overflow.
+        values: Eigenvalues of Y^T Y, descending, ``(*batch, d)``.
+        vectors: Their eigenvectors, ``(*batch, d, d)``.
+        blocks: The number of blocks.
+    """
+
+    P: Tensor
+    Y: Tensor
+    scale: Tensor
+    values: Tensor
+    vectors: Tensor
+    blocks: int
+
+    def triplets(self, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the k leading singular triplets of ``Y P^T`` in float64, orthonormal to the rounding of ``dtype``."""
+        values, W = self.values[..., :k], self.vectors[..., :k]
+        largest = self.values[..., :1]
+        if k == 0 or bool((values[..., -1:] <= _GRAM_REACH**2 * largest).any()):
+            return self.triplets_by_qr(lambda _: k)
+        S = values.sqrt()
+        U = _rotated(self.Y, W / S[..., None, :])
+        condition = float((largest / values[..., -1:]).max()) if values.numel() else 1.0
+        if condition * torch.finfo(torch.float64).eps <= torch.finfo(dtype).eps / 16:
+            return U, S, _rotated(self.P, W)
+        # U has the condition of rounding in G only: one round of CholeskyQR makes it orthonormal to rounding.
+        gram = U.mT @ U
+        R, info = torch.linalg.cholesky_ex(gram, upper=True)
+        eye = torch.eye(k, dtype=gram.dtype, device=gram.device)
+        if not bool(((torch.linalg.matrix_norm(gram - eye) <= 0.5) & (info == 0)).all()):
+            return self.triplets_by_qr(lambda _: k)
+        left, S, right = torch.linalg.svd(R * S[..., None, :])
+        T = torch.linalg.solve_triangular(R, left, upper=True)
+        return _rotated(U, T), S, _rotated(self.P, W @ right.mT)
+
+    def triplets_by_qr(self, rank: Callable[[Tensor], int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return as many triplets as ``rank`` says of all singular values, the small ones accurate too."""
+        Q, T, R = near_qr(self.Y)
+        left, S, right = core_svd(R)
+        k = rank(S)
+        return Q @ (T @ left[..., :k]), S[..., :k], self.P @ right[..., :k, :].mT
+
+
+def whole_space(operand: Operand) -> KrylovSpace:
+    """Return the space of all directions, in which nothing is left out."""
+    P = operand.eye()
+    Y = operand.rmatmul(P) if _is_wide(operand) else operand.matmul(P)
+    operand.check_finite(Y)
+    scale = _power_of_two(Y)
+    Y = Y.double() / scale
+    values, vectors = _descending(Y.mT @ Y)
+    return KrylovSpace(P.double(), Y, scale, values, vectors, 1)
+
+
+def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovSpace:  # start (*batch, max(m, n), b)
+    """Return a space of so many blocks, or of as many as k triplets are worth where ``blocks`` is None."""
+    wide = _is_wide(operand)
+    multiply, multiply_t = (operand.rmatmul, operand.matmul) if wide else (operand.matmul, operand.rmatmul)
+    X = multiply_t(start)
+    operand.check_finite(X)
+    *batch, n, b = X.shape
+    most = blocks or min(_MOST_BLOCKS, n // b)
+    worth = None if blocks else _Worth(operand, k, b)
+    # By columns, so that the basis so far is contiguous; memory that is not reached is not touched.
+    P = X.new_empty(*batch, b * most, n, dtype=torch.float64).mT
+    Y = X.new_empty(*batch, b * most, start.shape[-2], dtype=torch.float64).mT
+    G = X.new_zeros(*batch, b * most, b * most, dtype=torch.float64)
+    scale = X.new_ones(*batch, 1, 1, dtype=torch.float64)
+    eigenpairs = None
+    for d in range(b, b * most + 1, b):
+        new = slice(d - b, d)
+        P[..., new] = add_to_basis(X.double(), P[..., : d - b])
+        Z = multiply(P[..., new].to(operand.dtype))
+        operand.check_finite(Z)
+        scale = _power_of_two(Z) if d == b else scale
+        torch.div(Z, scale, out=Y[..., new])
+        inner = Y[..., :d].mT @ Y[..., new]
+        G[..., :d, new], G[..., new, :d] = inner, inner.mT
+        if worth is not None and d >= max(k, _LEAST_BLOCKS * b):
+            eigenpairs = _descending(G[..., :d, :d])
+            if worth.is_enough(G[..., :d, :d], *eigenpairs, scale):
+                break
+        if d < b * most:
+            X = multiply_t(_well_conditioned(Y[..., new], G[..., new, new]).to(operand.dtype))
+    values, vectors = eigenpairs or _descending(G[..., :d, :d])
+    return KrylovSpace(P[..., :d], Y[..., :d], scale, values, vectors, d // b)
+
+
+class _Worth:
+    """Whether a further block would bring k triplets much closer to the best ones."""
+
+    def __init__(self, operand: Operand, k: int, block: int) -> None:
+        self.k, self.block = k, block
+        self.outside = min(operand.shape[-2:]) - k
+        self.eps = torch.finfo(operand.dtype).eps
+        self.norm = _norm(operand)
+
+    def is_enough(self, G: Tensor, values: Tensor, vectors: Tensor, scale: Tensor) -> bool:
+        r"""Return whether to stop, from G, its eigenpairs and the norm of A.
+
+        Block Lanczos coefficients change slowly, so the next block is taken to be coupled to an eigenvector v as the
+        last one is: by :math:`r = \|G_{:-b, -b:}\, v_{-b:}\|`. In the span of v and one more direction, whose Rayleigh
+        quotient is the mean :math:`\rho` of the last block's, the eigenvalue rises by
+        :math:`\sqrt{h^2 + r^2} - h` with :math:`h = (\theta - \rho) / 2`. Later blocks add less, by about the rate t at
+        which the mean has fallen: :math:`t^2 / (4/3 - t)` times that in all fits what remained on 19 spectra.
+        """
+        k, b = self.k, self.block
+        if k == 0:
+            return True
+        values = values.clamp_min(0)
+        theta, rest = values[..., :k], values[..., k:].sum(-1)
+        captured = theta.sum(-1)
+        diagonal = G.diagonal(dim1=-2, dim2=-1)
+        rho, before = diagonal[..., -b:].mean(-1), diagonal[..., -2 * b : -b].mean(-1)
+        rate = torch.where(before > 0, rho / before, 0.0).clamp(0, 1)
+        coupling = (G[..., :-b, -b:] @ vectors[..., -b:, :k]).square().sum(-2)
+        half = (theta - rho[..., None]) / 2
+        gains = torch.hypot(half, coupling.sqrt()) - half
+        remaining = gains.sum(-1) * rate**2 / (4 / 3 - rate)
+        # What P leaves out of A, where the difference tells it from rounding; at least what lies in P beyond k.
+        tail = rest
+        if self.norm is not None:
+            total = (self.norm / scale[..., 0, 0]).square()
+            known = total.isfinite() & (total - captured > 100 * self.eps * total)
+            tail = torch.where(known, torch.maximum(total - captured, rest), rest)
+        rounding = (10 * self.eps) ** 2 * captured
+        last = theta[..., -1]
+        enough = remaining <= _WORTH * min(1.0, k / _WORTH_FROM) * tail + rounding
+        enough &= gains[..., -1] <= _LAST_WORTH * last + rounding
+        # A larger tail has a singular value above the last one: a multiple one, as a block holds each only b times.
+        enough &= tail <= 1.01 * self.outside * last + rounding
+        return bool(enough.all())
+
+
+def _norm(operand: Operand) -> Tensor | None:  # (*batch,)
+    """Return the Frobenius norm of A in float64, None if it is not known by its entries."""
+    values = operand.values
+    if values is None:
+        return None
+    rows = torch.linalg.vector_norm(values, dim=-1) if operand.dense is not None else values  # 25 times faster
+    return torch.linalg.vector_norm(rows.double(), dim=-1)
+
+
+def _well_conditioned(Y: Tensor, gram: Tensor) -> Tensor:  # (*batch, m, b), (*batch, b, b) -> (*batch, m, b)
+    """Return a well-conditioned basis of the range of Y, whose Gram matrix is given."""
+    R, info = torch.linalg.cholesky_ex(gram, upper=True)
+    pivots = R.diagonal(dim1=-2, dim2=-1)
+    if bool(((info == 0) & (pivots.amin(-1) > _GRAM_REACH * pivots.amax(-1))).all()):
+        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        return Y @ torch.linalg.solve_triangular(R, eye, upper=True)
+    return near_qr(Y)[0]
+
+
+def _descending(G: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(G)
+    return values.flip(-1), vectors.flip(-1)
+
+
+def _rotated(Y: Tensor, W: Tensor) -> Tensor:  # (*batch, m, d), (*batch, d, k) -> (*batch, m, k)
+    """Return ``Y W``, computed as rows: see :meth:`Operand.matmul`."""
+    return (W.mT @ Y.mT).mT
+
+
+def _power_of_two(Y: Tensor) -> Tensor:  # (*batch, m, d) -> (*batch, 1, 1)
+    """Return a power of two near the largest entry, in float64; 1 where Y is zero."""
+    if not Y.numel():
+        return Y.new_ones(*Y.shape[:-2], 1, 1, dtype=torch.float64)
+    largest = Y.abs().amax((-2, -1), keepdim=True).double()
+    return torch.where(largest > 0, torch.exp2(largest.clamp_min(1e-300).log2().floor()), 1.0)
+
+
+def _is_wide(operand: Operand) -> bool:
+    return operand.shape[-2] < operand.shape[-1]
