@@ -9,7 +9,7 @@ float32 matrix to its rounding. C. Musco and C. Musco (2015), arXiv:1504.05477; 
 with partial reorthogonalization", 1998, doi:10.7146/dpb.v27i537.7070.
 """
 
-__all__ = ["KrylovSpace", "grow", "whole_space"]
+__all__ = ["KrylovSpace", "grow", "iterate", "whole_space"]
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,8 +88,23 @@ def whole_space(operand: Operand) -> KrylovSpace:
     operand.check_finite(Y)
     scale = _power_of_two(Y)
     Y = Y.double() / scale
-    values, vectors = _descending(Y.mT @ Y)
-    return KrylovSpace(P.double(), Y, scale, values, vectors, 1)
+    return KrylovSpace(P.double(), Y, scale, *_descending(Y.mT @ Y), 1)
+
+
+def iterate(operand: Operand, start: Tensor, iterations: int) -> KrylovSpace:  # start (*batch, max(m, n), width)
+    """Return the range of ``(A^T A)^iterations A^T start``, for a tall A, by subspace iteration."""
+    wide = _is_wide(operand)
+    multiply, multiply_t = (operand.rmatmul, operand.matmul) if wide else (operand.matmul, operand.rmatmul)
+    P = multiply_t(start)
+    operand.check_finite(P)
+    for _ in range(iterations):  # between products only the range counts, which Householder's Q has in any dtype
+        P = multiply_t(torch.linalg.qr(multiply(torch.linalg.qr(P).Q)).Q)
+    basis = add_to_basis(P.double())
+    Y = multiply(basis.to(operand.dtype))
+    operand.check_finite(Y)
+    scale = _power_of_two(Y)
+    Y = Y.double() / scale
+    return KrylovSpace(basis, Y, scale, *_descending(Y.mT @ Y), 1)
 
 
 def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovSpace:  # start (*batch, max(m, n), b)
@@ -139,8 +154,8 @@ class _Worth:
         r"""Return whether to stop, from G, its eigenpairs and the norm of A.
 
         Block Lanczos coefficients change slowly, so the next block is taken to be coupled to an eigenvector v as the
-        last one is: by :math:`r = \|G_{:-b, -b:}\, v_{-b:}\|`. In the span of v and one more direction, whose Rayleigh
-        quotient is the mean :math:`\rho` of the last block's, the eigenvalue rises by
+        last one is: by :math:`r = \|G_{-2b:-b, -b:}\, v_{-b:}\|`. In the span of v and one more direction, whose
+        Rayleigh quotient is the mean :math:`\rho` of the last block's, the eigenvalue :math:`\theta` rises by
         :math:`\sqrt{h^2 + r^2} - h` with :math:`h = (\theta - \rho) / 2`. Later blocks add less, by about the rate t at
         which the mean has fallen: :math:`t^2 / (4/3 - t)` times that in all fits what remained on 19 spectra.
         """
@@ -153,7 +168,7 @@ class _Worth:
         diagonal = G.diagonal(dim1=-2, dim2=-1)
         rho, before = diagonal[..., -b:].mean(-1), diagonal[..., -2 * b : -b].mean(-1)
         rate = torch.where(before > 0, rho / before, 0.0).clamp(0, 1)
-        coupling = (G[..., :-b, -b:] @ vectors[..., -b:, :k]).square().sum(-2)
+        coupling = (G[..., -2 * b : -b, -b:] @ vectors[..., -b:, :k]).square().sum(-2)
         half = (theta - rho[..., None]) / 2
         gains = torch.hypot(half, coupling.sqrt()) - half
         remaining = gains.sum(-1) * rate**2 / (4 / 3 - rate)
@@ -163,7 +178,8 @@ class _Worth:
             total = (self.norm / scale[..., 0, 0]).square()
             known = total.isfinite() & (total - captured > 100 * self.eps * total)
             tail = torch.where(known, torch.maximum(total - captured, rest), rest)
-        rounding = (10 * self.eps) ** 2 * captured
+        # Of the products in A's dtype, and of the eigenvalues of G in float64.
+        rounding = max((30 * self.eps) ** 2, 1e-14) * captured
         last = theta[..., -1]
         enough = remaining <= _WORTH * min(1.0, k / _WORTH_FROM) * tail + rounding
         enough &= gains[..., -1] <= _LAST_WORTH * last + rounding

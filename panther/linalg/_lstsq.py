@@ -201,24 +201,28 @@ def _solve(
     sketched = _is_worth_sketching(operand, p, tol)
     operand = operand if sketched else _densified(operand)
     SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
-    operand.check_finite(SA)
-    power = math.frexp(max(float(SA.abs().max()), root))[1]
+    low, high = (float(bound) for bound in SA.aminmax())
+    if not math.isfinite(low + high):
+        operand.check_finite(SA)
+    power = math.frexp(max(-low, high, root))[1]
     if abs(power) > SAFE_POWER[b.dtype]:  # squares times the condition must not overflow
         operand, root = _scaled(operand, -power), math.ldexp(root, -power)
         SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     else:
         power = 0
-    N, x = from_columns(SA, Sb, root, seed) if sketched or m >= n else from_rows(SA, Sb, root)
-    system = System(_for_products(operand), b, root**2)
-    found = refine(system, N, x, tol, stages=10 if sketched else 1)
-    if sketched:
-        _warn(found, N)
-    back = [power_b - power for power_b in powers]
-    x, residual_norm = times_two_to(found.x.mT, back).contiguous(), times_two_to(found.residual_norm, powers)
+    N, x, norm = from_columns(SA, Sb, root, seed) if sketched or m >= n else (*from_rows(SA, Sb, root), None)
+    error, steps = None, 0
+    if sketched or return_error or norm is None:  # a direct solver that leaves the norms needs no pass over A
+        system = System(_for_products(operand), b, root**2)
+        found = refine(system, N, x, tol, stages=10 if sketched else 1)
+        if sketched:
+            _warn(found, N)
+        x, norm, steps = found.x, found.residual_norm, found.steps
+        error = _error(system, N, found, seed, sketched, powers) if return_error else None
+    x = times_two_to(x.mT, [power_b - power for power_b in powers]).contiguous()
     if not bool(x.isfinite().all()):
         raise ValueError(f"the solution overflows {x.dtype}: divide b by its largest entry, or use float64")
-    error = _error(system, N, found, seed, sketched, powers) if return_error else None
-    return LstsqResult(x, residual_norm, found.steps), error
+    return LstsqResult(x, times_two_to(norm, powers), steps), error
 
 
 def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:

@@ -76,8 +76,10 @@ class Spectral:
 Preconditioner = Triangular | Spectral
 
 
-def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor]:
+def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor, Tensor | None]:
     """Return preconditioner and solution (p, n) for a tall A, by QR with ``root`` times the identity above A.
+
+    The third result is the norm of ``b - A x``, (p,), where it can be read off: without a ridge and at full rank.
 
     Above, not below: rows that are larger come first, or Householder's reflections lose the others in rounding.
     """
@@ -86,7 +88,9 @@ def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Precondi
         A = torch.cat((root * torch.eye(n, dtype=A.dtype, device=A.device), A))
         b = torch.cat((b.new_zeros(n, b.shape[1]), b))
     factor, tau = torch.geqrf(A)
-    return _from_triangle(factor[:n].triu(), torch.ormqr(factor, tau, b, transpose=True)[:n], frobenius, seed)
+    rotated = torch.ormqr(factor, tau, b, transpose=True)
+    N, x = _from_triangle(factor[:n].triu(), rotated[:n], frobenius, seed)
+    return N, x, None if root or isinstance(N, Spectral) else rotated[n:].norm(dim=0)
 
 
 def from_rows(A: Tensor, b: Tensor, root: float) -> tuple[Preconditioner, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import check_size
-from panther.linalg._krylov import KrylovSpace, grow, whole_space
+from panther.linalg._krylov import KrylovSpace, grow, iterate, whole_space
 from panther.linalg._operand import Operand, as_operand, driver
 from panther.linalg._rangefinder import (
     SearchOptions,
@@ -30,6 +30,9 @@ from panther.linalg.orthogonal import fix_signs
 from panther.sketch import GaussianSketch, check_seed
 
 _TOL_PROBES = 16
+# m n (k + oversample) up to which the operations on a Krylov space take longer than the products it saves (measured).
+_SMALL = 2 * 10**8
+_ITERATIONS = 2
 
 
 class SVDResult(NamedTuple):
@@ -82,8 +85,11 @@ def randomized_svd(
         oversample: Dimensions of the search space beyond k, 0 or more.
         n_iter: Number of iterations with A^T A, from 0 to 100, each adding a block to the search space:
             ``n_iter + 1`` blocks of 2/5 of k + oversample columns (more if they would not add up to k + oversample),
-            rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" is 4, a space
-            of twice k + oversample dimensions.
+            rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" adds such
+            blocks, three to nine of them, until an estimate says that more would take less than 1.5 % off the squared
+            error (less in proportion for k below 100) and less than 30 % off the last singular value's distance. Small
+            matrices, and large k of matrices that are not tall, take two subspace iterations with k + oversample
+            columns instead, rounded up likewise.
         seed: The seed of the random signs from which the search starts.
         return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well.
 
@@ -94,8 +100,8 @@ def randomized_svd(
     Raises:
         ValueError: If tol is outside [0, 1).
 
-    Cost: products of A with 2 d columns and about ``10 (m + n) d^2`` flops more, d the dimension of the search space:
-    ``2 (k + oversample)`` by default.
+    Cost: products of A with 2 d columns and about ``6 (m + n) d^2`` flops more in float64, d the dimension of the
+    search space: with "auto" 1.2 to 2 times ``k + oversample`` mostly, at most 3.6 times.
 
     Example:
         >>> A = torch.outer(torch.arange(1.0, 4.0), torch.tensor([3.0, 4.0]))
@@ -109,13 +115,9 @@ def randomized_svd(
     k = check_rank(k, operand)
     tol = check_tol(tol)
     width = k + check_size("oversample", oversample, least=0)
-    block, blocks = krylov_blocks(width, check_n_iter(n_iter))
+    iterations = None if n_iter == "auto" else check_n_iter(n_iter)
     seed = check_seed(seed)
-    if block * blocks >= min(operand.shape[-2:]):
-        space = whole_space(operand)
-    else:
-        signs = sign_matrix(operand, block, seed, max(operand.shape[-2:]))
-        space = grow(operand, signs, k, None if isinstance(n_iter, str) else blocks)
+    space = _search(operand, k, width, iterations, seed)
     if tol is None:
         U, S, V = space.triplets(k, operand.dtype)
     else:
@@ -129,6 +131,21 @@ def randomized_svd(
     result = SVDResult(U * flips, S, V * flips)
     # The probes of the estimate are Gaussian, which is a different stream than that of the signs.
     return (*result, estimate_error(A, result, seed=seed)) if return_error else result
+
+
+def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: int) -> KrylovSpace:
+    """Return the space to take the triplets from."""
+    least, most = sorted(operand.shape[-2:])
+    block, blocks = krylov_blocks(width, check_n_iter("auto") if iterations is None else iterations)
+    whole = block * blocks >= least
+    # A Krylov space is twice as wide as that of subspace iteration, for fewer products with A: it gains where these
+    # are most of the work, and a tall A is decomposed outright by one product more.
+    if iterations is None and width < least and (most * least * width <= _SMALL or (3 * width > least > most / 4)):
+        columns = min(krylov_blocks(width, 0)[0], least)
+        return iterate(operand, sign_matrix(operand, columns, seed, most), _ITERATIONS)
+    if whole:
+        return whole_space(operand)
+    return grow(operand, sign_matrix(operand, block, seed, most), k, None if iterations is None else blocks)
 
 
 def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int) -> int:

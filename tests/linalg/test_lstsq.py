@@ -127,6 +127,26 @@ def test_several_right_hand_sides_of_unlike_size(condition):
     assert (A @ (alone.x - x[:, 0])).norm() <= 1e-13 + 1e-17 * condition
 
 
+@pytest.mark.parametrize("p", [1, 8, 33])
+@pytest.mark.parametrize("condition", [1e2, 1e10])
+def test_a_direct_solver_reads_the_norms_off_its_factors(p, condition, monkeypatch):
+    """As those of the passes that return_error takes, and every column as if it were alone."""
+    monkeypatch.setattr(module, "_PASS", 9)
+    A, b, _ = problem(900, 40, condition, 1e-3, p=p)
+    b[:, :1] *= 1e-9
+    direct, _ = sketch_lstsq(A, b, return_error=True, seed=0)
+    result = sketch_lstsq(A, b, seed=0)
+    assert result.iterations == 0
+    assert torch.equal(result.x, direct.x)
+    torch.testing.assert_close(result.residual_norm, direct.residual_norm, rtol=1e-9, atol=0)
+    assert backward_error(A, b, result.x).max() <= 4 * torch.finfo(torch.float64).eps
+    alone = sketch_lstsq(A, b[:, -1], seed=0)
+    torch.testing.assert_close(A @ alone.x, A @ result.x[:, -1], rtol=0, atol=1e-13)
+    b[:, 0] = 0
+    x, residual_norm, _ = sketch_lstsq(A, b, seed=0)
+    assert x[:, 0].norm() == residual_norm[0] == 0
+
+
 @pytest.mark.parametrize("shape", [(2000, 40), (300, 40), (40, 40), (20, 50)])
 def test_ridge(shape):
     for ridge in [1e-20, 1e-6, 1.0, 1e8]:

@@ -23,11 +23,29 @@ from matrices import (
 )
 from tolerances import factorisation
 
+import panther.linalg._svd as module
 from panther.errors import PantherError, ShapeError
 from panther.linalg import ErrorEstimate, SVDResult, estimate_error, randomized_svd
+from panther.linalg._krylov import grow
 from panther.linalg._rangefinder import krylov_blocks
 
 
+@pytest.fixture
+def krylov(monkeypatch):
+    """Search Krylov spaces in small matrices too; returns the numbers of blocks of the spaces that were grown."""
+    blocks = []
+
+    def recorded(*arguments):
+        space = grow(*arguments)
+        blocks.append(space.blocks)
+        return space
+
+    monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(module, "grow", recorded)
+    return blocks
+
+
+@pytest.mark.parametrize("small", [0, module._SMALL], ids=["krylov", "subspace"])
 @pytest.mark.parametrize(
     "sigma",
     [
@@ -42,12 +60,13 @@ from panther.linalg._rangefinder import krylov_blocks
     ids=["1/i", "0.97^i", "0.5^i", "i^-0.3", "flat", "step", "low rank"],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_errors_are_near_the_least_for_every_seed(sigma, dtype):
+def test_errors_are_near_the_least_for_every_seed(sigma, dtype, small, monkeypatch):
+    monkeypatch.setattr(module, "_SMALL", small)
     sigma = sigma.double()
     A = with_spectrum(500, 300, sigma, dtype)
     k = 15
     eps = torch.finfo(dtype).eps
-    for seed in range(10):
+    for seed in range(5):
         U, S, V = randomized_svd(A, k, seed=seed)
         assert_truncated_svd(A, (U, S, V), k, 1.01)
         E = A.double() - (U.double() * S.double()) @ V.mT.double()
@@ -153,6 +172,68 @@ def test_the_argument_is_left_alone():
     for part in result:
         part.zero_()
     assert torch.equal(A, before)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "least", "most"),
+    [
+        (0.5 ** torch.arange(400.0), 3, 3),
+        (torch.ones(400), 3, 3),
+        (torch.zeros(400), 3, 3),
+        (torch.cat((torch.ones(15), torch.zeros(385))), 3, 3),
+        (1 / torch.arange(1, 401.0) ** 2, 3, 4),
+        (1 / torch.arange(1, 401.0), 3, 5),
+        (torch.arange(1, 401.0) ** -0.3, 4, 6),
+        (1 - torch.arange(400.0) / 401, 4, 9),
+    ],
+    ids=["0.5^i", "flat", "zero", "low rank", "1/i^2", "1/i", "i^-0.3", "linear"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slow_spectra_take_more_blocks(sigma, least, most, dtype, krylov):
+    A = with_spectrum(500, 400, sigma, dtype)
+    for matrix in (A, A.mT, torch.stack((A, torch.zeros_like(A)))):
+        randomized_svd(matrix, 20, seed=0)
+    assert all(least <= blocks <= most for blocks in krylov)
+    assert len(krylov) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_singular_value_more_often_than_a_block_is_wide(dtype, krylov):
+    """What a block Krylov space holds of 40 equal ones is 16 a block: those that it lacks show in the norm of A."""
+    A = with_spectrum(500, 400, torch.cat((torch.ones(40), torch.full((360,), 1e-2))), dtype)
+    for seed in range(5):
+        _, S, _ = randomized_svd(A, 30, seed=seed)
+        assert (S - 1).abs().max() <= 1e-3
+
+
+def test_it_is_as_accurate_as_subspace_iteration(krylov):
+    """Against torch.svd_lowrank with 10 columns more and two iterations, the mean of five seeds each."""
+    for sigma in (1 / torch.arange(1, 401.0), 0.97 ** torch.arange(400.0), torch.arange(1, 401.0) ** -0.3):
+        A = with_spectrum(600, 400, sigma)
+        least = sigma[40:].double().norm()
+        found, expected = [], []
+        for seed in range(5):
+            torch.manual_seed(seed)
+            for errors, (U, S, V) in (
+                (found, randomized_svd(A, 40, seed=seed)),
+                (expected, torch.svd_lowrank(A, q=50, niter=2)),
+            ):
+                errors.append(frobenius(A - (U[:, :40] * S[:40]) @ V[:, :40].mT) / least - 1)
+        assert sum(found) <= 1.25 * sum(expected)
+        assert min(found) >= -1e-12
+
+
+def test_extreme_scales_and_rank_zero(krylov):
+    A = with_spectrum(500, 400, 1 / torch.arange(1, 401.0))
+    expected = randomized_svd(A, 20, seed=0)
+    for scale in (2.0**-900, 2.0**900):
+        U, S, V = randomized_svd(A * scale, 20, seed=0)
+        assert torch.allclose(S / scale, expected.S, rtol=0.1)
+        assert_truncated_svd(A, (U, S / scale, V), 20, 1.1)
+    assert [part.shape for part in randomized_svd(A, 0, seed=0)] == [(500, 0), (0,), (400, 0)]
+    A[3, 4] = math.nan
+    with pytest.raises(ValueError, match="A must be finite and has NaN"):
+        randomized_svd(A, 20)
 
 
 def test_blocks_of_the_search_space():
