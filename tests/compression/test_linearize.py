@@ -79,7 +79,8 @@ def test_an_encoder_keeps_its_output(causal, padded):
 def test_learning_pays():
     errors = []
     for steps in (1, 100):
-        report = pr.linearize_(Encoder(True).eval(), batches(), **(OPTIONS | {"steps": steps}))
+        report = pr.linearize_(Encoder(True).eval(), batches(), **(OPTIONS | {"steps": steps, "measure_speed": True}))
+        assert report.measured_speedup > 0
         errors.append(sum(layer.divergence for layer in report.layers))
     assert errors[1] < 0.8 * errors[0]
 
