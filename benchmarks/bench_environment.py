@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from text_model import SYMBOLS, Shape, TextModel
 from torch import nn
 from torch.nn import functional
 
-from panther.nn import SKLinear
+from panther.nn import SKConv2d, SKLinear
 
 _LIBRARIES = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu"  # of Debian's packages
 JEMALLOC, TCMALLOC = _LIBRARIES / "libjemalloc.so.2", _LIBRARIES / "libtcmalloc_minimal.so.4"
@@ -59,7 +60,13 @@ THREAD_SETTINGS: dict[str, dict[str, str]] = {
 SHAPE, BATCH = Shape(), 16  # of the transformer whose training steps are timed
 LAYERS = [(1024, 2, 64), (8192, 1, 16)]  # width, terms, rank
 BATCHES = [1, 32, 512]
-PARTS = ("transformer, SKLinear", "transformer, nn.Linear", "layers")  # a process each
+PARTS = (  # a process each
+    "transformer, SKLinear",
+    "transformer, nn.Linear",
+    "convolutional net, SKConv2d",
+    "convolutional net, nn.Conv2d",
+    "layers",
+)
 _STEP_S, _CALL_S, _SLOW_S = 1.5, 0.15, 0.5  # of a training step, of a call, and of a call that is warm after one
 
 
@@ -139,7 +146,8 @@ def _part(part: str, threads: int, quick: bool) -> None:
     clock = time.process_time if threads == 1 else time.perf_counter
     torch.manual_seed(0)
     kind = part.partition(", ")[2]
-    cases = {f"training step, {part}": _step(kind, quick)} if kind else _layers()
+    step = _convolutional_step if "Conv" in kind else _transformer_step
+    cases = {f"training step, {part}": step(kind, quick)} if kind else _layers()
     found: Costs = {}
     for case, call in cases.items():
         begun, least = clock(), 3
@@ -192,7 +200,7 @@ def _backward(layer: nn.Module, width: int, batch: int) -> Callable[[], object]:
     return call
 
 
-def _step(kind: str, quick: bool) -> Callable[[], object]:
+def _transformer_step(kind: str, quick: bool) -> Callable[[], object]:
     """Return a training step of a transformer, whose blocks' linear layers keep a quarter of their numbers."""
     shape, batch = (Shape(width=32, hidden=64, layers=1, heads=2, context=16), 2) if quick else (SHAPE, BATCH)
     model = TextModel(shape)
@@ -209,6 +217,26 @@ def _step(kind: str, quick: bool) -> Callable[[], object]:
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
         loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _convolutional_step(kind: str, quick: bool) -> Callable[[], object]:
+    """Return a training step of two convolutions, with batch norms, on images of 32 x 32."""
+    convolution = partial(SKConv2d, low_rank=8) if kind == "SKConv2d" else nn.Conv2d
+    net = nn.Sequential(
+        *(convolution(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(convolution(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)),
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    batch = 2 if quick else 32
+    images, labels = torch.randn(batch, 32, 32, 32), torch.randint(10, (batch,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(net(images), labels).backward()
         optimizer.step()
 
     return step
