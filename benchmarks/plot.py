@@ -1,7 +1,7 @@
 """Draw errors from the results: ``python benchmarks/plot.py`` writes docs/_static/benchmarks/*.svg.
 
 Error against time: methods of one family, the same code with another parameter, share a colour and are joined by a
-line. Error of attention against the number of features and the norms of queries and keys. What compressed models keep,
+line. Error of attention against the number of features. What compressed models keep,
 against their size. Losses of the trial of panther train over the steps. A figure has a row of panels for each CPU that
 there are results of; of results with several settings of the allocator, those with the default settings are drawn.
 """
@@ -143,37 +143,36 @@ def _draw_panel(axis: Any, plot: Plot, panel: tuple[str, ...], rows: list[dict[s
     axis.xaxis.set_minor_formatter(require_extra("matplotlib.ticker", "bench").NullFormatter())
 
 
-def draw_attention(threads: int = 1, features: int = 256, d: int = 32) -> Path:
-    """Draw the error of kernels for attention: by features at two variances, and by norms at ``features``."""
+def draw_attention(threads: int = 1) -> Path:
+    """Draw the error of attention maps against their features: flat, peaked and trained attention."""
+    cases = [
+        ("fresh, weights x 1", "False", "freshly initialised"),
+        ("fresh, weights x 2", "False", "weights twice as large"),
+        ("trained, layer 1", "True", "a trained model's second layer, causal"),
+    ]
     found = by_cpu("attention-error", threads)
-    figure, axes = panel_grid(3, len(found))
+    figure, axes = panel_grid(len(cases), len(found))
     for rows, line in zip(found.values(), axes, strict=True):
-        _draw_attention_errors(line, rows, features, d)
+        for axis, (data, causal, title) in zip(line, cases, strict=True):
+            kept = [row for row in rows if (row["data"], row["length"], row["causal"]) == (data, "256", causal)]
+            _draw_attention_errors(axis, kept)
+            axis.set(xscale="log", yscale="log", xlabel="features", title=title)
+            axis.title.set_fontsize(10)
+            axis.grid(alpha=0.3, which="both")
     return save(figure, axes, "attention-error", {cpu: "relative error of the attention" for cpu in found})
 
 
-def _draw_attention_errors(axes: Any, rows: list[dict[str, str]], features: int, d: int) -> None:
-    labels = {"softmax": "softmax (FAVOR+)", "oprf": "oprf, norm known", "taylor": "taylor", "uniform": "uniform"}
-    for axis, variance in zip(axes, ("0.05", "0.5"), strict=False):
-        here = [row for row in rows if row["variance"] == variance]
-        for kernel, label in labels.items():
-            found = [(row["features"], float(row["rel_error"])) for row in here if row["kernel"] == kernel]
-            if kernel == "uniform":
-                axis.axhline(found[0][1], color="black", linestyle="--", label=label)
-            else:
-                axis.plot([int(m) for m, _ in found], [error for _, error in found], "o-", label=label, markersize=5)
-        norm = (float(variance) * d) ** 0.5
-        axis.set(xscale="log", yscale="log", xlabel="features", title=f"norms of q and k about {norm:.1f}")
-    for kernel, label in labels.items():
-        kept = ("", str(features)) if kernel != "taylor" else (str(1 + d + d * (d + 1) // 2),)
-        by_norm = [row for row in rows if row["kernel"] == kernel and row["features"] in kept]
-        norms = [(float(row["variance"]) * d) ** 0.5 for row in by_norm]
-        style = {"color": "black", "linestyle": "--"} if kernel == "uniform" else {"marker": "o", "markersize": 5}
-        axes[2].plot(norms, [float(row["rel_error"]) for row in by_norm], label=label, **style)
-    axes[2].set(yscale="log", xlabel="norm of q and of k", title=f"{features} features")
-    for axis in axes:
-        axis.grid(alpha=0.3, which="both")
-        axis.title.set_fontsize(10)
+def _draw_attention_errors(axis: Any, rows: list[dict[str, str]]) -> None:
+    labels = {"softmax": "softmax (FAVOR+)"}
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        points = [(row["features"], float(row["rel_error"])) for row in rows if row["kernel"] == kernel]
+        if kernel == "mean of the values":
+            axis.axhline(points[0][1], color="black", linestyle="--", label=kernel)
+        elif kernel == "taylor":
+            axis.axhline(points[0][1], color="tab:gray", linestyle=":", label="taylor, 561 features")
+        else:
+            features = [int(m) for m, _ in points]
+            axis.plot(features, [error for _, error in points], "o-", label=labels.get(kernel, kernel), markersize=5)
 
 
 def draw_compress(threads: int = 1) -> Path:
