@@ -1,11 +1,13 @@
 """Compare randomized_svd to torch.svd_lowrank, scikit-learn's randomized_svd and the full SVD: time and error.
 
 Errors are over those of the best matrix of rank k, the worst of several seeds; every alternative runs at several
-numbers of iterations, so that error can be drawn against time. scikit-learn keeps to as many threads as torch.
+numbers of iterations, so that error can be drawn against time. A second table has the default against svd_lowrank over
+shapes, ranks, dtypes and spectra, those where it loses too. scikit-learn keeps to as many threads as torch.
 """
 
 __all__ = ["run"]
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +24,26 @@ SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
     "0.97^i": lambda i: 0.97**i,
     "i^-0.3": lambda i: i**-0.3,
 }
+# Of the second table; a step falls after k.
+MORE_SPECTRA: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "1/i": lambda i, k: 1 / i,
+    "1/i^2": lambda i, k: i**-2.0,
+    "0.97^i": lambda i, k: 0.97**i,
+    "i^-0.3": lambda i, k: i**-0.3,
+    "step": lambda i, k: torch.where(i <= k, 1.0, 0.01),
+    "low rank and noise": lambda i, k: torch.where(i <= k / 2, 10 / i, 0.0) + 0.05 * (1 - i / (2 * len(i))),
+    "linear": lambda i, k: 1 - i / (len(i) + 1),
+}
+SHAPES = [
+    (4096, 2048, (10, 100)),
+    (20_000, 500, (1, 20, 100, 250)),
+    (500, 8000, (20, 100)),
+    (1000, 1000, (5, 100, 400)),
+    (200, 100, (10, 40)),
+]
 OVERSAMPLE = 10
 SEEDS = 10
+BASELINE = "svd_lowrank niter=2"
 Factors = tuple[Tensor, Tensor, Tensor]  # U (m, k), S (k,), V (n, k)
 
 
@@ -33,6 +53,9 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     torch.manual_seed(0)
     left = torch.linalg.qr(torch.randn(m, n))[0].to(device)
     right = torch.linalg.qr(torch.randn(n, n))[0].to(device)
+    compared = _compare(device, budget_s, [(200, 100, (10,))] if quick else SHAPES)
+    if not quick:
+        print(f"written to {write_csv('randomized-svd-shapes', compared, device=device)}")
     rows: list[dict[str, Any]] = []
     for name, spectrum in SPECTRA.items():
         sigma = spectrum(torch.arange(1, n + 1, dtype=torch.float64)).to(device)
@@ -42,6 +65,42 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
         rows += found
     if not quick:
         print(f"written to {write_csv('randomized-svd', rows, device=device)}")
+
+
+def _compare(device: str, budget_s: float, shapes: list[tuple[int, int, tuple[int, ...]]]) -> list[dict[str, Any]]:
+    """Compare the default with svd_lowrank(niter=2): the ratio of the times, and the errors of both."""
+    rows: list[dict[str, Any]] = []
+    for m, n, ranks in shapes:
+        least = min(m, n)
+        i = torch.arange(1, least + 1, dtype=torch.float64)
+        left, right = (torch.linalg.qr(torch.randn(size, least, dtype=torch.float64))[0] for size in (m, n))
+        for dtype in (torch.float32, torch.float64):
+            found = []
+            for k, (name, spectrum) in itertools.product(ranks, MORE_SPECTRA.items()):
+                sigma = spectrum(i, k).to(device)
+                A = ((left * sigma.cpu()) @ right.mT).to(device, dtype)
+                ours, theirs = (_alternatives(A, k, device)[name] for name in ("panther n_iter=auto", BASELINE))
+                calls: dict[str, Callable[[], object]] = {"ours": lambda f=ours: f(0), "theirs": lambda f=theirs: f(0)}  # type: ignore[misc]
+                timings = interleave(calls, device=device, budget_s=budget_s / 30, min_rounds=3)
+                errors = [_errors(A, sigma, k, [f(seed) for seed in range(3)]) for f in (ours, theirs)]
+                found.append(
+                    {
+                        "m": m,
+                        "n": n,
+                        "k": k,
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "spectrum": name,
+                        "time_ms": figure(timings["ours"].median_s * 1e3),
+                        f"x {BASELINE}": figure(timings["ours"].ratio_to(timings["theirs"])),
+                        **{key: error for key, error in errors[0].items() if key != "orthogonality"},
+                        **{
+                            f"{key} of svd_lowrank": error for key, error in errors[1].items() if key != "orthogonality"
+                        },
+                    }
+                )
+            print_table(found)
+            rows += found
+    return rows
 
 
 def _case(A: Tensor, sigma: Tensor, k: int, device: str, budget_s: float, seeds: int) -> list[dict[str, Any]]:
@@ -81,7 +140,7 @@ def _alternatives(A: Tensor, k: int, device: str) -> dict[str, Callable[[int], F
     def lowrank(niter: int) -> Callable[[int], Factors]:
         def call(seed: int) -> Factors:
             torch.manual_seed(seed)
-            U, S, V = torch.svd_lowrank(A, q=k + OVERSAMPLE, niter=niter)
+            U, S, V = torch.svd_lowrank(A, q=min(k + OVERSAMPLE, *A.shape), niter=niter)
             return U[:, :k], S[:k], V[:, :k]
 
         return call
@@ -118,11 +177,12 @@ def _errors(A: Tensor, sigma: Tensor, k: int, found: list[Factors]) -> dict[str,
 
 
 def _error(A: Tensor, sigma: Tensor, k: int, U: Tensor, S: Tensor, V: Tensor) -> tuple[float, float, float]:
+    A, U, S, V = (part.double() for part in (A, U, S, V))  # the error may be rounding itself
     E = torch.addmm(A, U * S, V.mT, alpha=-1)
-    x = torch.linalg.qr(torch.randn(A.shape[1], 8, generator=torch.Generator().manual_seed(1)).to(A.device))[0]
+    x = torch.linalg.qr(torch.randn(A.shape[1], 8, generator=torch.Generator().manual_seed(1)).to(E))[0]
     for _ in range(20):  # subspace iteration for the spectral norm of the error
         x = torch.linalg.qr(E.mT @ (E @ x))[0]
-    eye = torch.eye(k, device=A.device)
+    eye = torch.eye(k, dtype=A.dtype, device=A.device)
     loss = max(float((X.mT @ X - eye).abs().max()) for X in (U, V))
     spectral = float(torch.linalg.matrix_norm(E @ x, 2) / sigma[k])
     return float(torch.linalg.vector_norm(E, dtype=torch.float64) / sigma[k:].norm()), spectral, loss
