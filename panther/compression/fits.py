@@ -211,7 +211,7 @@ def _leading(M: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the leading singular triplets of each group, (groups, m, r), (groups, r), (groups, r, n)."""
     least = min(M.shape[-2:])
     if least >= _LARGE and 4 * most <= least:
-        result = randomized_svd(M, most, oversample=most // 4, seed=seed)
+        result = randomized_svd(M, most, oversample=most // 4, n_iter=4, seed=seed)
         return result.U, result.S, result.V.mT
     left, sigma, right = torch.linalg.svd(M, full_matrices=False)
     most = min(most, least)
