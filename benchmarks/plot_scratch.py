@@ -56,6 +56,7 @@ def _draw_curves(axes: Any, curves: Runs) -> None:
             axis.plot([_mean(found, column) for found in at.values()], losses, label=f"{form}, {optimizer}", **style)
     axes[0].set(xlabel="CPU seconds, one thread")
     axes[1].set(xlabel="gradients so far, MB", xscale="log")
+    axes[1].xaxis.set_minor_formatter(require_extra("matplotlib.ticker", "bench").NullFormatter())
     for axis in axes:
         axis.grid(alpha=0.3)
 
@@ -67,7 +68,7 @@ def _draw_sizes(axis: Any, found: Runs) -> None:
         spread = [[middle - min(losses)], [max(losses) - middle]]
         style = {"color": COLOURS[form], "fillstyle": "full" if optimizer == "Muon" else "none"}
         axis.errorbar([float(rows[0]["stored_bytes"]) / 1e6], [middle], spread, fmt="o", **style)
-    axis.set(xlabel="stored, MB")
+    axis.set(xlabel="stored, MB", xlim=(0, None))
     axis.set_title("at the end, with the range of the seeds", fontsize=10)
 
 

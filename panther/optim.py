@@ -59,13 +59,16 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     norms = torch.linalg.matrix_norm(M, keepdim=True)
     M = M / torch.where(norms > 0, norms, 1)
     gram = M.mT @ M
-    product = eye = torch.eye(gram.shape[-1], dtype=M.dtype, device=M.device).expand_as(gram)
+    # The product of the rounds is (level I + product): without I as a tensor, sharded matrices (DTensors) work too.
+    level, product = 1.0, None
     for left in range(_ROUNDS - 1, -1, -1):
-        p = _A * eye + _B * gram + _C * (gram @ gram)
-        product = p if product is eye else product @ p
+        p = _B * gram + _C * (gram @ gram)  # and _A I
+        product = level * p if product is None else level * p + _A * product + product @ p
+        level *= _A
         if left:
-            gram = p @ gram @ p
-    return (M @ product).to(matrices.dtype)
+            twice = p @ gram
+            gram = _A**2 * gram + 2 * _A * twice + twice @ p
+    return (level * M + M @ product).to(matrices.dtype)
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -143,3 +143,22 @@ def test_a_trainer_takes_it():
     before = loss(model(x), target).item()
     pr.train.Trainer(model, optimizer, loss, config).fit(torch.utils.data.TensorDataset(x, target))
     assert loss(model(x), target).item() < before / 2
+
+
+def differences_under_fsdp():
+    """Largest difference of each parameter, sharded over two ranks, from training on one, relative to the largest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, alone = network(), network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    for one in (model, alone):
+        take_steps(one, MuonAdamW(param_groups(one, lr=1e-2)))
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [((sharded.full_tensor() - p).abs().max() / p.abs().max()).item() for sharded, p in pairs]
+
+
+@pytest.mark.distributed
+def test_sharded_factors_take_the_same_steps():
+    differences = pr.distributed.launch(differences_under_fsdp, nproc=2, start_method="fork")
+    assert max(value for rank in differences for value in rank) < 4e-4
