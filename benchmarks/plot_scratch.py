@@ -68,7 +68,8 @@ def _draw_sizes(axis: Any, found: Runs) -> None:
         spread = [[middle - min(losses)], [max(losses) - middle]]
         style = {"color": COLOURS[form], "fillstyle": "full" if optimizer == "Muon" else "none"}
         axis.errorbar([float(rows[0]["stored_bytes"]) / 1e6], [middle], spread, fmt="o", **style)
-    axis.set(xlabel="stored, MB", xlim=(0, None))
+    axis.set(xlabel="stored, MB")
+    axis.set_xlim(0, 1.1 * axis.dataLim.x1)
     axis.set_title("at the end, with the range of the seeds", fontsize=10)
 
 

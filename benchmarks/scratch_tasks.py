@@ -79,7 +79,7 @@ def text_task(quick: bool) -> Task:
         (first, second),
         kept=0.25,
         steps=20 if quick else 350,
-        rates={"AdamW": (5e-4, 1e-3, 2e-3), "Muon": (5e-4, 1e-3, 2e-3)},
+        rates={"AdamW": (5e-4, 1e-3, 2e-3), "Muon": (1e-3, 2e-3, 4e-3)},
     )
 
 
@@ -111,7 +111,7 @@ def image_tasks(quick: bool) -> list[Task]:
             held_out,
             kept=0.125,
             steps=10 if quick else 800,
-            rates={"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (2.5e-4, 5e-4, 1e-3)},
+            rates={"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (5e-4, 1e-3, 2e-3)},
         ),
         Task(
             f"{data}, transformer",

@@ -60,10 +60,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     M = M / torch.where(norms > 0, norms, 1)
     gram = M.mT @ M
     # The product of the rounds is (level I + product): without I as a tensor, sharded matrices (DTensors) work too.
-    level, product = 1.0, None
+    level, product = 1.0, torch.zeros_like(gram)
     for left in range(_ROUNDS - 1, -1, -1):
         p = _B * gram + _C * (gram @ gram)  # and _A I
-        product = level * p if product is None else level * p + _A * product + product @ p
+        product = level * p + _A * product + product @ p
         level *= _A
         if left:
             twice = p @ gram
@@ -202,7 +202,7 @@ def param_groups(
     Args:
         model: The model.
         lr: Learning rate of what is not orthogonalised.
-        factor_lr: Learning rate of what is; None is 8 times ``lr``.
+        factor_lr: Learning rate of what is; None is 4 times ``lr``.
         weight_decay: Of all but vectors, at the rate ``lr``: the orthogonalised matrices decay as fast as the others.
         include: Whether the matrices of a layer are orthogonalised, from its name and the layer itself; None takes the
             sketched layers. Embeddings and the last layer of a model should not be.
@@ -216,7 +216,7 @@ def param_groups(
         >>> [(group["orthogonalize"], len(group["params"])) for group in param_groups(model)]
         [(True, 2), (False, 1), (False, 2)]
     """
-    factor_lr = 8 * lr if factor_lr is None else factor_lr
+    factor_lr = 4 * lr if factor_lr is None else factor_lr
     if include is None:
         include = _is_sketched
     chosen = {

@@ -88,8 +88,8 @@ def test_param_groups_know_factors_matrices_and_vectors():
     assert [tuple(p.shape) for p in others["params"]] == [(7, 96), (5, 96)]
     assert all(p.ndim == 1 for p in vectors["params"])
     assert len(vectors["params"]) == 2
-    assert [group["weight_decay"] for group in (factors, others, vectors)] == [0.1 / 8, 0.1, 0.0]
-    assert [group["lr"] for group in (factors, others, vectors)] == [8e-3, 1e-3, 1e-3]
+    assert [group["weight_decay"] for group in (factors, others, vectors)] == [0.1 / 4, 0.1, 0.0]
+    assert [group["lr"] for group in (factors, others, vectors)] == [4e-3, 1e-3, 1e-3]
     dense = param_groups(model, include=lambda name, layer: isinstance(layer, nn.Linear), factor_lr=2e-3)
     assert [tuple(p.shape) for p in dense[0]["params"]] == [(5, 96)]
     assert dense[0]["weight_decay"] == 0.05
