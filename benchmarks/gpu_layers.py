@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from panther.nn import SKLinear
 
 SHAPES = ((8192, 1, 16), (4096, 2, 64))  # width, terms, rank
-BATCHES = (512, 8192, 1, 16)  # those with an aim of their own first
+BATCHES = (512, 8192, 1, 16, 64)  # those with an aim of their own first
 PRECISIONS = (("bfloat16", "highest", "bfloat16"), ("float32", "high", "tf32"), ("float32", "highest", "float32"))
 _MAX_FUSED_RANK = 64
 _TINY_SHAPES, _TINY_BATCHES = ((256, 1, 4), (256, 2, 16)), (1, 3)

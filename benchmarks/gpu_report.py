@@ -24,6 +24,7 @@ _TABLES = {
     "hadamard": "Walsh-Hadamard transform",
     "sparse": "Sparse sketches",
     "attention": "Causal linear attention",
+    "windowed": "Windowed linear attention",
 }
 
 
@@ -51,6 +52,11 @@ AIMS = (
     *(
         Aim("attention", "length 16384 features 64 head dim 64", "panther", "eager", direction, "x_baseline", 3)
         for direction in ("forward", "forward+backward")
+    ),
+    Aim("sklinear", "8192x8192 R 16 batch 64", "SKLinear, packed", "graph", "forward", "x_baseline", 4),
+    *(
+        Aim("windowed", f"length 8192 features 64, {way}", "panther", "eager", "forward", "x_baseline", 2)
+        for way in ("causal", "both ways")
     ),
 )
 

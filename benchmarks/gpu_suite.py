@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the scripts beside this one are no package
 
 import torch
-from gpu_kernels import attention_problems, hadamard_problems, sparse_problems
+from gpu_kernels import attention_problems, hadamard_problems, sparse_problems, windowed_problems
 from gpu_layers import sklinear_problems
 from gpu_report import Recorder, markdown, read_rows, stamp
 from gpu_roofline import ceilings
@@ -35,10 +35,19 @@ from harness import _commit
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/kernels", "tests/sketch", "tests/nn", "tests/linalg")
 # Share of the whole time at whose end a section must be over; what one leaves goes to the next.
-SECTIONS = {"tests": 0.4, "roofline": 0.46, "sklinear": 0.74, "attention": 0.86, "hadamard": 0.93, "sparse": 1.0}
+SECTIONS = {
+    "tests": 0.4,
+    "roofline": 0.45,
+    "sklinear": 0.7,
+    "attention": 0.79,
+    "windowed": 0.88,
+    "hadamard": 0.94,
+    "sparse": 1.0,
+}
 _PROBLEMS = {
     "sklinear": sklinear_problems,
     "attention": attention_problems,
+    "windowed": windowed_problems,
     "hadamard": hadamard_problems,
     "sparse": sparse_problems,
 }

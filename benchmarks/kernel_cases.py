@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from panther.kernels._triton import attention, hadamard, signs, sketched, sparse
+from panther.kernels._triton import attention, hadamard, signs, sketched, sparse, windowed_attention
 from torch import Tensor
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -77,6 +77,19 @@ def attend(D: int, E: int, scaled: bool = False) -> Launch:
     return launch
 
 
+def windowed(D: int, E: int, m: int, causal: bool, scaled: bool = True, window: int = 64) -> Launch:
+    """Windowed attention, forward and backward."""
+
+    def launch(t: torch.dtype) -> None:
+        q, v, phi = (meta(16, 4096, width, dtype=t) for width in (D, E, m))
+        a = meta(16, 4096, dtype=F32) if scaled else None
+        operands = (q, q, v, phi, phi, a, a)
+        y, log_den = windowed_attention.windowed_forward(*operands, window, causal)
+        windowed_attention.windowed_backward(v, *operands, y, log_den, window, causal)
+
+    return launch
+
+
 def transform(N: int, columns: int, batch: int = 4096) -> Launch:
     return lambda t: hadamard.hadamard_transform(meta(batch, N, columns, dtype=t))
 
@@ -118,6 +131,11 @@ CASES = [
     Case("attention D 256 E 16", attend(256, 16), precisions=FULL),
     Case("attention D 256, scaled", attend(256, 256, scaled=True), precisions=FULL),
     Case("attention D 33 E 17, scaled", attend(33, 17, scaled=True), (F16, F32), FULL),
+    Case("windowed D 64 m 64", windowed(64, 64, 64, causal=True), precisions=FULL),
+    Case("windowed D 64 m 128, not causal", windowed(64, 64, 128, causal=False), (BF16,)),
+    Case("windowed D 128 m 128, not scaled", windowed(128, 128, 128, causal=True, scaled=False), precisions=FULL),
+    Case("windowed D 256 m 256, not causal", windowed(256, 256, 256, causal=False), precisions=FULL),
+    Case("windowed D 33 E 17 m 20, window 24", windowed(33, 17, 20, causal=True, window=24), (F16, F32), FULL),
     Case("hadamard 2^10", transform(1 << 10, 1), ALL, FULL),
     Case("hadamard 2^3", transform(1 << 3, 1), precisions=FULL),
     Case("hadamard 2^14", transform(1 << 14, 1), precisions=FULL),

@@ -27,6 +27,9 @@ _SINGLE_SLICE = 32
 # Parts of a sum that are loaded at once, and entries that a program of the reduction owns.
 _PARTS = tl.constexpr(4)
 _BLOCK = 256
+# Bytes of parts, read by all programs together, up to which each adds them itself: from the L2 cache, at 5 TB/s, they
+# take as long as one more launch, 2.5 us. Predicted, not measured.
+_REDUCED_BYTES = 12 << 20
 
 
 @triton.jit
@@ -185,9 +188,9 @@ def _pair_inner_kernel(
 
 
 @triton.jit
-def _reduce(partial, m, M, R, splits, part_stride, scale, like, BM: tl.constexpr, RP: tl.constexpr):
+def _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, BM: tl.constexpr, RP: tl.constexpr):
     """Add the parts of ``x S1`` and ``x U2`` in a fixed order, and scale and round them to the inner result."""
-    r = tl.arange(0, RP)
+    r = r0 + tl.arange(0, RP)
     rows = (m[:, None] < M) & (r[None, :] < R)
     at = m[:, None].to(tl.int64) * (2 * R) + r[None, :]
     left = tl.zeros((BM, RP), tl.float32)
@@ -203,7 +206,7 @@ def _reduce(partial, m, M, R, splits, part_stride, scale, like, BM: tl.constexpr
 
 @triton.jit
 def _pair_reduce_kernel(partial, inner, scale, n, splits, part_stride, BLOCK: tl.constexpr):
-    """Reduce as ``_reduce`` does for a rank of several tiles, whose parts too many programs would have to read."""
+    """Reduce as ``_reduce`` does, once: for parts that are more than every program should read."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, splits, _PARTS, num_stages=3):
@@ -217,24 +220,30 @@ def _pair_reduce_kernel(partial, inner, scale, n, splits, part_stride, BLOCK: tl
 def _pair_outer_kernel(
     partial, U1, S2, bias, out, inner, scale, M, N, R, splits, part_stride, tiles,
     u1_r, u1_n, s2_r, s2_n,
-    RP: tl.constexpr, RANK_TILES: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    RP: tl.constexpr, RANK_TILES: tl.constexpr, REDUCE: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n0 = tl.program_id(1) * tiles * BN
-    if RANK_TILES == 1:
-        left, right = _reduce(partial, m, M, R, splits, part_stride, scale, inner.dtype.element_ty, BM, RP)
+    like = inner.dtype.element_ty
+    if REDUCE and RANK_TILES == 1:
+        left, right = _reduce(partial, m, 0, M, R, splits, part_stride, scale, like, BM, RP)
         if n0 == 0:
             _store_inner(inner, left, right, m, 0, M, R, RP)
     for _ in range(tiles):
         acc = _bias_tile(bias, n0, N, BM, BN, HAS_BIAS)
-        if RANK_TILES == 1:
+        if REDUCE and RANK_TILES == 1:
             acc = _outer_tile(
                 left, right, U1, S2, acc, n0, 0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, PACKED, PRECISION
             )  # fmt: skip
         else:
             for r0 in range(0, RANK_TILES * RP, RP):
-                a, b = _load_inner(inner, m, r0, M, R, RP)
+                if REDUCE:
+                    a, b = _reduce(partial, m, r0, M, R, splits, part_stride, scale, like, BM, RP)
+                    if n0 == 0:
+                        _store_inner(inner, a, b, m, r0, M, R, RP)
+                else:
+                    a, b = _load_inner(inner, m, r0, M, R, RP)
                 acc = _outer_tile(
                     a, b, U1, S2, acc, n0, r0, N, R, u1_r, u1_n, s2_r, s2_n, BN, RP, PACKED, PRECISION
                 )  # fmt: skip
@@ -262,7 +271,7 @@ def fused_matmul(
 def pair_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
-    """Return the output and ``scale x [S1 | U2]``, in two kernels (three for a rank of several tiles), for any rank."""
+    """Return the output and ``scale x [S1 | U2]``, for any rank, in two kernels, or three where the parts are many."""
     (M, K), (R, N) = x.shape, S2.shape
     x, S1, U1, S2, U2 = _addressable(x, S1, U1, S2, U2)
     out, inner = x.new_empty(M, N), x.new_empty(M, 2 * R)
@@ -285,21 +294,23 @@ def pair_matmul(
         x, S1, U2, partial, M, K, R, split_k, partial.stride(0), *x.stride(), *S1.stride(), *_strides(U2),
         RP=RP, BM=BM, BK=BK, num_warps=8 if BM == 64 else 4, num_stages=stages, **signs,
     )  # fmt: skip
-    if rank_tiles > 1:
+    n_tiles = triton.cdiv(N, BN)
+    reduce = 8 * R * M * splits * min(n_tiles, programs) <= _REDUCED_BYTES
+    if not reduce:
         _pair_reduce_kernel[(triton.cdiv(M * 2 * R, _BLOCK),)](
             partial, inner, scale, M * 2 * R, splits, partial.stride(0), BLOCK=_BLOCK
         )
 
     # Every tile of rows reads the factors, and every program the parts of its rows: both through the L2 cache, and the
     # sum is least at this height.
-    BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * splits)))
+    parts = splits if reduce else 1
+    BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * parts)))
     row_tiles = triton.cdiv(M, BM)
-    n_tiles = triton.cdiv(N, BN)
     tiles = min(n_tiles, triton.cdiv(n_tiles * row_tiles, programs))
     _pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
         partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
         *_strides(U1), *S2.stride(),
-        RP=RP, RANK_TILES=rank_tiles, HAS_BIAS=bias is not None, BM=BM, BN=BN,
+        RP=RP, RANK_TILES=rank_tiles, REDUCE=reduce, HAS_BIAS=bias is not None, BM=BM, BN=BN,
         num_warps=8 if BM == 64 else 4, num_stages=2, **signs,
     )  # fmt: skip
     return out, inner

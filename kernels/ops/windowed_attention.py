@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._backend import use_triton
 from ..reference.windowed_attention import windowed_backward, windowed_forward
 from ._library import autocast, check_one_device, define, needs_torch
+from .attention import _DTYPES, _WIDEST, _flat
 
 _NAME = "windowed_linear_attention"
 
@@ -64,6 +66,8 @@ def windowed_linear_attention(
     Raises:
         ValueError: If shapes do not agree, the operands are on several devices, or the window is not positive.
         TypeError: If q, k, v and the features differ in dtype, or something is not floating, or the mask not boolean.
+        RuntimeError: If ``PANTHER_KERNELS=triton``, and the kernel does not take the operands: float64, or D, E or m
+            not from 1 to 256.
 
     Cost: about ``n (4 w (D + E) + 4 m E)`` flops for each batch entry with w = ``window``, ``n (6 w (D + E) + 4 m E)``
     if not causal; backward, 2.5 times that. States take ``n / w`` times m (E + 1) numbers. Under autograd the inputs,
@@ -130,6 +134,21 @@ def _check(
         raise ValueError(f"window of {_NAME} must be at least 1, not {window}: 64 is usual")
 
 
+def _takes(q: Tensor, v: Tensor, phi_q: Tensor) -> bool:
+    """Return whether the Triton kernels take the operands."""
+    D, E, m = q.shape[-1], v.shape[-1], phi_q.shape[-1]
+    refusal = None
+    if q.dtype not in _DTYPES:
+        refusal = f"takes float32, float16 and bfloat16, not {q.dtype}"
+    elif not all(1 <= width <= _WIDEST for width in (D, E, m)):
+        refusal = f"takes widths from 1 to {_WIDEST}, not D={D}, E={E} and m={m}"
+    return use_triton(_NAME, q.device, refusal)
+
+
+def _exponents(*logs: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if x is None else x.to(torch.float32) for x in logs)
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -141,8 +160,14 @@ def _forward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    y, log_den = windowed_forward(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
-    return y.contiguous(), log_den.contiguous()
+    if not _takes(q, v, phi_q):
+        y, log_den = windowed_forward(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
+        return y.contiguous(), log_den.contiguous()
+    from .._triton import windowed_attention
+
+    flat = [*_flat(q.shape[:-2], q, k, v, phi_q, phi_k, *_exponents(log_q, log_k)), window, causal]
+    y, log_den = windowed_attention.windowed_forward(*flat)
+    return y.view(v.shape), log_den.view(q.shape[:-1])
 
 
 def _backward(
@@ -159,8 +184,20 @@ def _backward(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, ...]:
-    grads = windowed_backward(grad, q, k, v, phi_q, phi_k, log_q, log_k, y, log_den, window, causal)
-    return tuple(q.new_empty(0) if part is None else part.contiguous() for part in grads)
+    operands = (q, k, v, phi_q, phi_k, log_q, log_k)
+    grads: tuple[Tensor | None, ...]
+    if not _takes(q, v, phi_q):
+        grads = windowed_backward(grad, *operands, y, log_den, window, causal)
+    else:
+        from .._triton import windowed_attention
+
+        rows = (*operands[:5], *_exponents(log_q, log_k), y, log_den)
+        flat = [*_flat(q.shape[:-2], grad.to(v.dtype), *rows), window, causal]
+        grads = windowed_attention.windowed_backward(*flat)
+    return tuple(
+        q.new_empty(0) if x is None or part is None else part.reshape(x.shape).to(x.dtype).contiguous()
+        for x, part in zip(operands, grads, strict=True)
+    )
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

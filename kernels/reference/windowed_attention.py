@@ -368,7 +368,7 @@ def _far_exponent(log_q: Tensor, units: Tensor, sums: Tensor) -> tuple[Tensor, T
 
     A denominator of 0 is no key, or all too small to count; too small for its inverse, it is 0 too.
     """
-    some = sums[..., -1:] >= torch.finfo(sums.dtype).tiny
+    some = ~(sums[..., -1:] < torch.finfo(sums.dtype).tiny)  # NaN is some
     return (log_q + units).masked_fill(~some, -torch.inf), some
 
 

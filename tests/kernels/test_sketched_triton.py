@@ -184,6 +184,23 @@ def test_the_small_batch_pair_repeats_itself(device):
         assert torch.equal(sketched_matmul(*args), sketched_matmul(*args))
 
 
+@pytest.mark.parametrize("shape", [(3, 700, 300, 4), (2, 130, 260, 150)])
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_are_added_by_every_program_or_once_before(device, shape, form, monkeypatch, poison):
+    """Few, they are added by each program in two launches; many, once, in a third: with the same result."""
+    from panther.kernels._triton import sketched
+
+    args = operands(*shape, device=device, form=form)
+    results = []
+    for most in (1 << 40, 0):
+        monkeypatch.setattr(sketched, "_REDUCED_BYTES", most)
+        with using_path("pair"), torch.no_grad():
+            results.append(torch.ops.panther.sketched_matmul(*args))
+    for ours, theirs in zip(*results, strict=True):
+        assert rms_error(ours, theirs) < 1e-6
+    assert rms_error(results[1][0], exact(*args)) < KERNEL_RMS[torch.float32]
+
+
 def test_packing_is_undone_by_unpacking():
     for rows, n in [(1, 1), (3, 31), (2, 32), (5, 33), (1, 300), (0, 5), (4, 0)]:
         signs = reference.random_block("sign", 1, 2, TAG, range(rows), range(n), dtype=torch.float32, device="cpu")
