@@ -526,6 +526,8 @@ def _near_shape(x: Tensor, window: int, inner: int, outer: int, *, gradient: boo
     hopper = target.backend == "cuda" and target.arch >= 90
     if gradient and x.dtype is torch.float32 and (not hopper or inner > 128):
         tile = tile._replace(rows=min(tile.rows, 32), inner=min(tile.inner, 32))
+        if target.backend == "hip":
+            tile = tile._replace(columns=min(tile.columns, 32))
     if target.backend == "cuda" and not hopper:
         tile = tile._replace(warps=8, rows=tile.rows if gradient or inner <= 64 else min(tile.rows, 32))
     return tile
