@@ -2,7 +2,6 @@
 
 __all__ = ["RandMultiHeadAttention", "make_performer"]
 
-import struct
 from typing import Any, Self
 
 import torch
@@ -10,22 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
-from panther.nn._sketch_record import read_integers
 from panther.nn._sketched import keep_own_forward
 from panther.nn.attention._check import ApproximationError, errors_beside_mean, is_plain, sample, warn_if_worse
+from panther.nn.attention._feature_map import FeatureMap
 from panther.nn.attention._features import (
     check_inputs,
     is_causal_mask,
     key_exponent,
-    no_autocast,
-    optimal_shift,
-    orthogonal_gaussian,
-    positive_features,
-    relu_features,
-    taylor_features,
 )
-from panther.nn.attention._hermite import balanced_directions, hermite_features, hermite_rank
-from panther.nn.functional import linear_attention
+from panther.nn.attention._hermite import balanced_directions, hermite_rank
 from panther.sketch import check_seed
 
 # Fewer say too little about an approximation.
@@ -46,7 +38,7 @@ class _NotATensor:
         return NotImplemented
 
 
-class RandMultiHeadAttention(nn.Module):
+class RandMultiHeadAttention(FeatureMap):
     r"""A replacement for :class:`torch.nn.MultiheadAttention`, with feature maps instead of the softmax.
 
     The weights of softmax attention, :math:`\exp(q \cdot k / \sqrt d)`, are replaced by inner products of features of
@@ -130,8 +122,6 @@ class RandMultiHeadAttention(nn.Module):
 
     in_proj_bias = None  # read by nn.TransformerEncoder(Layer), which then does not take its fast path
     in_proj_weight = out_proj = _NotATensor()
-    directions: Tensor | None
-    center: Tensor
     bq: nn.Parameter | None
     bk: nn.Parameter | None
     bv: nn.Parameter | None
@@ -225,73 +215,6 @@ class RandMultiHeadAttention(nn.Module):
             nn.init.zeros_(self.center)
         self._centered = False
         self._draw_directions()
-
-    def redraw_features_(self) -> Self:
-        """Draw the next directions of the seed, the same on every device and every rank."""
-        self._draws += 1
-        self._draw_directions()
-        return self
-
-    def _draw_directions(self) -> None:
-        if self.directions is not None:
-            with torch.no_grad():
-                self.directions.copy_(self._drawn())
-
-    def _drawn(self, only: range | None = None) -> Tensor:
-        """Return the directions of the present draw, of these heads; those of "hermite" are orthonormal."""
-        assert self.directions is not None
-        _, rows, d = self.directions.shape
-        stream = 2 * self._draws  # each draw takes two streams
-        if self.kernel_fn != "hermite":
-            return orthogonal_gaussian(rows, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
-        drawn = orthogonal_gaussian(rows // 2, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
-        return nn.functional.normalize(drawn, dim=-1).repeat(1, 2, 1)
-
-    def get_extra_state(self) -> Tensor:
-        """Return the seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``."""
-        (bits,) = struct.unpack("<q", struct.pack("<d", self.feature_norm))
-        return torch.tensor([self.seed, self._draws, self._forwards, bits], dtype=torch.int64, device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Restore the result of :meth:`get_extra_state`."""
-        if (integers := read_integers(state)) is not None:
-            self.seed, self._draws, self._forwards, bits = integers
-            (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, with the ``projection_matrix`` of other libraries, one for all heads, in the place of directions."""
-        shared, own = (state_dict.get(prefix + name) for name in ("projection_matrix", "directions"))
-        if self._default_kernel and self.kernel_fn == "hermite" and f"{prefix}center" not in state_dict:
-            found = own if own is not None else shared
-            if isinstance(found, Tensor) and found.shape[-2:] == (self.num_random_features, self.feature_width):
-                self._become_softmax_()
-        if self.directions is not None and isinstance(shared, Tensor) and own is None:
-            if self.kernel_fn == "hermite" or shared.shape != self.directions.shape[1:]:
-                args[-1].append(
-                    f"RandMultiHeadAttention {prefix[:-1]!r} cannot take a projection_matrix of shape "
-                    f"{tuple(shared.shape)}: it must be (num_random_features, feature width) = "
-                    f"{(self.num_random_features, self.feature_width)}, so build the layer with kernel_fn='softmax' "
-                    f"and num_random_features={len(shared)}"
-                )
-                return
-            state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}projection_matrix"}
-            state_dict[f"{prefix}directions"] = shared.expand_as(self.directions)
-            state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._note_center()
-
-    def _become_softmax_(self) -> None:
-        """Become what a layer without a ``kernel_fn`` was when its checkpoint was written."""
-        self.kernel_fn = "softmax"
-        old = self.directions
-        assert old is not None
-        self.directions = old.new_empty(self.num_heads, self.num_random_features, self.feature_width)
-        del self.center
-
-    def _note_center(self) -> None:
-        # Known without looking at the tensor in each forward, which would wait for a GPU.
-        hermite = self.kernel_fn == "hermite"
-        self._centered = hermite and not self.center.is_meta and bool((self.center != 0).any())
 
     @torch.no_grad()
     def calibrate_(self, query: Tensor, key: Tensor | None = None) -> Self:
@@ -456,39 +379,6 @@ class RandMultiHeadAttention(nn.Module):
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H, n, d)
         return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
-        """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled."""
-        root = self.head_dim**-0.25
-        # Contiguous: a product of strided heads with few directions takes up to 6 times as long.
-        dtype, q, k = q.dtype, (q * root).contiguous(), (k * root).contiguous()
-        if self.kernel_fn == "hermite":
-            assert self.directions is not None
-            center = self.center if self._centered else None
-            phi_q, phi_k, scale = hermite_features(q, k, self.directions, center, exponent, causal)
-            with no_autocast(v.device):  # it would cast the features, which must not be rounded
-                return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
-        phi_q, phi_k, scale = self._features(q, k, dtype)
-        if exponent is not None:
-            scale = (exponent if scale is None else scale + exponent).expand(phi_k.shape[:-1])
-        return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
-
-    def _features(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return features of queries and keys, and the keys' exponents in float32.
-
-        Features of float16 inputs stay in float32: with large logits most are far below the smallest float16 number.
-        """
-        if self.kernel_fn == "taylor":
-            return taylor_features(q), taylor_features(k), None
-        assert self.directions is not None
-        if self.kernel_fn == "relu":
-            return relu_features(q, self.directions), relu_features(k, self.directions), None
-        shift = optimal_shift(self.feature_norm, self.feature_width) if self.kernel_fn == "oprf" else 0.0
-        phi_q, _ = positive_features(q, self.directions, shift)  # a query's exponent divides out
-        phi_k, exponent = positive_features(k, self.directions, shift)
-        if dtype is torch.bfloat16:
-            phi_q, phi_k = phi_q.to(dtype), phi_k.to(dtype)
-        return phi_q, phi_k, exponent
-
     def extra_repr(self) -> str:
         """Return sizes and kernel, as shown by print."""
         return (
@@ -541,16 +431,6 @@ class RandMultiHeadAttention(nn.Module):
             layer._align_with_weights()
         layer._unchecked = True
         return layer.train(mha.training)
-
-    def _align_with_weights(self) -> None:
-        """Choose the directions in which logits would vary most if inputs were white noise."""
-        if self.kernel_fn != "hermite" or self.SRPE is not None or self.Wq.is_meta:
-            return
-        assert self.directions is not None
-        root = self.head_dim**-0.25
-        W_q, W_k = (W.double().unflatten(0, (self.num_heads, -1)) * root for W in (self.Wq, self.Wk))
-        directions = balanced_directions(W_q @ W_q.mT, W_k @ W_k.mT, self.directions.shape[1] // 2)
-        self.directions.copy_(directions)
 
 
 make_performer = RandMultiHeadAttention.from_mha

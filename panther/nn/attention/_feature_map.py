@@ -1,0 +1,152 @@
+"""The feature map of a layer of attention: its state, how it is drawn and loaded, and attention through it."""
+
+__all__ = ["FeatureMap"]
+
+import struct
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from panther.nn._sketch_record import read_integers
+from panther.nn.attention._features import (
+    no_autocast,
+    optimal_shift,
+    orthogonal_gaussian,
+    positive_features,
+    relu_features,
+    taylor_features,
+)
+from panther.nn.attention._hermite import balanced_directions, hermite_features
+from panther.nn.functional import linear_attention
+
+
+class FeatureMap(nn.Module):
+    """Base of :class:`RandMultiHeadAttention`, which makes the buffers and explains them."""
+
+    directions: Tensor | None
+    center: Tensor
+    kernel_fn: str
+    seed: int
+    num_heads: int
+    head_dim: int
+    num_random_features: int
+    feature_width: int
+    feature_norm: float
+    SRPE: nn.Module | None
+    Wq: nn.Parameter
+    Wk: nn.Parameter
+    _default_kernel: bool
+    _centered: bool
+    _draws: int
+    _forwards: int
+
+    def redraw_features_(self) -> Self:
+        """Draw the next directions of the seed, the same on every device and every rank."""
+        self._draws += 1
+        self._draw_directions()
+        return self
+
+    def _draw_directions(self) -> None:
+        if self.directions is not None:
+            with torch.no_grad():
+                self.directions.copy_(self._drawn())
+
+    def _drawn(self, only: range | None = None) -> Tensor:
+        """Return the directions of the present draw, of these heads; those of "hermite" are orthonormal."""
+        assert self.directions is not None
+        _, rows, d = self.directions.shape
+        stream = 2 * self._draws  # each draw takes two streams
+        if self.kernel_fn != "hermite":
+            return orthogonal_gaussian(rows, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
+        drawn = orthogonal_gaussian(rows // 2, d, heads=self.num_heads, seed=self.seed, stream=stream, only=only)
+        return nn.functional.normalize(drawn, dim=-1).repeat(1, 2, 1)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", self.feature_norm))
+        return torch.tensor([self.seed, self._draws, self._forwards, bits], dtype=torch.int64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore the result of :meth:`get_extra_state`."""
+        if (integers := read_integers(state)) is not None:
+            self.seed, self._draws, self._forwards, bits = integers
+            (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, with the ``projection_matrix`` of other libraries, one for all heads, in the place of directions."""
+        shared, own = (state_dict.get(prefix + name) for name in ("projection_matrix", "directions"))
+        if self._default_kernel and self.kernel_fn == "hermite" and f"{prefix}center" not in state_dict:
+            found = own if own is not None else shared
+            if isinstance(found, Tensor) and found.shape[-2:] == (self.num_random_features, self.feature_width):
+                self._become_softmax_()
+        if self.directions is not None and isinstance(shared, Tensor) and own is None:
+            if self.kernel_fn == "hermite" or shared.shape != self.directions.shape[1:]:
+                args[-1].append(
+                    f"RandMultiHeadAttention {prefix[:-1]!r} cannot take a projection_matrix of shape "
+                    f"{tuple(shared.shape)}: it must be (num_random_features, feature width) = "
+                    f"{(self.num_random_features, self.feature_width)}, so build the layer with kernel_fn='softmax' "
+                    f"and num_random_features={len(shared)}"
+                )
+                return
+            state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}projection_matrix"}
+            state_dict[f"{prefix}directions"] = shared.expand_as(self.directions)
+            state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._note_center()
+
+    def _become_softmax_(self) -> None:
+        """Become what a layer without a ``kernel_fn`` was when its checkpoint was written."""
+        self.kernel_fn = "softmax"
+        old = self.directions
+        assert old is not None
+        self.directions = old.new_empty(self.num_heads, self.num_random_features, self.feature_width)
+        del self.center
+
+    def _note_center(self) -> None:
+        # Known without looking at the tensor in each forward, which would wait for a GPU.
+        hermite = self.kernel_fn == "hermite"
+        self._centered = hermite and not self.center.is_meta and bool((self.center != 0).any())
+
+    def _align_with_weights(self) -> None:
+        """Choose the directions in which logits would vary most if inputs were white noise."""
+        if self.kernel_fn != "hermite" or self.SRPE is not None or self.Wq.is_meta:
+            return
+        assert self.directions is not None
+        root = self.head_dim**-0.25
+        W_q, W_k = (W.double().unflatten(0, (self.num_heads, -1)) * root for W in (self.Wq, self.Wk))
+        directions = balanced_directions(W_q @ W_q.mT, W_k @ W_k.mT, self.directions.shape[1] // 2)
+        self.directions.copy_(directions)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
+        """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled."""
+        root = self.head_dim**-0.25
+        # Contiguous: a product of strided heads with few directions takes up to 6 times as long.
+        dtype, q, k = q.dtype, (q * root).contiguous(), (k * root).contiguous()
+        if self.kernel_fn == "hermite":
+            assert self.directions is not None
+            center = self.center if self._centered else None
+            phi_q, phi_k, scale = hermite_features(q, k, self.directions, center, exponent, causal)
+            with no_autocast(v.device):  # it would cast the features, which must not be rounded
+                return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+        phi_q, phi_k, scale = self._features(q, k, dtype)
+        if exponent is not None:
+            scale = (exponent if scale is None else scale + exponent).expand(phi_k.shape[:-1])
+        return linear_attention(phi_q, phi_k, v, scale, is_causal=causal)
+
+    def _features(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return features of queries and keys, and the keys' exponents in float32.
+
+        Features of float16 inputs stay in float32: with large logits most are far below the smallest float16 number.
+        """
+        if self.kernel_fn == "taylor":
+            return taylor_features(q), taylor_features(k), None
+        assert self.directions is not None
+        if self.kernel_fn == "relu":
+            return relu_features(q, self.directions), relu_features(k, self.directions), None
+        shift = optimal_shift(self.feature_norm, self.feature_width) if self.kernel_fn == "oprf" else 0.0
+        phi_q, _ = positive_features(q, self.directions, shift)  # a query's exponent divides out
+        phi_k, exponent = positive_features(k, self.directions, shift)
+        if dtype is torch.bfloat16:
+            phi_q, phi_k = phi_q.to(dtype), phi_k.to(dtype)
+        return phi_q, phi_k, exponent
