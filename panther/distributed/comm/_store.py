@@ -7,7 +7,7 @@ process group has another one. Both are removed by the last rank that has them o
 How a machine reaches a store's host says also on which interface it reaches the other ranks.
 """
 
-__all__ = ["Meeting", "Route", "find_route", "interface_of", "listens", "open_store"]
+__all__ = ["Meeting", "Route", "alone_in", "find_route", "interface_of", "listens", "open_store"]
 
 import getpass
 import ipaddress
@@ -17,6 +17,8 @@ import stat
 import struct
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +28,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from panther.errors import DistributedError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _POLL_S = 0.02
+_ALONE_S, _ALONE_POLL_S = 5.0, 0.0005
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -64,7 +72,7 @@ def find_route(host: str, port: int = 1) -> Route:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address; None if none is found, or the system is not Linux."""
-    if not hasattr(socket, "if_nameindex") or not Path("/proc/self").exists():
+    if fcntl is None or not hasattr(socket, "if_nameindex") or not Path("/proc/self").exists():
         return None
     found = ipaddress.ip_address(address.partition("%")[0])
     if found.is_loopback:
@@ -72,8 +80,6 @@ def interface_of(address: str) -> str | None:
     if found.version == 6:
         lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
         return next((fields[-1] for fields in lines if int(fields[0], 16) == int(found)), None)
-    import fcntl  # is not there on Windows
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -168,6 +174,28 @@ def _tcp_store(rank: int, world_size: int, timeout_s: float, deadline: float) ->
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))  # the rest of the deadline was for connecting only
     return Meeting(store, timeout_s, deadline, where, "" if route.is_loopback else route.own_address)
+
+
+@contextmanager
+def alone_in(folder: Path | None) -> Iterator[None]:
+    """Close a store in this folder while no other process does: FileStore counts who closes it in two steps.
+
+    Where two processes take the first before either takes the second, neither is the last, and the file stays. After
+    five seconds, as when a process is stopped in between, go on nevertheless.
+    """
+    if folder is None or fcntl is None:
+        yield
+        return
+    descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + _ALONE_S
+    try:
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_ALONE_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _private_folder() -> Path:

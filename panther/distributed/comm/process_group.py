@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from panther.distributed._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import Agreement, check_in, meet, own_gpu
 from panther.distributed.comm._ranks import in_process_group
-from panther.distributed.comm._store import Meeting, find_route, interface_of, open_store
+from panther.distributed.comm._store import Meeting, alone_in, find_route, interface_of, open_store
 from panther.errors import DistributedError, ShapeError, check_size
 
 _TIMEOUT_S = 300.0
@@ -35,6 +36,9 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _at_shutdown = ExitStack()
 """What shutdown does before it destroys the process group."""
+
+_store_folder: Path | None = None
+"""Where the file of the process group's store is, if it is a file."""
 
 
 def start_group(
@@ -53,6 +57,8 @@ def start_group(
     agreement = check_in(meeting, rank, world_size, backend)
     _choose_interface(agreement)
     store = meeting.group_store(agreement.token, world_size)
+    global _store_folder
+    _store_folder = None if "nccl" in agreement.backend else meeting.folder  # NCCL may wait for other ranks to close
     _at_shutdown.callback(_wait_for_leaving_ranks, store, world_size)
     try:
         device = None
@@ -70,6 +76,8 @@ def start_group(
         # A rank that is connected and fails at once would close the connection on one that still connects.
         if not meet(store, "connected", world_size, meeting.deadline):
             raise RuntimeError("some of them checked in and then ended or stalled")
+        with alone_in(meeting.folder):
+            del meeting  # with its store
     except BaseException as error:
         interface = os.environ.get(_INTERFACE, "of its host name")
         shutdown()
@@ -204,7 +212,8 @@ def shutdown() -> None:
     """
     _at_shutdown.close()
     if in_process_group():
-        dist.destroy_process_group()
+        with alone_in(_store_folder):
+            dist.destroy_process_group()
 
 
 def cleanup_distributed() -> None:
