@@ -250,20 +250,24 @@ def _draw_losses(whole: Any, layouts: Any, rows: list[dict[str, str]]) -> None:
     layouts.legend(frameon=False)
 
 
+_SERIES = [("SKLinear", "forward", "o-"), ("SKLinear, fused", "forward", "^:"), ("SKLinear", "forward+backward", "s--")]
+
+
 def draw_sklinear(threads: int = 1) -> Path:
     """Draw how SKLinear's time compares to the optimum's, by batch."""
     found = by_cpu("sklinear", threads)
     figure, axes = panel_grid(3, len(found))
     for rows, line in zip(found.values(), axes, strict=True):
-        own = [row for row in rows if row["layer"] == "SKLinear" and row["width"] != "64"]  # that one shows overhead
+        own = [row for row in rows if row["width"] != "64"]  # that one shows overhead
         for width, axis in zip(dict.fromkeys(row["width"] for row in own), line, strict=True):
             here = [row for row in own if row["width"] == width]
             for dtype, colour in (("float32", "C0"), ("bfloat16", "C1")):
-                for mode, style in (("forward", "o-"), ("forward+backward", "s--")):
-                    points = [row for row in here if row["dtype"] == dtype and row["mode"] == mode]
+                for layer, mode, style in _SERIES:
+                    wanted = (dtype, layer, mode)
+                    points = [row for row in here if (row["dtype"], row["layer"], row["mode"]) == wanted]
                     ratios = [float(row["x optimum"]) for row in points]
                     batches = [int(row["batch"]) for row in points]
-                    axis.plot(batches, ratios, style, color=colour, label=f"{dtype}, {mode}", markersize=4)
+                    axis.plot(batches, ratios, style, color=colour, label=f"{layer}, {dtype}, {mode}", markersize=4)
             axis.set(xscale="log", xlabel="batch", ylim=(0, 1.3))
             axis.set_title(f"width {width}, R = {here[0]['R']}", fontsize=10)
             axis.grid(alpha=0.3)
