@@ -267,7 +267,14 @@ def draw_sklinear(threads: int = 1) -> Path:
                     points = [row for row in here if (row["dtype"], row["layer"], row["mode"]) == wanted]
                     ratios = [float(row["x optimum"]) for row in points]
                     batches = [int(row["batch"]) for row in points]
-                    axis.plot(batches, ratios, style, color=colour, label=f"{layer}, {dtype}, {mode}", markersize=4)
+                    axis.plot(
+                        batches,
+                        ratios,
+                        style,
+                        color=colour,
+                        label=f"{dtype}, {mode}{layer.removeprefix('SKLinear')}",
+                        markersize=4,
+                    )
             axis.set(xscale="log", xlabel="batch", ylim=(0, 1.3))
             axis.set_title(f"width {width}, R = {here[0]['R']}", fontsize=10)
             axis.grid(alpha=0.3)

@@ -105,7 +105,12 @@ def test_operator_and_gradients(batch, n, window, D, E, m, scaled, is_causal, dt
 
 
 # Tiles of 64 rows and 64 columns: 100 positions are two tiles of a block, and widths of 70 two tiles.
-KERNEL_SHAPES = [((), 1, 4, 3, 2, 4), ((2,), 13, 4, 3, 4, 2), ((1,), 200, 64, 20, 33, 70), ((1,), 330, 100, 70, 5, 7)]
+KERNEL_SHAPES = [
+    ((), 1, 4, 3, 2, 4),
+    ((2,), 13, 4, 3, 4, 2),
+    ((1,), 200, 64, 20, 33, 70),
+    pytest.param((1,), 330, 100, 70, 5, 7, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -322,8 +327,13 @@ def test_strides():
     assert all((ours - theirs).abs().max() < 1e-5 * expected.abs().max() for ours, theirs in grads)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("scaled", "is_causal"),
+    [
+        (True, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, False), (False, True), (False, False)]),
+    ],
+)
 def test_derivatives_of_the_reference(scaled, is_causal, monkeypatch):
     monkeypatch.setattr(blocked, "_POSITIONS", 4)
     args = operands(1, n=7, D=1, E=1, m=2, dtype=torch.float64)
