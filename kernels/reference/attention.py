@@ -10,7 +10,7 @@ running maximum of c. A state is kept in units of the maximum at its end, as in 
 :func:`attention_inference` is the same without scales and without derivatives, for CPUs.
 """
 
-__all__ = ["attention_backward", "attention_forward", "attention_inference", "causal_linear_attention"]
+__all__ = ["attention_backward", "attention_forward", "attention_inference", "causal_linear_attention", "no_autocast"]
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,7 +50,7 @@ def attention_forward(
         return v * (q * k).sum(-1, keepdim=True), q.sum(-1).to(_accumulation_dtype(q))
     outputs, denominators = [], []
     state = _no_state(q, k, v)
-    with _no_autocast(q):
+    with no_autocast(q.device):
         for Q, K, V, scales in _segments((q, k, v), log_scale):
             K, V1 = _keys(K, V, scales)
             before, state = _scan(K.mT @ (V1 if scales is None else V1 * scales.column), state, scales)
@@ -139,7 +139,7 @@ def attention_backward(
     n = q.shape[-2]
     if n == 0:
         return q.clone(), k.clone(), v.clone(), None if log_scale is None else log_scale.clone()
-    with _no_autocast(q):
+    with no_autocast(q.device):
         segments = list(_segments((q, k, v, grad, y, denominator[..., None]), log_scale))
         dq, dk, dv, dc = [], [], [], []
         state = _no_state(q, k, v)
@@ -261,9 +261,10 @@ def _no_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_zeros(*q.shape[:-2], q.shape[-1], v.shape[-1] + 1, dtype=_accumulation_dtype(q))
 
 
-def _no_autocast(q: Tensor) -> AbstractContextManager[object]:
-    device = q.device.type  # meta has no autocast
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast; the meta device has none."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _accumulation_dtype(q: Tensor) -> torch.dtype:

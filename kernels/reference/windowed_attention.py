@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import _accumulation_dtype, _no_autocast
+from .attention import _accumulation_dtype, no_autocast
 
 # Positions worked on at a time: their scores, 2 x 64 or 3 x 64 floats each, stay in the cache.
 _POSITIONS = 64 * 64
@@ -56,7 +56,7 @@ def windowed_forward(
         y = v * (q * k).sum(-1, keepdim=True) * (phi_q * phi_k).sum(-1, keepdim=True)
         return y, q.sum(-1).to(_accumulation_dtype(q))
     outputs, logs = [], []
-    with _no_autocast(q):
+    with no_autocast(q.device):
         blocks = _blocks(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
         far = _far(blocks)
         for here in blocks.segments():
@@ -101,7 +101,7 @@ def windowed_backward(
     operands = (q, k, v, phi_q, phi_k, log_q, log_k)
     if q.shape[:-1].numel() == 0:
         return tuple(None if x is None else torch.zeros_like(x) for x in operands)
-    with _no_autocast(q):
+    with no_autocast(q.device):
         blocks = _blocks(*operands, window, causal)
         far = _far(blocks)
         parts = (blocks.q, blocks.k, blocks.v, blocks.phi_q, blocks.phi_k, blocks.log_q, blocks.log_k)

@@ -4,7 +4,6 @@ __all__ = ["linear_attention", "sketched_conv", "sketched_linear", "windowed_lin
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from panther import kernels
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
 from panther.kernels.ops._library import autocast
+from panther.kernels.reference.attention import no_autocast
 from panther.nn._conv import convolve
 from panther.nn._sizes import check_padding, per_dim
 
@@ -187,8 +187,7 @@ def linear_attention(
         dtype = torch.promote_types(q.dtype, v.dtype)
         return causal_linear_attention(q.to(dtype), k.to(dtype), v.to(dtype), log_scale).to(v.dtype)
     wide = torch.promote_types(v.dtype, torch.float32)
-    device = q.device.type
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+    with no_autocast(q.device):
         q, k, values = q.to(wide), k.to(wide), v.to(wide)
         if log_scale is not None:
             left_out = (log_scale == -torch.inf)[..., None]

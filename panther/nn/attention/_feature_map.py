@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther.kernels.reference.attention import no_autocast
 from panther.nn._sketch_record import read_integers
 from panther.nn.attention._features import (
-    no_autocast,
     optimal_shift,
     orthogonal_gaussian,
     positive_features,

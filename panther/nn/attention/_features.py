@@ -20,7 +20,6 @@ __all__ = [
     "check_inputs",
     "is_causal_mask",
     "key_exponent",
-    "no_autocast",
     "optimal_shift",
     "orthogonal_gaussian",
     "positive_features",
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -115,12 +113,6 @@ def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (
     i, j = torch.triu_indices(d, d, device=x.device)
     weight = torch.where(i == j, math.sqrt(0.5), 1.0).to(x.dtype)
     return torch.cat((x.new_ones(*x.shape[:-1], 1), x, products(x) * weight), -1)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast; the meta device has none."""
-    kind = device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def check_inputs(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:

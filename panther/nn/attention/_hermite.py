@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from panther.kernels import causal_linear_attention
-from panther.nn.attention._features import no_autocast, products
+from panther.kernels.reference.attention import no_autocast
+from panther.nn.attention._features import products
 
 # Where the exponent that a key has from the queries' center is larger, this is taken, and sums stay within float32.
 # Exponents relative to a running maximum would take twice the time.
