@@ -1,8 +1,9 @@
 """The one inference format: a folder with ``model.safetensors`` and ``panther.json``.
 
 The tensors are the model's state_dict, each stored once. The JSON holds the format's version, the record of every
-sketched module from which it is built (name, class, constructor arguments, mode, dtype) and the aliases of shared
-tensors. Nothing is pickled, so a file from an untrusted source can at worst be refused.
+sketched module from which it is built (name, class, constructor arguments, mode, dtype), the aliases of shared
+tensors, and checksums of every tensor and of itself. Nothing is pickled, so a file from an untrusted source can at
+worst be refused.
 """
 
 __all__ = ["load_compressed", "save_compressed"]
@@ -10,6 +11,8 @@ __all__ = ["load_compressed", "save_compressed"]
 import json
 import os
 import shutil
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from panther._version import __version__
 from panther.errors import FormatError
 from panther.nn._specs import load_modules, module_specs, place
 
-_FORMAT, _VERSION = "panther", 1
+_FORMAT, _VERSIONS = "panther", range(1, 3)  # those that are read, of which the last is written; 1 has no checksums
 _WEIGHTS, _MANIFEST = "model.safetensors", "panther.json"
 
 
@@ -73,12 +76,14 @@ def write_folder(
     """Write both files of the format, and rename them when they are complete."""
     manifest = {
         "format": _FORMAT,
-        "format_version": _VERSION,
+        "format_version": _VERSIONS[-1],
         "panther_version": __version__,
         "weights": _WEIGHTS,
         "modules": modules,
         "aliases": aliases,
+        "checksums": {name: _described_checksum(tensor) for name, tensor in tensors.items()},
     }
+    manifest["checksum"] = record_checksum(manifest)
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
     weights, text = folder / (_WEIGHTS + ".tmp"), folder / (_MANIFEST + ".tmp")
@@ -112,8 +117,9 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         ``model``, without wrappers, with the saved layers and weights; the new layer, if the model is itself one.
 
     Raises:
-        FormatError: If a file is missing, damaged or of a different format, or does not fit the model.
-        SketchMismatchError: If a seed is damaged.
+        FormatError: If a file is missing, damaged, changed since it was saved, of a different format or of a newer
+            version, or does not fit the model.
+        SketchMismatchError: If a seed is damaged in a file of format version 1, which has no checksums.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -123,7 +129,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     if folder.is_file():
         raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
     manifest = _read_manifest(folder / _MANIFEST)
-    state = _read_tensors(folder, manifest["weights"])
+    state = _read_tensors(folder, manifest)
     for alias, name in manifest["aliases"].items():
         if name not in state or alias in state:
             raise FormatError(
@@ -195,10 +201,11 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     return tensors, aliases
 
 
-def read_record(path: Path, format: str, version: int, writer: str, damaged: str) -> dict[str, Any]:
-    """Return the JSON object of a file, or raise FormatError unless it has this ``"format"`` and ``"format_version"``.
+def read_record(path: Path, format: str, versions: range, writer: str, damaged: str) -> dict[str, Any]:
+    """Return the JSON object of a file, or raise FormatError unless it has this ``"format"`` and one of the versions.
 
-    Messages name the function that writes such files, and give the advice ``damaged`` if the file is not JSON.
+    Messages name the function that writes such files, and give the advice ``damaged`` if the file is not JSON or does
+    not match its checksum. Files of version 1 have none.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -208,36 +215,75 @@ def read_record(path: Path, format: str, version: int, writer: str, damaged: str
         raise FormatError(f"{path} cannot be read as JSON ({error}): {damaged}") from None
     if not isinstance(record, dict) or record.get("format") != format:
         raise FormatError(f"{path} was not written by {writer}: its 'format' must be {format!r}")
-    if record.get("format_version") != version:
+    version = record.get("format_version")
+    if type(version) is not int or version not in versions:
+        reads = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
         raise FormatError(
-            f"{path} has format_version {record.get('format_version')!r} and this Panther reads {version}: "
-            "use the Panther that wrote it, or a newer one"
+            f"{path} has format_version {version!r} and this Panther reads {reads}: use the Panther that wrote it "
+            f"({record.get('panther_version', 'of unknown version')}), or a newer one"
         )
+    if version > 1 and record.pop("checksum", None) != record_checksum(record):
+        raise FormatError(f"{path} does not match its checksum: {damaged}")
     return record
 
 
+def record_checksum(record: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of a JSON object without its checksum: of its sorted entries, so that its layout is free."""
+    return zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+
+
+def checksum(tensor: Tensor, start: int = 0) -> int:
+    """Return the CRC-32 of the contents, which takes a second for 4 GB; ``start`` is that of what comes before."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, start)
+
+
+def _described_checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of dtype, shape and contents: the header of a safetensors file has no checksum of its own."""
+    return checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
-    manifest = read_record(path, _FORMAT, _VERSION, "pr.save_compressed", "the save is damaged, write it again")
-    weights, modules, aliases = (manifest.get(key) for key in ("weights", "modules", "aliases"))
+    manifest = read_record(path, _FORMAT, _VERSIONS, "pr.save_compressed", "the save is damaged, write it again")
+    if manifest["format_version"] == 1:
+        manifest["checksums"] = None
+    keys = ("weights", "modules", "aliases", "checksums")
+    weights, modules, aliases, checksums = (manifest.get(key) for key in keys)
     if not isinstance(weights, str) or weights in ("", ".", "..") or set(weights) & set("/\\:\0"):
         raise FormatError(f"{path} names the weights file {weights!r}: it must be a plain file name in that folder")
     if not isinstance(modules, dict) or not all(isinstance(spec, dict) for spec in modules.values()):
         raise FormatError(f"{path}: 'modules' must map names to objects")
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
         raise FormatError(f"{path}: 'aliases' must map names to names")
+    if manifest["format_version"] > 1 and not isinstance(checksums, dict):
+        raise FormatError(f"{path}: 'checksums' must map names to numbers")
     return manifest
 
 
-def _read_tensors(folder: Path, weights: str) -> dict[str, Tensor]:
-    path = folder / weights
+def _read_tensors(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    path = folder / manifest["weights"]
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except FileNotFoundError:
         raise FormatError(f"{path} is missing: give a folder that pr.save_compressed wrote") from None
     except (SafetensorError, OSError) as error:
         raise FormatError(
             f"{path} is not a valid safetensors file ({error}): the save is damaged, write it again"
         ) from None
+    checksums = manifest["checksums"]
+    if checksums is None:
+        return tensors
+    if differing := sorted(checksums.keys() ^ tensors.keys()):
+        raise FormatError(
+            f"{path} and {_MANIFEST} beside it name different tensors ({_some(differing)}): both files must be of one "
+            "save, write it again"
+        )
+    for name, tensor in tensors.items():
+        if checksums[name] != (found := _described_checksum(tensor)):
+            raise FormatError(
+                f"tensor {name!r} in {path} does not match its checksum ({found!r} instead of {checksums[name]!r}): "
+                "the file was damaged or changed after it was saved, copy or write it again"
+            )
+    return tensors
 
 
 def _check_fit(state: dict[str, Tensor], ours: dict[str, Tensor], folder: Path) -> None:

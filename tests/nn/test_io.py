@@ -10,6 +10,7 @@ from torch.nn.utils import prune
 
 import panther as pr
 from panther.errors import FormatError, SketchMismatchError
+from panther.nn.io import record_checksum
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
 
@@ -49,8 +50,15 @@ def folder(tmp_path):
 def edit(folder, change):
     path = folder / "panther.json"
     manifest = json.loads(path.read_text())
+    del manifest["checksum"]
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    # As somebody else could, with the right checksum.
+    path.write_text(json.dumps(manifest | {"checksum": record_checksum(manifest)}))
+
+
+def make_version_1(manifest):
+    manifest["format_version"] = 1
+    del manifest["checksums"]
 
 
 @pytest.mark.parametrize("make", [unsketched, sketched])
@@ -195,7 +203,15 @@ def test_only_tensors_and_known_layers_are_saved(tmp_path):
 
 REFUSALS = {
     "another format": (lambda m: m.update(format="other"), "was not written by pr.save_compressed"),
-    "a later version": (lambda m: m.update(format_version=2), "format_version 2 and this Panther reads 1"),
+    "a later version": (lambda m: m.update(format_version=3), "format_version 3 and this Panther reads 1 to 2"),
+    "a version that is no number": (lambda m: m.update(format_version="2"), "format_version '2' and this Panther"),
+    "no version": (lambda m: m.pop("format_version"), "format_version None and this Panther"),
+    "no checksums": (lambda m: m.pop("checksums"), "'checksums' must map names to numbers"),
+    "a tensor without a checksum": (
+        lambda m: m["checksums"].pop("0.S1"),
+        r"model.safetensors and panther.json beside it name different tensors \(0.S1\)",
+    ),
+    "another checksum": (lambda m: m["checksums"].update({"0.S1": 1}), r"tensor '0.S1' in .* \(\d+ instead of 1\)"),
     "a path outside": (lambda m: m.update(weights="../model.safetensors"), "must be a plain file name"),
     "an absolute path": (lambda m: m.update(weights="/etc/passwd"), "must be a plain file name"),
     "a windows path": (lambda m: m.update(weights="..\\model.safetensors"), "must be a plain file name"),
@@ -266,6 +282,67 @@ def test_missing_foreign_and_truncated_files(folder, file, content):
     assert same(state(model), before)
 
 
+def spoil(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["0.bias", "1.num_batches_tracked", "3.0.U1"])
+def test_a_flipped_bit_is_refused_by_the_name_of_its_tensor(folder, name):
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8 : 8 + length])[name]["data_offsets"]
+    spoil(path, 8 + length + (begin + end) // 2)
+    model = unsketched()
+    before = state(model)
+    with pytest.raises(FormatError, match=f"tensor '{name}' in .*model.safetensors does not match its checksum"):
+        pr.load_compressed(folder, model)
+    assert same(state(model), before)
+    edit(folder, make_version_1)  # which has no checksums, and is loaded as it is
+    assert not same(state(pr.load_compressed(folder, model)), state(sketched()))
+
+
+def test_a_tensor_of_another_dtype_or_shape_is_refused(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for other in (tensors["2.bias"].view(torch.int32), tensors["2.bias"].view(32, 2)):
+        save_file(tensors | {"2.bias": other}, path)
+        with pytest.raises(FormatError, match=r"tensor '2.bias' in .* does not match its checksum"):
+            pr.load_compressed(folder, unsketched())
+
+
+def test_an_edited_manifest_is_refused(folder):
+    path = folder / "panther.json"
+    text = path.read_text()
+    path.write_text(json.dumps(json.loads(text)))  # the layout is free
+    pr.load_compressed(folder, unsketched())
+    path.write_text(text.replace('"low_rank": 2', '"low_rank": 3'))
+    with pytest.raises(FormatError, match=r"panther.json does not match its checksum: the save is damaged"):
+        pr.load_compressed(folder, unsketched())
+
+
+def test_files_of_two_saves_are_refused(folder, tmp_path):
+    model = sketched()
+    nn.init.zeros_(model[2].bias)
+    other = pr.save_compressed(model, tmp_path / "other")
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(FormatError, match=r"tensor '2.bias' in .* does not match its checksum"):
+        pr.load_compressed(folder, unsketched())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float8_e4m3fn, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 3)])
+def test_tensors_of_every_dtype_and_shape_have_checksums(tmp_path, dtype, shape):
+    model = dense()
+    model.register_buffer("more", torch.ones(shape).to(dtype))
+    pr.save_compressed(model, tmp_path)
+    other = dense()
+    other.register_buffer("more", torch.zeros(shape).to(dtype))
+    assert pr.load_compressed(tmp_path, other).more.tolist() == model.more.tolist()
+
+
 def test_a_damaged_seed_is_refused(tmp_path):
     model = sketched()
     record = model[0].sketch_seed
@@ -274,6 +351,7 @@ def test_a_damaged_seed_is_refused(tmp_path):
     pr.save_compressed(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "0.sketch_seed": damaged}, tmp_path / "model.safetensors")
+    edit(tmp_path, make_version_1)
     target = unsketched()
     before = state(target)
     with pytest.raises(SketchMismatchError, match="does not match its checksum"):
@@ -316,6 +394,7 @@ def test_integers_for_weights_are_refused_before_anything_is_replaced(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["2.weight"] = tensors["2.weight"].int()
     save_file(tensors, folder / "model.safetensors")
+    edit(folder, make_version_1)
     model = unsketched()
     modules = list(model.modules())
     with pytest.raises(FormatError, match=r"2.weight \(64, 48\), torch.int32 for \(64, 48\), torch.float32"):

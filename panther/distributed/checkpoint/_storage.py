@@ -4,13 +4,12 @@ Nothing is pickled, and every chunk of a tensor has a checksum, so that a damage
 executed.
 """
 
-__all__ = ["MANIFEST", "checksum", "damage", "empty", "placed", "read_manifest", "read_tensors", "write_tensors"]
+__all__ = ["MANIFEST", "damage", "empty", "placed", "read_manifest", "read_tensors", "write_tensors"]
 
 import json
 import os
 import re
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +43,7 @@ from panther.distributed.comm._agreement import common_error
 from panther.distributed.comm._ranks import Group, in_process_group
 from panther.distributed.comm.mesh import get_world_size
 from panther.errors import CheckpointError, FormatError, PantherError
-from panther.nn.io import read_record
+from panther.nn.io import checksum, read_record, record_checksum
 
 MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION = "panther-checkpoint", 2
@@ -186,7 +185,7 @@ class _Writer(_UnusedHooks, StorageWriter):
             "tensors": tensors,
         }
         # Over the sorted entries, so that reformatting the file does not count as damage.
-        manifest["checksum"] = zlib.crc32(_canonical(manifest))
+        manifest["checksum"] = record_checksum(manifest)
         with open(self.folder / MANIFEST, "w", encoding="utf-8") as file:
             json.dump(manifest, file)
             file.flush()
@@ -261,10 +260,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         FormatError: If it is missing, foreign, of another version, or damaged.
     """
     path = folder / MANIFEST
-    manifest = read_record(path, _FORMAT, _VERSION, "panther.distributed.checkpoint", "the checkpoint is damaged")
-    checksum = manifest.pop("checksum", None)
-    if checksum != zlib.crc32(_canonical(manifest)):
-        raise FormatError(f"{path} does not match its checksum: the checkpoint is damaged")
+    versions = range(_VERSION, _VERSION + 1)
+    manifest = read_record(path, _FORMAT, versions, "panther.distributed.checkpoint", "the checkpoint is damaged")
     try:
         chunks = [chunk for entry in manifest["tensors"].values() for chunk in entry["chunks"]]
         names = {*manifest["files"], *(chunk["file"] for chunk in chunks)}
@@ -287,10 +284,6 @@ def damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _canonical(manifest: Mapping[str, Any]) -> bytes:
-    return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-
-
 def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Return the offset of this rank's shard in the whole tensor, and the shard."""
     if not isinstance(tensor, DTensor):
@@ -298,11 +291,6 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
     # Private module of torch, but what DCP itself places DTensors by.
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tensor.to_local().detach()
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of the contents."""
-    return zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def empty(entry: Mapping[str, Any]) -> Tensor:
