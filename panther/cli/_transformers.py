@@ -34,6 +34,11 @@ def load_model(folder: Path) -> nn.Module:
     """Load the model of a folder, in the class that its config.json names, in eval mode."""
     transformers = require_extra("transformers", "transformers")
     saved = "give a folder that save_pretrained of transformers wrote"
+    if (folder / "panther.json").is_file():
+        raise PantherError(
+            f"{folder} holds a model that is compressed already (panther.json): compress the original folder again, "
+            "with a smaller budget"
+        )
     if not (folder / "config.json").is_file():
         raise PantherError(f"{folder} holds no config.json: {saved}")
     with _quietly(f"{folder / 'config.json'} cannot be used"):

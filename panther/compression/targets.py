@@ -24,6 +24,7 @@ Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
 
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
+_DONE = "is sketched already"
 # torch has no public question for "has this module hooks"; these are where it keeps them.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -138,6 +139,12 @@ class Survey:
     def check(self) -> Self:
         """Return the survey itself, or raise CompressionError if there is nothing to compress."""
         if not self.targets:
+            done = sum(entry.reason == _DONE for entry in self.skipped)
+            if done and not self.notes:
+                raise CompressionError(
+                    f"the model is compressed already, in {done} layer{'s' if done > 1 else ''}, and no other one can "
+                    "be: compress the original model again, with a smaller budget"
+                )
             reasons = [*self.notes, *(f"{entry.name!r} {entry.reason}" for entry in self.skipped[:5])]
             raise CompressionError(f"the model has no layer to compress: {'; '.join(reasons) or 'it has no weights'}")
         return self
@@ -170,7 +177,7 @@ def select_targets(
     reasons: dict[nn.Module, str | None] = {}
     for module, places in names.items():
         if isinstance(module, SketchedModule):
-            reasons[module] = "is sketched already"
+            reasons[module] = _DONE
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
             reasons[module] = _refusal(module, places, wanted, unwanted)
 
@@ -207,6 +214,11 @@ def select_targets(
         for one in selectors
         if isinstance(one, str) and not any(fnmatch.fnmatchcase(name, one) for name in places)
     ]
+    if targets and (done := sum(entry.reason == _DONE for entry in skipped)):
+        notes.append(
+            f"layers that were sketched already: {done}; they stay as they are, and the budget is of the others: to "
+            "choose all ranks together, compress the original model"
+        )
     return Survey(tuple(targets), tuple(skipped), notes=tuple(notes))
 
 

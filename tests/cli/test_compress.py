@@ -291,6 +291,11 @@ def test_errors_of_folders(bert, here, capsys):
     )
     (here / "empty").mkdir()
     assert refusal(capsys, "empty", *TEXT).startswith("empty holds no config.json: give a folder that save_pretrained")
+    copied(bert, here / "compressed", "config.json", "model.safetensors")
+    (here / "compressed" / "panther.json").write_text("{}")
+    assert refusal(capsys, "compressed", *TEXT).startswith(
+        "compressed holds a model that is compressed already (panther"
+    )
     copied(bert, here / "weightless", "config.json")
     assert "weightless holds no model.safetensors" in refusal(capsys, "weightless", *TEXT)
     copied(bert, here / "pickled", "config.json")

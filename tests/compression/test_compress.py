@@ -584,6 +584,19 @@ def test_what_is_left_and_why():
     assert [layer.names[0] for layer in globs.layers] == ["0", "2"]
 
 
+def test_what_is_compressed_already_is_said():
+    model = network()
+    report = pr.compress(model, 0.5, batches_of(), include="[02]", **quick)
+    assert not any("already" in note for note in report.notes)
+    report = pr.compress(model, 0.5, batches_of(), allocate="uniform", **quick)
+    assert any(note.startswith("layers that were sketched already: 2; they stay as they are") for note in report.notes)
+    assert [layer.names[0] for layer in report.layers] == ["4", "6"]
+    before = state_of(model)
+    with pytest.raises(CompressionError, match="compressed already, in 4 layers, .*compress the original model again"):
+        pr.compress(model, 0.5, batches_of(), **quick)
+    assert_untouched(model, before)
+
+
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_quantised_layers_are_left():
