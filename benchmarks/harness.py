@@ -10,6 +10,7 @@ __all__ = ["Timing", "figure", "interleave", "keep_freed_memory", "main", "print
 import argparse
 import contextlib
 import csv
+import functools
 import itertools
 import math
 import os
@@ -217,6 +218,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
 
 
+@functools.cache  # before anything is written: the results themselves make the tree dirty
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:

@@ -45,12 +45,14 @@ class Form:
         layer: ``"dense"``, ``"sketched"`` or ``"low rank"``.
         share: Numbers stored, as a multiple of what a task keeps; None keeps all.
         at_equal_time: Whether it is trained for the time of the sketched form too.
+        smaller: Name of the form of equal bytes whose rate, or half of it, a larger one takes.
     """
 
     name: str
     layer: str
     share: float | None = 1.0
     at_equal_time: bool = True
+    smaller: str | None = None
 
 
 OPTIMIZERS = ("AdamW", "Muon")
@@ -58,8 +60,8 @@ FORMS = (
     Form("sketched", "sketched"),
     Form("low rank", "low rank"),
     Form("dense, narrower", "dense"),
-    Form("low rank, twice R", "low rank", 2.0, at_equal_time=False),
-    Form("dense", "dense", None),
+    Form("low rank, twice R", "low rank", 2.0, at_equal_time=False, smaller="low rank"),
+    Form("dense", "dense", None, smaller="dense, narrower"),
 )
 
 

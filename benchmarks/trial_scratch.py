@@ -1,9 +1,11 @@
 """Networks trained from scratch with sketched, low-rank and dense layers, at equal bytes, flops and time.
 
 For each task, form (scratch_forms.py) and optimizer the learning rate is the best of a sweep in steps of 2, by one half
-of the held-out data and the first seed; while the best one is at an end of the sweep, the sweep goes on there. At that
-rate every seed is trained, and the loss on the other half is reported. Then each form but the sketched one is trained
-again at its rate, for as many steps as take the CPU time of the sketched one's. Nothing is kept between two calls.
+of the held-out data and the first seed; while the best one is at an end of the sweep, the sweep goes on there. The two
+larger networks, which are there for reference, choose between the rate of the smaller one of their kind and half of it.
+At the rate chosen every seed is trained, and the loss on the other half is reported. Then each form but the sketched
+one is trained again at its rate, for as many steps as take the CPU time of the sketched one's. What is measured is
+written after each form; nothing is read back, so that a task that was interrupted is run again by ``--task``.
 """
 
 __all__ = ["run"]
@@ -24,8 +26,9 @@ from torch import nn
 from torch.nn import functional
 
 SEEDS = (0, 1, 2)
-POINTS = 8  # of a curve
+POINTS = 6  # of a curve
 MOST_RATES = 5  # of a sweep
+TASKS = ("perceptron", "vision", "text")
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,14 @@ def train(task: Task, model: nn.Module, optimizer_name: str, lr: float, seed: in
 def run(task: Task, optimizer: str, size: str) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Yield for each form a row for each run, those of the sweep too, and a row for each point of their curves."""
     reference_s = 0.0
-    rates = task.rates[optimizer]
+    chosen: dict[str, float] = {}
     for form in FORMS if size != "short" else FORMS[:3]:
         trial = _Trial(task, form, optimizer, [], [])
-        lr = trial.sweep(rates if size == "full" else rates[1:2], extend=size == "full")
+        rates: Sequence[float] = task.rates[optimizer]
+        if form.smaller is not None:
+            rates = (chosen[form.smaller] / 2, chosen[form.smaller])
+        lr = trial.sweep(rates if size == "full" else rates[1:2], extend=size == "full" and form.smaller is None)
+        chosen[form.name] = lr
         seeds = SEEDS[:1] if size == "quick" else SEEDS
         for seed in seeds[1:]:
             trial.train(lr, seed, "steps")
@@ -136,15 +143,14 @@ def main() -> None:
     sizes.add_argument(
         "--short", action="store_true", help="no sweep, and only the forms of equal bytes, for equal steps"
     )
-    parser.add_argument("--task", choices=("text", "images"), help="one kind of task alone; all is the default")
+    parser.add_argument("--task", choices=TASKS, help="one alone; all is the default")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="one alone; all is the default")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    tasks = [] if options.task == "text" else image_tasks(options.quick)
-    tasks += [] if options.task == "images" else [text_task(options.quick)]
+    tasks = dict(zip(TASKS, [*image_tasks(options.quick), text_task(options.quick)], strict=True))
     size = "quick" if options.quick else "short" if options.short else "full"
-    for task in tasks:
+    for task in tasks.values() if options.task is None else [tasks[options.task]]:
         rows: list[dict[str, Any]] = []
         curves: list[dict[str, Any]] = []
         for optimizer in [options.optimizer] if options.optimizer else OPTIMIZERS:
