@@ -5,14 +5,24 @@ are the same R, since both store ``R (in + out)`` numbers. The sketch multiplies
 rank.
 """
 
-__all__ = ["FORMS", "OPTIMIZERS", "Form", "LowRank", "build", "linear_flops", "optimizer_of", "stored_bytes"]
+__all__ = [
+    "EQUAL_BYTES",
+    "FORMS",
+    "OPTIMIZERS",
+    "Form",
+    "LowRank",
+    "build",
+    "linear_flops",
+    "optimizer_of",
+    "stored_bytes",
+]
 
 import math
 import warnings
 from dataclasses import dataclass
 
 import torch
-from scratch_tasks import Task
+from scratch_tasks import PARTIAL_KEPT, Task
 from torch import Tensor, nn
 
 import panther as pr
@@ -43,6 +53,7 @@ class Form:
     Attributes:
         name: Of the form.
         layer: ``"dense"``, ``"sketched"`` or ``"low rank"``.
+        partial: Whether the network is narrower, and only the few layers of ``task.partial`` are of this kind.
         share: Numbers stored, as a multiple of what a task keeps; None keeps all.
         at_equal_time: Whether it is trained for the time of the sketched form too.
         smaller: Name of the form of equal bytes whose rate, or half of it, a larger one takes.
@@ -51,18 +62,22 @@ class Form:
     name: str
     layer: str
     share: float | None = 1.0
+    partial: bool = False
     at_equal_time: bool = True
     smaller: str | None = None
 
 
-OPTIMIZERS = ("AdamW", "Muon")
-FORMS = (
+OPTIMIZERS = ("Muon", "AdamW")
+FORMS = (  # the first one's time is what the others get at equal time
     Form("sketched", "sketched"),
+    Form("sketched in part", "sketched", partial=True),
     Form("low rank", "low rank"),
+    Form("low rank in part", "low rank", partial=True),
     Form("dense, narrower", "dense"),
     Form("low rank, twice R", "low rank", 2.0, at_equal_time=False, smaller="low rank"),
-    Form("dense", "dense", None, smaller="dense, narrower"),
+    Form("dense", "dense", None, at_equal_time=False, smaller="dense, narrower"),
 )
+EQUAL_BYTES = 5  # so many of them
 
 
 def build(task: Task, form: Form, seed: int) -> nn.Module:
@@ -71,8 +86,12 @@ def build(task: Task, form: Form, seed: int) -> nn.Module:
     kept = 1.0 if form.share is None else form.share * task.kept
     if form.layer == "dense":
         return task.build(kept)
-    model = task.build(1.0)
+    model = task.build_partial() if form.partial else task.build(1.0)
     for name, factor in task.replaced(model).items():
+        if form.partial:
+            kept = PARTIAL_KEPT
+            if name.rpartition(".")[2] not in task.partial:
+                continue
         parent, _, attribute = name.rpartition(".")
         dense = model.get_submodule(name)
         assert isinstance(dense, nn.Linear)
@@ -96,13 +115,13 @@ def stored_bytes(model: nn.Module) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
 
 
-def linear_flops(task: Task, form: Form, model: nn.Module) -> int:
+def linear_flops(task: Task, model: nn.Module) -> int:
     """Return the flops of a forward through the layers that forms replace, for one row through each."""
     total = 0
     for name in task.replaced(model):
         layer = model.get_submodule(name)
         numbers = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-        total += (4 if form.layer == "sketched" else 2) * numbers
+        total += (4 if isinstance(layer, pr.nn.SKLinear) else 2) * numbers
     return total
 
 

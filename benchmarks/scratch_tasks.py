@@ -22,6 +22,7 @@ from torch.nn import functional
 from panther.errors import require_extra
 
 SIDE, PATCH, CLASSES = 28, 7, 10
+PARTIAL_KEPT = 0.25  # of the numbers of a layer that is small in a partial network
 _IN_BLOCK = ("q", "k", "v", "o", "up", "down")
 
 
@@ -32,7 +33,10 @@ class Task:
     Attributes:
         name: Of the task and its architecture.
         build: The dense network, whole (1.0) or narrowed to about a fraction of its numbers.
+        build_partial: A network narrower than the whole one and wider than the narrowed one: of as many numbers as that
+            one once the few layers of ``partial`` keep PARTIAL_KEPT of theirs.
         replaced: Names of the layers of a network that forms replace, with a factor on their initial weights.
+        partial: Last names of the layers that are small in a partial network.
         batch: Inputs and targets of a step of a seed.
         held_out: Inputs and targets to choose by, and to report.
         kept: Fraction of the numbers of a replaced layer that its smaller forms store.
@@ -42,18 +46,21 @@ class Task:
 
     name: str
     build: Callable[[float], nn.Module]
+    build_partial: Callable[[], nn.Module]
     replaced: Callable[[nn.Module], dict[str, float]]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
     held_out: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
     kept: float
+    partial: tuple[str, ...]
     steps: int
     rates: Mapping[str, tuple[float, ...]]
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the losses of the two held-out halves, and the accuracy on the second."""
+    def evaluate(self, model: nn.Module, all_halves: bool = True) -> dict[str, float]:
+        """Return the loss and the accuracy on the half to report, and the loss on the half to choose by."""
         figures = {}
-        for name, (inputs, targets) in zip(("chosen_by", "loss"), self.held_out, strict=True):
+        halves = tuple(zip(("chosen_by", "loss"), self.held_out, strict=True))
+        for name, (inputs, targets) in halves if all_halves else halves[1:]:
             output = torch.cat([model(part) for part in inputs.split(128)]).flatten(0, -2)
             figures[name] = functional.cross_entropy(output, targets.flatten()).item()
             figures["accuracy"] = (output.argmax(-1) == targets.flatten()).double().mean().item()
@@ -74,10 +81,12 @@ def text_task(quick: bool) -> Task:
     return Task(
         "text, transformer",
         lambda kept: TextModel(shape if kept == 1.0 else twin(shape, kept)),
+        lambda: TextModel(_partial_shape(shape, 0.25)),
         _in_blocks(shape),
         batch,
         (first, second),
         kept=0.25,
+        partial=("q", "k"),
         steps=20 if quick else 350,
         rates={"AdamW": (5e-4, 1e-3, 2e-3), "Muon": (1e-3, 2e-3, 4e-3)},
     )
@@ -101,27 +110,30 @@ def image_tasks(quick: bool) -> list[Task]:
     first, second = slice(train, train + choice), slice(train + choice, None)
     held_out = ((images[first], labels[first]), (images[second], labels[second]))
     shape = Shape(width=48, hidden=96, layers=1, heads=2) if quick else Shape(layers=2, context=16)
+    beside = PATCH * PATCH + (SIDE // PATCH) ** 2 + CLASSES
     width = 64 if quick else 512
     return [
         Task(
             f"{data}, perceptron",
             lambda kept: Perceptron(width if kept == 1.0 else _narrowed_width(width, kept)),
+            lambda: Perceptron(_narrowed_width(width, 0.125, PARTIAL_KEPT)),
             lambda _: {f"hidden.{i}": 1.0 for i in range(3)},
             batch(64),
             held_out,
             kept=0.125,
+            partial=("0",),
             steps=10 if quick else 800,
             rates={"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (5e-4, 1e-3, 2e-3)},
         ),
         Task(
             f"{data}, transformer",
-            lambda kept: Vision(
-                shape if kept == 1.0 else twin(shape, kept, PATCH * PATCH + (SIDE // PATCH) ** 2 + CLASSES)
-            ),
+            lambda kept: Vision(shape if kept == 1.0 else twin(shape, kept, beside)),
+            lambda: Vision(_partial_shape(shape, 0.25, beside)),
             _in_blocks(shape),
             batch(32),
             held_out,
             kept=0.25,
+            partial=("q", "k"),
             steps=10 if quick else 400,
             rates={"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (5e-4, 1e-3, 2e-3)},
         ),
@@ -175,11 +187,20 @@ def _in_blocks(shape: Shape) -> Callable[[nn.Module], dict[str, float]]:
     return names
 
 
-def _narrowed_width(width: int, kept: float) -> int:
-    """Return the least width at which a perceptron has as many numbers as one whose hidden layers keep a fraction."""
+def _partial_shape(shape: Shape, kept: float, beside: int | None = None) -> Shape:
+    """Return the shape of a partial network: three fifths of the width, q and k small."""
+    width = int(0.6 * shape.width) // shape.heads * shape.heads
+    return twin(shape, kept, beside, width=width, attention=2 + 2 * PARTIAL_KEPT)
+
+
+def _narrowed_width(width: int, kept: float, first: float = 1.0) -> int:
+    """Return the least width at which a perceptron has as many numbers as one whose hidden layers keep a fraction.
+
+    ``first`` is the fraction that the first layer of the narrower one keeps.
+    """
     beside = 3 + CLASSES  # biases, and the last layer
     room = kept * (SIDE * SIDE * width + 2 * width**2) + beside * width
-    return next(w for w in range(1, width + 1) if SIDE * SIDE * w + 2 * w**2 + beside * w >= room)
+    return next(w for w in range(1, width + 1) if first * SIDE * SIDE * w + 2 * w**2 + beside * w >= room)
 
 
 def _digits(quick: bool) -> tuple[str, Tensor, Tensor]:

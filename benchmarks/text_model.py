@@ -80,16 +80,21 @@ class TextModel(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def twin(shape: Shape, kept: float, beside: int | None = None) -> Shape:
+def twin(
+    shape: Shape, kept: float, beside: int | None = None, *, width: int | None = None, attention: float = 4.0
+) -> Shape:
     """Return the narrower shape of as many numbers in all as ``shape`` has once its layers keep ``kept`` of theirs.
 
-    ``beside`` is how many numbers for each feature a model has outside its blocks; None is what TextModel has.
+    ``beside`` is how many numbers for each feature a model has outside its blocks; None is what TextModel has. The
+    width is the root of ``kept`` times that of ``shape`` if it is not given; ``attention`` is how many numbers the
+    layers of attention of the narrower shape have, as a multiple of its squared width.
     """
     outside = (SYMBOLS + shape.context if beside is None else beside) / shape.layers
     layers = kept * (4 * shape.width**2 + 2 * shape.width * shape.hidden)
     room = layers + 5 * shape.width + shape.hidden + outside * shape.width
-    width = int(shape.width * math.sqrt(kept)) // shape.heads * shape.heads
-    return replace(shape, width=width, hidden=int((room - 4 * width**2 - (5 + outside) * width) / (2 * width + 1)))
+    width = width or int(shape.width * math.sqrt(kept)) // shape.heads * shape.heads
+    hidden = (room - attention * width**2 - (5 + outside) * width) / (2 * width + 1)
+    return replace(shape, width=width, hidden=int(hidden))
 
 
 def gather(limit: int | None = None) -> tuple[Tensor, Tensor]:

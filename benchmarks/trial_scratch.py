@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from harness import figure, keep_freed_memory, print_table, write_csv
-from scratch_forms import FORMS, OPTIMIZERS, Form, build, linear_flops, optimizer_of, stored_bytes
+from scratch_forms import EQUAL_BYTES, FORMS, OPTIMIZERS, Form, build, linear_flops, optimizer_of, stored_bytes
 from scratch_tasks import Task, image_tasks, text_task
 from torch import nn
 from torch.nn import functional
@@ -66,7 +66,7 @@ def train(task: Task, model: nn.Module, optimizer_name: str, lr: float, seed: in
         cpu_s += time.process_time() - start
         if step in marks:
             gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-            figures = task.evaluate(model)
+            figures = task.evaluate(model, all_halves=step == steps)
             curve.append(
                 {"step": step, "cpu_s": cpu_s, "gradient_mb": step * gradient_bytes / 1e6, "loss": figures["loss"]}
             )
@@ -78,7 +78,7 @@ def run(task: Task, optimizer: str, size: str) -> Iterator[tuple[list[dict[str, 
     """Yield for each form a row for each run, those of the sweep too, and a row for each point of their curves."""
     reference_s = 0.0
     chosen: dict[str, float] = {}
-    for form in FORMS if size != "short" else FORMS[:3]:
+    for form in FORMS if size != "short" else FORMS[:EQUAL_BYTES]:
         trial = _Trial(task, form, optimizer, [], [])
         rates: Sequence[float] = task.rates[optimizer]
         if form.smaller is not None:
@@ -124,7 +124,7 @@ class _Trial:
         run_ = {"equal": equal, "lr": lr, "seed": seed, "steps": steps or self.task.steps}
         sizes = {
             "stored_bytes": stored_bytes(model),
-            "linear_flops": linear_flops(self.task, self.form, model),
+            "linear_flops": linear_flops(self.task, model),
             "gradient_bytes": result.gradient_bytes,
             "optimizer_bytes": result.optimizer_bytes,
         }
