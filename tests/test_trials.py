@@ -65,7 +65,7 @@ def test_the_better_metric_keeps_more_of_a_convolutional_net(trial):
     assert rows["two_sided"]["accuracy"] > rows["random"]["accuracy"]
 
 
-@pytest.mark.parametrize("task", ["encoder", "smollm2"])
+@pytest.mark.parametrize("task", ["encoder", "smollm2", "heal"])
 def test_linear_attention_keeps_a_model(monkeypatch, task):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
