@@ -46,6 +46,9 @@ class LowRank(nn.Module):
         return y.unflatten(0, x.shape[:-1])
 
 
+OPTIMIZERS = ("Muon", "AdamW")
+
+
 @dataclass(frozen=True)
 class Form:
     """What stands for the layers of a network.
@@ -57,6 +60,8 @@ class Form:
         share: Numbers stored, as a multiple of what a task keeps; None keeps all.
         at_equal_time: Whether it is trained for the time of the sketched form too.
         smaller: Name of the form of equal bytes whose rate, or half of it, a larger one takes.
+        optimizers: It is trained by these. To orthogonalise the matrices of the whole dense network takes several times
+            as long as all else.
     """
 
     name: str
@@ -65,9 +70,9 @@ class Form:
     partial: bool = False
     at_equal_time: bool = True
     smaller: str | None = None
+    optimizers: tuple[str, ...] = OPTIMIZERS
 
 
-OPTIMIZERS = ("Muon", "AdamW")
 FORMS = (  # the first one's time is what the others get at equal time
     Form("sketched", "sketched"),
     Form("sketched in part", "sketched", partial=True),
@@ -75,7 +80,7 @@ FORMS = (  # the first one's time is what the others get at equal time
     Form("low rank in part", "low rank", partial=True),
     Form("dense, narrower", "dense"),
     Form("low rank, twice R", "low rank", 2.0, at_equal_time=False, smaller="low rank"),
-    Form("dense", "dense", None, at_equal_time=False, smaller="dense, narrower"),
+    Form("dense", "dense", None, at_equal_time=False, smaller="dense, narrower", optimizers=("AdamW",)),
 )
 EQUAL_BYTES = 5  # so many of them
 

@@ -79,6 +79,8 @@ def run(task: Task, optimizer: str, size: str) -> Iterator[tuple[list[dict[str, 
     reference_s = 0.0
     chosen: dict[str, float] = {}
     for form in FORMS if size != "short" else FORMS[:EQUAL_BYTES]:
+        if optimizer not in form.optimizers:
+            continue
         trial = _Trial(task, form, optimizer, [], [])
         rates: Sequence[float] = task.rates[optimizer]
         if form.smaller is not None:
