@@ -77,7 +77,7 @@ FORMS = (  # the first one's time is what the others get at equal time
     Form("sketched", "sketched"),
     Form("sketched in part", "sketched", partial=True),
     Form("low rank", "low rank"),
-    Form("low rank in part", "low rank", partial=True),
+    Form("low rank in part", "low rank", partial=True, at_equal_time=False),
     Form("dense, narrower", "dense"),
     Form("low rank, twice R", "low rank", 2.0, at_equal_time=False, smaller="low rank"),
     Form("dense", "dense", None, at_equal_time=False, smaller="dense, narrower", optimizers=("AdamW",)),

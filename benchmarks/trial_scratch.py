@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn import functional
 
 SEEDS = (0, 1, 2)
-POINTS = 6  # of a curve
-MOST_RATES = 5  # of a sweep
+POINTS = 5  # of a curve
+MOST_RATES = 4  # of a sweep
 TASKS = ("perceptron", "vision", "text")
 
 
