@@ -83,8 +83,8 @@ def compress(
         mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
             ``batch["attention_mask"]`` if there is one.
         heal: Distil the original into the compressed model afterwards; see :class:`HealConfig`.
-        statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is the
-            memory that the three largest layers need.
+        statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is half
+            of what is free on the model's device, up to a gigabyte (2^30 bytes), shared by the ranks of ``group``.
         group: Ranks that each hold the same model and their own batches; moments and errors are summed over them.
             With ``heal`` it must have all ranks.
         seed: Seed of random directions, sketches and healing; None draws one from torch's default CPU generator.

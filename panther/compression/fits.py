@@ -28,6 +28,7 @@ _RIDGE = 1e-4
 # 0.6 of LAPACK's time at an eighth and a quarter, more beyond; its error is 3 to 6 in 10,000 above the least.
 _LARGE = 1024
 _DOUBLE = torch.float64.itemsize
+_SPARE = 2**30  # bytes for moments by default, where twice as many are free
 _HEALING = 6  # times the trained numbers: values, gradients, two moments, the best point, a copy in half precision
 
 
@@ -97,6 +98,7 @@ def fit_targets(
     share = 1.0 if limit is None else limit / sum(target.dense_bytes for target in survey.targets)
     most = {target: components(target, share) for target in survey.targets}
     seeds = survey.seeds(seed)
+    memory = runner.spare_bytes(_SPARE) if memory is None else memory
     split, largest = split_passes(survey.inputs, survey.gradients, memory)
     extra = _most_bytes(most, largest, limit, keep=keep, healing=healing)
     _log.info(

@@ -1,14 +1,15 @@
 """Running a model on calibration batches: its arguments, the output that is compared, and the positions that count."""
 
 __all__ = [
-    "Loss", "Runner", "calibrating", "counted", "floating_tensor", "main_output", "relative_error",
+    "Loss", "Runner", "calibrating", "counted", "floating_tensor", "free_bytes", "main_output", "relative_error",
     "rows_of", "seed_generators", "squares",
 ]  # fmt: skip
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 _OUTPUTS = ("logits", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch
+# Limit and use of a container's memory, which /proc/meminfo does not know: control groups of version 2 and 1.
+_CONTAINERS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 def floating_tensor(output: Any) -> Tensor | None:
@@ -150,6 +156,19 @@ class Runner:
                 dist.all_reduce(moved, group=self.group)
                 tensor.copy_(moved)
 
+    def spare_bytes(self, most: int) -> int:
+        """Return half of the memory that is free on the device, up to ``most``, the least of all ranks.
+
+        Ranks of one group can be on one machine, so each takes its share.
+        """
+        free = free_bytes(self.device)
+        spare = most if free is None else min(most, free // 2)
+        if self.group is None:
+            return spare
+        shared = torch.tensor([spare // dist.get_world_size(self.group)], device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group)
+        return int(shared.item())
+
     @torch.no_grad()
     def errors(self, variants: Sequence[Callable[[], AbstractContextManager[Any]]], description: str) -> list[float]:
         """Return the relative error of the output on the held-out batches in each of the contexts, which change it."""
@@ -169,6 +188,21 @@ class Runner:
                 "and the model, or return a finite part of the output in forward_fn"
             )
         return [relative_error(each, whole) for each in lost]
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that can be allocated on a device without swapping; None where the system does not tell."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    found = []
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = [1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])]
+    for limit, used in _CONTAINERS:
+        with suppress(OSError, ValueError):  # "max" where there is no limit
+            found.append(max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0))
+    return min(found, default=None)
 
 
 def squares(x: Tensor) -> float:

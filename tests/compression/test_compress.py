@@ -592,7 +592,7 @@ def test_what_is_compressed_already_is_said():
     assert any(note.startswith("layers that were sketched already: 2; they stay as they are") for note in report.notes)
     assert [layer.names[0] for layer in report.layers] == ["4", "6"]
     before = state_of(model)
-    with pytest.raises(CompressionError, match="compressed already, in 4 layers, .*compress the original model again"):
+    with pytest.raises(CompressionError, match=r"compressed already, in 4 layers, .*compress the original model again"):
         pr.compress(model, 0.5, batches_of(), **quick)
     assert_untouched(model, before)
 

@@ -1,15 +1,16 @@
 """Moments of inputs and gradients against the same taken by hand, with masks, convolutions and shared inputs."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from panther.compression.moments import gather_moments, moments_bytes, split_passes
-from panther.compression.runner import Runner, calibrating, main_output
+from panther.compression.moments import gather_drift, gather_moments, moments_bytes, split_passes
+from panther.compression.runner import Runner, calibrating, free_bytes, main_output
 from panther.compression.survey import survey_targets
-from panther.compression.targets import select_targets
+from panther.compression.targets import replace_modules, select_targets
 from panther.errors import CompressionError
 
 
@@ -145,7 +146,7 @@ def test_passes_fit_into_the_memory():
     inputs = [[target] for target in select_targets(model).targets]
     sizes = [moments_bytes(several, True) for several in inputs]
     assert sizes[0] == 8 * 2 * 32**2
-    split, largest = split_passes(inputs, True, None)
+    split, largest = split_passes(inputs, True, sum(sorted(sizes)[-3:]))
     assert largest <= sum(sorted(sizes)[-3:])
     assert [target for one in split for several in one for target in several] == [several[0] for several in inputs]
     assert len(split_passes(inputs, True, 1)[0]) == 5
@@ -177,3 +178,79 @@ def test_which_output_counts():
         main_output(torch.tensor([1]))
     with pytest.raises(CompressionError, match="returned a NoneType without a floating tensor"):
         main_output(None)
+
+
+def of_inputs(model, batches):
+    """Return the only layer's moments, and its inputs in float64."""
+    runner, _, _, moments, _ = run(model, batches)
+    (own,) = moments.values()
+    return own, torch.cat(runner.batches).double()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
+def test_a_large_mean_costs_no_accuracy(scale):
+    """Standard deviations from 1 to 0.001, means of about 1,000; several strips of columns and blocks of rows."""
+    generator = torch.Generator().manual_seed(0)
+    n, wide = 300, {"dtype": torch.float64, "generator": generator}
+    x = torch.randn(5000, n, **wide) * torch.logspace(0, -3, n, dtype=torch.float64) @ torch.randn(n, n, **wide)
+    x = ((x + 1000 * torch.randn(n, **wide)) * scale).float()
+    own, x = of_inputs(nn.Sequential(nn.Linear(n, 4)), [x[:2500], x[2500:2500], x[2500:4000], x[4000:]])
+    assert own.positions == 4000
+    exact = (x - x.mean(0)).T @ (x - x.mean(0)) / len(x)
+    ours = own.A[0] - own.mean[0][:, None] * own.mean[0]
+    deviations = exact.diagonal().sqrt()
+    # Rounding of a mean of products; in float32 without a shift the error is above 0.1.
+    assert ((ours - exact).abs() / (deviations[:, None] * deviations)).max() < 4e-6
+    assert ((own.mean[0] - x.mean(0)).abs() / deviations).max() < 1e-6
+
+
+def test_other_precisions_of_the_user_do_not_reach_the_moments():
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(96, 64, bias=False)), list(torch.randn(256, 96).split(64))
+    plain, _ = of_inputs(model, batches)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, _ = of_inputs(model, batches)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(ours.A, plain.A)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_as_it_is(dtype):
+    torch.manual_seed(0)
+    batches = list((torch.randn(640, 24) + 50).to(dtype).split(64))
+    own, x = of_inputs(nn.Sequential(nn.Linear(24, 8, bias=False)).to(dtype), batches)
+    torch.testing.assert_close(own.A[0], x.T @ x / len(x), rtol=1e-6, atol=0)
+
+
+def test_the_drift_of_inputs_with_a_large_mean():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 8))
+    runner = Runner(model, list((torch.randn(600, 40) + 1000).split(100)), None, None, None, False)
+    first = nn.Linear(40, 30)
+    with calibrating(model, 0):
+        found = survey_targets(runner, select_targets(model), gradients=True)
+        compressed = partial(replace_modules, model, {model[0]: first})
+        own = gather_drift(runner, found.inputs[1], 1, compressed, "")
+    with torch.no_grad():  # batch by batch, because other sizes round in another way
+        before, after = (torch.cat([layer(x) for x in runner.batches]).double() for layer in (model[0], first))
+    cross = own.cross[0] - before.mean(0)[:, None] * own.mean[0]
+    exact = (before - before.mean(0)).T @ (after - after.mean(0)) / len(before)
+    deviations = before.std(0)[:, None] * after.std(0)
+    assert ((cross - exact).abs() / deviations).max() < 4e-6
+
+
+def test_moments_take_half_of_what_is_free_up_to_a_limit(monkeypatch):
+    runner = Runner(nn.Linear(3, 3), None, None, None, None, False)
+    for free, spare in ((10**9, 1000), (600, 300), (0, 0), (None, 1000)):
+        monkeypatch.setattr("panther.compression.runner.free_bytes", lambda _, free=free: free)
+        assert runner.spare_bytes(1000) == spare
+
+
+def test_free_memory_is_told():
+    free = free_bytes(torch.device("cpu"))
+    assert free is None or 2**20 < free < 2**50
