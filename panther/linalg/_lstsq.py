@@ -210,7 +210,10 @@ def _solve(
         SA, Sb = _sketch(operand, b, seed) if sketched else (operand.A, b)
     else:
         power = 0
-    N, x, norm = from_columns(SA, Sb, root, seed) if sketched or m >= n else (*from_rows(SA, Sb, root), None)
+    if sketched or m >= n:
+        N, x, norm = from_columns(SA, Sb, root, seed, estimate=sketched or return_error)
+    else:
+        N, x, norm = *from_rows(SA, Sb, root), None
     error, steps = None, 0
     if sketched or return_error or norm is None:  # a direct solver that leaves the norms needs no pass over A
         system = System(_for_products(operand), b, root**2)

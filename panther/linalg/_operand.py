@@ -142,7 +142,7 @@ class Operand:
 
         Sketches here have no zero row, so whatever A has shows in ``A @ S.T``: A itself need not be read.
         """
-        if math.isfinite(float(product.sum())) or bool(product.isfinite().all()):  # the sum is 3 times as fast
+        if math.isfinite(float(product.sum())) or bool(product.isfinite().all()):  # as in the function check_finite
             return
         check_finite("A", product if self.values is None else self.values)
         raise ValueError(f"products of A overflow {self.dtype}: divide A by its largest entry, or use float64")
@@ -204,7 +204,7 @@ def as_dense(name: str, A: Any) -> Tensor:
 
 def check_finite(name: str, A: Tensor) -> None:
     """Raise ValueError if a tensor has NaN or infinity."""
-    if not bool(A.isfinite().all()):
+    if not (math.isfinite(float(A.sum())) or bool(A.isfinite().all())):  # the sum is 3 times as fast
         kind = "NaN" if bool(A.isnan().any()) else "infinity"
         raise ValueError(f"{name} must be finite and has {kind}: use torch.nan_to_num({name})")
 

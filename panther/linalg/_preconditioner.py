@@ -8,10 +8,11 @@ __all__ = ["Preconditioner", "Spectral", "Triangular", "from_columns", "from_row
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from panther.sketch import GaussianSketch
+_POWERS = 5
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,17 @@ class Triangular:
 
     def to_x(self, y: Tensor) -> Tensor:  # (p, n) -> (p, n)
         """Return ``N y``."""
-        return torch.linalg.solve_triangular(self.R.mT, y, upper=False, left=False)
+        return _solve_rows(self.R.mT, y, upper=False)
 
     def to_y(self, gradient: Tensor) -> Tensor:  # (p, n) -> (p, n)
         """Return ``N^T gradient``."""
-        return torch.linalg.solve_triangular(self.R, gradient, upper=True, left=False)
+        return _solve_rows(self.R, gradient)
 
     def damped_norm(self, gradient: Tensor, shift: float) -> Tensor:  # (p, n) -> (p,)
         r"""Return the norms of :math:`(R^T R + \text{shift}^2 I)^{-1/2}` times the gradients."""
         identity = torch.eye(len(self.R), dtype=self.R.dtype, device=self.R.device)
         root = torch.linalg.qr(torch.cat((self.R, shift * identity)), mode="r").R
-        return torch.linalg.solve_triangular(root, gradient, upper=True, left=False).norm(dim=1)
+        return _solve_rows(root, gradient).norm(dim=1)
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,27 @@ class Spectral:
 Preconditioner = Triangular | Spectral
 
 
-def from_columns(A: Tensor, b: Tensor, root: float, seed: int) -> tuple[Preconditioner, Tensor, Tensor | None]:
+def from_columns(
+    A: Tensor, b: Tensor, root: float, seed: int, *, estimate: bool = True
+) -> tuple[Preconditioner, Tensor, Tensor | None]:
     """Return preconditioner and solution (p, n) for a tall A, by QR with ``root`` times the identity above A.
 
     The third result is the norm of ``b - A x``, (p,), where it can be read off: without a ridge and at full rank.
+    Without ``estimate`` the condition may be bounded only far from above.
 
     Above, not below: rows that are larger come first, or Householder's reflections lose the others in rounding.
     """
-    n, frobenius = A.shape[1], float(A.norm())
+    n, frobenius = A.shape[1], float(A.norm()) if root else None
     if root:
         A = torch.cat((root * torch.eye(n, dtype=A.dtype, device=A.device), A))
         b = torch.cat((b.new_zeros(n, b.shape[1]), b))
-    factor, tau = torch.geqrf(A)
-    rotated = torch.ormqr(factor, tau, b, transpose=True)
-    N, x = _from_triangle(factor[:n].triu(), rotated[:n], frobenius, seed)
-    return N, x, None if root or isinstance(N, Spectral) else rotated[n:].norm(dim=0)
+    factor, tau = torch.geqrf(
+        A.mT.contiguous().mT
+    )  # by columns as LAPACK has it; its own copy takes up to 5 times as long
+    c = torch.ormqr(factor, tau, b, transpose=True)
+    R = factor[:n].mT.tril().mT
+    N, x = _from_triangle(R, c[:n], float(R.norm()) if frobenius is None else frobenius, seed, estimate)
+    return N, x, None if root or isinstance(N, Spectral) else c[n:].norm(dim=0)
 
 
 def from_rows(A: Tensor, b: Tensor, root: float) -> tuple[Preconditioner, Tensor]:
@@ -108,10 +115,10 @@ def _rank_tolerance(n: int, dtype: torch.dtype) -> float:
     return 4 * math.sqrt(n) * torch.finfo(dtype).eps
 
 
-def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int) -> tuple[Preconditioner, Tensor]:
+def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int, estimate: bool) -> tuple[Preconditioner, Tensor]:
     """Return the preconditioner from R (n, n), and the least-norm solution (p, n) of ``R x = c``, c (n, p)."""
     tolerance = _rank_tolerance(len(R), R.dtype)
-    condition = _condition(R, seed)
+    condition = _condition(R, seed, 0.0 if estimate else 0.1 / tolerance)
     if condition < 0.1 / tolerance:
         return Triangular(R, frobenius, condition), torch.linalg.solve_triangular(R, c, upper=True).mT.contiguous()
     U, s, Vh = torch.linalg.svd(R)
@@ -120,18 +127,46 @@ def _from_triangle(R: Tensor, c: Tensor, frobenius: float, seed: int) -> tuple[P
     return N, N.to_x(c.mT @ U[:, :rank])
 
 
-def _condition(R: Tensor, seed: int) -> float:
-    """Bound the condition of R from below, seldom by less than a third, by power and inverse power iteration."""
+def _condition(R: Tensor, seed: int, enough: float) -> float:
+    r"""Estimate the condition of R, seldom by less than a third of it, by power and inverse power iteration.
+
+    It is bounded from above instead as soon as that bound is below ``enough``: for B > 0 and x random on the sphere,
+    :math:`\lambda_{\max}(B) \le (\theta\, x^T B^q x)^{1/q}` but with a probability of :math:`0.8 \sqrt{n / \theta}`
+    (J. D. Dixon, SIAM J. Numer. Anal. 20, 1983, doi:10.1137/0720053), which is 1e-3 here and 1e-12 for four vectors.
+    """
     if not bool((R.diagonal() != 0).all()):
         return math.inf
-    large = small = GaussianSketch(4, len(R), seed=seed, stream=1, dtype=R.dtype, device=R.device).dense()
-    for _ in range(5):
-        large = _unit(large @ R.mT) @ R
-        small = _unit(torch.linalg.solve_triangular(R, _unit(small), upper=True, left=False))
-        small = torch.linalg.solve_triangular(R.mT, small, upper=False, left=False)
-        growth = float(large.norm(dim=1).max()), float(small.norm(dim=1).max())
-    return math.prod(growth) if math.isfinite(math.prod(growth)) else math.inf
+    n, frobenius = len(R), float(R.norm())
+    start = _gaussian(n, seed).to(R)
+    small, logs = start / start.norm(dim=0), start.new_zeros(4)
+    for step in range(1, _POWERS + 1):
+        small = torch.linalg.solve_triangular(R.mT, small, upper=False)
+        logs += small.norm(dim=0).log()
+        small = torch.linalg.solve_triangular(R, _unit(small), upper=True)
+        norms = small.norm(dim=0)
+        logs += norms.log()
+        inverse, small = float(norms.max()), _unit(small)
+        power = (float(logs.max()) + math.log(800 * math.sqrt(n))) / (2 * step)
+        if frobenius and math.log(frobenius) + power < math.log(enough or math.ulp(0.0)):
+            return frobenius * math.exp(power)
+    large = start
+    for _ in range(_POWERS):
+        large = R.mT @ _unit(R @ large)
+    condition = float(large.norm(dim=0).max()) * inverse
+    return condition if math.isfinite(condition) else math.inf
 
 
-def _unit(rows: Tensor) -> Tensor:
-    return rows / rows.norm(dim=1, keepdim=True)
+def _solve_rows(R: Tensor, rows: Tensor, upper: bool = True) -> Tensor:  # (n, n), (p, n) -> (p, n)
+    """Return ``rows R^{-1}``, computed as columns: up to 8 times as fast for few rows (MKL on AMD)."""
+    return torch.linalg.solve_triangular(R.mT, rows.mT, upper=not upper).mT
+
+
+def _gaussian(n: int, seed: int) -> Tensor:  # (n, 4), float64
+    """Return normal random numbers from NumPy's Philox generator, 20 times as fast to draw as a sketch for small n."""
+    words = np.random.Philox(key=seed).random_raw(8 * n).reshape(2, n, 4)
+    radius, angle = (words >> np.uint64(11)) * 2.0**-53
+    return torch.from_numpy(np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * np.pi * angle))
+
+
+def _unit(columns: Tensor) -> Tensor:
+    return columns / columns.norm(dim=0)
