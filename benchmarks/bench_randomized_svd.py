@@ -2,7 +2,8 @@
 
 Errors are over those of the best matrix of rank k, the worst of several seeds; every alternative runs at several
 numbers of iterations, so that error can be drawn against time. A first table has the default against svd_lowrank over
-shapes, ranks, dtypes and spectra, those where it loses too, with the mean error of three seeds. scikit-learn keeps to as many threads as torch.
+shapes, ranks, dtypes and spectra, those where it loses too, with the mean error of three seeds. scikit-learn keeps to
+as many threads as torch.
 """
 
 __all__ = ["run"]
