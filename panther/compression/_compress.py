@@ -246,7 +246,7 @@ def _finish(
         healed=healed,
         measured_speedup=measured.speedup,
         passes=fits.passes,
-        extra_bytes=fits.extra_bytes,
+        extra_bytes=max(fits.extra_bytes, 0 if healed is None else fits.healing_bytes + healed.kept_bytes),
         seed=seed,
     )
     slow = [layer.names[0] for layer in report.layers if layer.speedup is not None and layer.speedup < _SLOWER]

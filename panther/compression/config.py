@@ -11,6 +11,7 @@ from panther.errors import ConfigError, check_size
 from panther.train.config import Settings, TrainConfig
 
 _WARM_UP = 0.1  # of all steps of healing
+_CHECKS = 0.05  # of the cost of healing are for checks on the held-out batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,12 @@ class HealConfig(Settings):
     max_steps: int = 300
     """Optimizer steps, one batch each (one on every rank of a group)."""
 
+    max_seconds: float | None = None
+    """Seconds that healing may take, checks and the runs that it continues included; it can exceed them by a step.
+
+    The learning rate then falls to zero by whichever bound comes first, and the result depends on the machine's speed.
+    None bounds the steps only."""
+
     learning_rate: float = 5e-4
     """Peak of the schedule: a tenth of the steps up to it, the rest down to zero along a cosine."""
 
@@ -81,8 +88,11 @@ class HealConfig(Settings):
 
     The new layers' are trained also where the model is frozen; the flags are put back afterwards."""
 
-    validate_every_n_steps: int = 25
-    """Steps between two checks on the held-out batches, from which the best point is kept."""
+    validate_every_n_steps: int | None = None
+    """Steps between two checks on the held-out batches, from which the best point is kept.
+
+    None is as many as make checks a twentieth of the cost, and at most a quarter of ``max_steps``. The last step is
+    always checked."""
 
     checkpoint_dir: str | os.PathLike[str] | None = None
     """Folder for checkpoints, written at each check, and the log; if it holds this run already, it is continued."""
@@ -94,23 +104,40 @@ class HealConfig(Settings):
         """Check the values."""
         super().__post_init__()
         self.train_config(seed=0, progress=False)
+        if self.max_seconds is not None and not 0 < self.max_seconds < math.inf:
+            raise ConfigError(f"max_seconds={self.max_seconds} must be positive and finite: None is for no bound")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay={self.weight_decay} must be at least 0 and finite: use 0 for none")
 
-    def train_config(self, *, seed: int, progress: bool, scaled: bool = False) -> TrainConfig:
+    @property
+    def warmup_steps(self) -> int:
+        """Return the steps in which the learning rate rises."""
+        return max(1, round(_WARM_UP * self.max_steps))
+
+    def check_interval(self, held_out: int) -> int:
+        """Return the steps between two checks on so many held-out batches."""
+        if self.validate_every_n_steps is not None:
+            return self.validate_every_n_steps
+        # A check takes a forward for each batch, and a step about three: its backward takes two.
+        return max(1, min(math.ceil(held_out / (3 * _CHECKS)), math.ceil(self.max_steps / 4)))
+
+    def train_config(self, *, seed: int, progress: bool, scaled: bool = False, held_out: int = 1) -> TrainConfig:
         """Return the Trainer's settings; with ``scaled`` the loss is scaled, as float16 parameters need."""
         settings = {entry.name: getattr(self, entry.name) for entry in fields(TrainConfig) if hasattr(self, entry.name)}
+        every = settings["validate_every_n_steps"] = self.check_interval(held_out)
+        if self.max_seconds is None:
+            settings |= {"schedule": "cosine", "warmup_steps": self.warmup_steps}
+        else:
+            settings |= {"schedule": "callback", "warmup_steps": 0}  # the time is known to healing alone
         if scaled:
             settings["mixed_precision"] = "fp16"
         return TrainConfig(
             **settings,
             strategy="ddp",
             find_unused_parameters=True,  # a layer that a batch does not reach, as in a mixture of experts
-            warmup_steps=max(1, round(_WARM_UP * self.max_steps)),
-            schedule="cosine",
             on_nonfinite="skip",
             log_every_n_steps=1,
-            checkpoint_every_n_steps=None if self.checkpoint_dir is None else self.validate_every_n_steps,
+            checkpoint_every_n_steps=None if self.checkpoint_dir is None else every,
             checkpoint_asynchronously=False,
             run_name="healing",
             progress=progress,

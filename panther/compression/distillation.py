@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
@@ -36,6 +37,7 @@ class Distillation(nn.Module):
 
     Attributes:
         trained: The parameters to train by their names in the compressed model.
+        kept_bytes: Bytes for outputs of the original that are kept, as :meth:`keep` foresaw them.
         scaled: Whether the Trainer has to scale the loss, as the gradients of float16 overflow and underflow.
     """
 
@@ -65,6 +67,19 @@ class Distillation(nn.Module):
         # nn.GRU and the like read their weights from a list besides `_parameters`.
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._blocks = blocks_of(model, set(replacement)) if config.match == "hidden" else []
+        self._kept: dict[int, list[list[Tensor]]] = {}  # what the original gives, by the index of the batch
+        self._left = self.kept_bytes = 0
+
+    def keep(self, limit: int) -> None:
+        """Keep what the original gives, its output and those of its blocks, in place of computing it in each step.
+
+        As many batches as fit into ``limit`` bytes are kept, held-out ones first, because they are read first.
+        """
+        # The others are foreseen from one batch: their outputs are as large as their inputs. It is not kept itself,
+        # because the Trainer may compute it under autocast.
+        size = _bytes(self._original(first := len(self.runner.batches)))
+        entries = [_entries(batch) for batch in self.batches]
+        self._left, self.kept_bytes = limit, min(size * sum(entries) // max(entries[first], 1), limit)
 
     def place(self, *, student: bool) -> None:
         """Put the new layers and the trained values into the model, or the original layers and parameters back."""
@@ -98,9 +113,7 @@ class Distillation(nn.Module):
         batch = self.batches[int(index)]
         mask = self.runner.mask(batch)
         with nullcontext() if self._autocast else torch.autocast(self.runner.device.type, enabled=False):
-            self.place(student=False)
-            with torch.no_grad():
-                (target,), *targets = self._observe(batch)
+            (target,), *targets = self._wanted(int(index))
             # It stays until the next call, because layers under activation checkpointing run again in backward.
             self.place(student=True)
             (output,), *outputs = self._observe(batch)
@@ -112,6 +125,24 @@ class Distillation(nn.Module):
             ]
             loss = lost_variance(output, target, mask)
             return loss + torch.stack(matched).mean() if matched else loss
+
+    @torch.no_grad()
+    def _original(self, index: int) -> list[list[Tensor]]:
+        """Return what the original gives for a batch."""
+        self.place(student=False)
+        return self._observe(self.batches[index])
+
+    def _wanted(self, index: int) -> list[list[Tensor]]:
+        """Return the same, kept or computed."""
+        if index in self._kept:
+            return self._kept[index]
+        found = self._original(index)
+        if (size := _bytes(found)) > self._left:
+            return found
+        self._left -= size
+        # Copies: a view would keep all it is a view of, and a buffer could be written to.
+        self._kept[index] = [[state.clone() for state in states] for states in found]
+        return self._kept[index]
 
     def _observe(self, batch: Any) -> list[list[Tensor]]:
         """Return the output, and the output of each call of each block."""
@@ -129,6 +160,15 @@ class Distillation(nn.Module):
                 hooks.callback(block.register_forward_hook(observe).remove)
             output = self.runner.output(batch)
         return [[output], *(seen[block] for block in blocks)]
+
+
+def _bytes(found: list[list[Tensor]]) -> int:
+    return sum(state.nbytes for states in found for state in states)
+
+
+def _entries(batch: Any) -> int:
+    """Return the entries of all tensors of a batch."""
+    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def lost_variance(state: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:

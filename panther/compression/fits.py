@@ -75,6 +75,7 @@ class Fits:
         moments: Moments of each target, kept for fitting in sequence.
         passes: Passes over the batches.
         extra_bytes: Most memory needed at once for moments, components, new layers and healing.
+        healing_bytes: Memory needed while healing, besides what it keeps of the original's outputs; 0 without healing.
         comparable: Whether ``tails`` is in units of the output's squared norm.
     """
 
@@ -83,6 +84,7 @@ class Fits:
     moments: Mapping[Target, Moments] = field(default_factory=dict)
     passes: int = 0
     extra_bytes: int = 0
+    healing_bytes: int = 0
     comparable: bool = False
 
 
@@ -100,7 +102,7 @@ def fit_targets(
     seeds = survey.seeds(seed)
     memory = runner.spare_bytes(_SPARE) if memory is None else memory
     split, largest = split_passes(survey.inputs, survey.gradients, memory)
-    extra = _most_bytes(most, largest, limit, keep=keep, healing=healing)
+    extra, healed = _most_bytes(most, largest, limit, keep=keep, healing=healing)
     _log.info(
         "number of weights: %d, passes: %d, batches: %d, extra memory: at most %.0f MB besides the model's own forward "
         "and backward", len(most), len(split), len(runner.batches), extra / 1e6,
@@ -120,11 +122,16 @@ def fit_targets(
                 tails[target] = fits[target].tails * scale
             if keep:
                 kept[target] = own
-    return Fits(fits, tails, kept, len(split), extra, comparable)
+    return Fits(fits, tails, kept, len(split), extra, healed, comparable)
 
 
-def _most_bytes(most: Mapping[Target, int], moments: int, limit: int | None, *, keep: bool, healing: bool) -> int:
-    """Return the bytes of all components, and of the most that is held beside them: moments, new layers, healing."""
+def _most_bytes(
+    most: Mapping[Target, int], moments: int, limit: int | None, *, keep: bool, healing: bool
+) -> tuple[int, int]:
+    """Return the bytes of all components, and of the most that is held beside them: moments, new layers, healing.
+
+    The second number is that of healing, which keeps outputs of the original besides.
+    """
     stored = sum(_wide_dtype(target).itemsize * target.numbers(count) for target, count in most.items())
     work = max(
         _DOUBLE * target.groups * (3 * (target.inner**2 + target.outer**2) + 6 * target.inner * target.outer)
@@ -133,8 +140,8 @@ def _most_bytes(most: Mapping[Target, int], moments: int, limit: int | None, *, 
     kept = keep * _DOUBLE * sum(target.groups * (target.inner**2 + target.outer**2) for target in most)
     new = sum(target.dense_bytes for target in most) if limit is None else limit
     widest = max(_wide_dtype(target).itemsize / target.weight.itemsize for target in most)
-    healed = int(_HEALING * widest * new) if healing else 0  # except for the hidden states
-    return stored + max(moments + work + kept, 2 * new + kept, new + healed)
+    healed = stored + new + int(_HEALING * widest * new) if healing else 0  # except for the hidden states
+    return max(stored + moments + work + kept, stored + 2 * new + kept, healed), healed
 
 
 def fit_weight(target: Target, moments: Moments | None, *, most: int, seed: int, drift: Moments | None = None) -> Fit:

@@ -1,14 +1,17 @@
 """Healing: a short run of the Trainer that distils the original into a compressed model, on unlabelled batches.
 
 The best point by the held-out loss is kept, the one before the first step included. Healing ends early where it
-diverges: at a loss that is not finite, or a held-out loss above twice the best.
+diverges, at a loss that is not finite or a held-out loss above twice the best, and where its time is used up. The
+learning rate falls with the larger of two shares: of the steps, and of the time.
 """
 
 __all__ = ["check_ranks", "heal", "shuffled"]
 
 import json
+import logging
 import math
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -31,10 +34,14 @@ from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
 from panther.train import Callback, Trainer
+from panther.train.coordination import sum_over_ranks
+from panther.train.optimizer import learning_rate_factor
 from panther.train.random_state import preserved_generators
 
 _BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 steps than with 0.999
 _DIVERGED = 2.0  # times the best held-out loss
+_KEPT = 2**30  # bytes for the original's outputs, where twice as many are free
+_log = logging.getLogger(__name__)
 
 
 def heal(
@@ -46,26 +53,35 @@ def heal(
         What happened, as a function of the arguments, and a function that writes the best values to the parameters:
         until then the model, its flags and torch's generators are as they were.
 
-    Cost: a step costs a forward of the original and a forward and backward of the compressed model. Extra memory:
-    five times the trained parameters (values, gradients, two moments, best point), a copy of those of half precision,
-    and the hidden states of one batch, twice.
+    Cost: a step costs a forward and backward of the compressed model, and for each batch, or each step where memory
+    does not suffice, a forward of the original. Extra memory: five times the trained parameters (values, gradients, two
+    moments, best point), a copy of those of half precision, the hidden states of one batch, twice, and the original's
+    outputs and hidden states of all batches: up to a gigabyte, and at most half of what is free.
     """
+    began = time.perf_counter()
     # Before `calibrating` turns off the flags by which it chooses what to train.
     distillation = Distillation(runner, replacement, config, seed)
-    settings = config.train_config(seed=seed, progress=runner.show, scaled=distillation.scaled)
+    held_out = max(gather_objects(len(runner.held_out), None))
+    settings = config.train_config(seed=seed, progress=runner.show, scaled=distillation.scaled, held_out=held_out)
     # The Trainer moves what it trains to the current GPU.
     gpu = torch.cuda.device(runner.device) if runner.device.type == "cuda" else nullcontext()
     with calibrating(runner.model, seed), preserved_generators(), gpu:
         training, total = len(runner.batches), len(distillation.batches)
         # Without a batch size, because an index stands for a whole batch.
         batches = DataLoader(_Stream(shuffled(training, config.max_steps, seed)), batch_size=None)
-        held_out = DataLoader(_Stream(torch.arange(training, total)), batch_size=None)
+        checked = DataLoader(_Stream(torch.arange(training, total)), batch_size=None)
         _check_identity(distillation, config)
-        course = _Course(distillation, held_out)
+        distillation.keep(runner.spare_bytes(_KEPT))
+        _log.info(
+            "healing: at most %d steps%s, a check every %d; outputs of the original kept: %.0f MB, of %d batches",
+            config.max_steps, "" if config.max_seconds is None else f" and {config.max_seconds:g} s",
+            settings.validate_every_n_steps, distillation.kept_bytes / 1e6, total,
+        )  # fmt: skip
+        course = _Course(distillation, checked, config, began)
         optimizer = partial(torch.optim.AdamW, betas=_BETAS, weight_decay=config.weight_decay)
         trainer = Trainer(distillation, optimizer, config=settings, callbacks=[course])
         try:
-            trainer.fit(batches, held_out)
+            trainer.fit(batches, checked)
         finally:
             distillation.place(student=False)
         course.restore_()
@@ -101,24 +117,59 @@ def shuffled(count: int, steps: int, seed: int) -> Tensor:
 
 
 class _Course(Callback):
-    """The state of healing: the best point, and whether it diverged."""
+    """The state of healing: the best point, whether it diverged, and the time it took."""
 
-    def __init__(self, distillation: Distillation, held_out: DataLoader[Tensor]) -> None:
-        self.values, self.held_out = list(distillation.values), held_out
-        self.best = [value.detach().clone() for value in self.values]
+    def __init__(
+        self, distillation: Distillation, held_out: DataLoader[Tensor], config: HealConfig, began: float
+    ) -> None:
+        self._values, self._held_out = list(distillation.values), held_out
+        self._config, self._kept_bytes = config, distillation.kept_bytes
+        self._began = began
+        self.best = [value.detach().clone() for value in self._values]
         self.loss_before = self.best_loss = math.nan
         self.best_step = 0
         self.diverged = False
+        self.earlier_s = 0.0  # by the runs that this one continues
+        self.start_s = self.reserved_s = 0.0  # before the first step, and for what follows the last one
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since healing began."""
+        return self.earlier_s + time.perf_counter() - self._began
 
     def on_start(self, trainer: Trainer) -> None:
         if math.isnan(self.loss_before):  # else the run is resumed
-            self.loss_before = self.best_loss = trainer.evaluate(self.held_out)["loss"]
+            begin = time.perf_counter()
+            self.loss_before = self.best_loss = trainer.evaluate(self._held_out)["loss"]
             if not math.isfinite(self.loss_before):
                 raise CompressionError(
                     f"the loss on the held-out batches is {self.loss_before} before the first step and must be finite: "
                     "look for NaN or infinite values in the model's output, or in float16 that overflows"
                 )
+            self.start_s = self.elapsed_s()
+            # A last check, and the error, for which the original runs again as it did now.
+            self.reserved_s = 2 * (time.perf_counter() - begin)
         trainer.stop = self.diverged
+        self._advance(trainer)
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        self._advance(trainer)
+
+    def _advance(self, trainer: Trainer) -> None:
+        """Set the learning rate of the next step by the time, or stop, where the time is bounded."""
+        config = self._config
+        if config.max_seconds is None:
+            return
+        # All ranks must stop at the same step, and have the same learning rate in each.
+        times = sum_over_ranks((self.elapsed_s(), self.start_s, self.reserved_s))
+        elapsed, start, reserved = (total / get_world_size() for total in times)
+        available = config.max_seconds - start - reserved
+        share = (elapsed - start) / available if available > 0 else 1.0
+        if share >= 1:
+            trainer.stop = True
+        step = min(1.0, max(share, trainer.step / config.max_steps)) * config.max_steps
+        factor = learning_rate_factor("cosine", step, config.max_steps, config.warmup_steps)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = config.learning_rate * min(factor, 1.0)
 
     def on_skip(self, trainer: Trainer) -> None:
         self.diverged = trainer.stop = True
@@ -129,13 +180,14 @@ class _Course(Callback):
             return
         if loss < self.best_loss:
             self.best_loss, self.best_step = loss, trainer.step
-            for best, value in zip(self.best, self.values, strict=True):
+            for best, value in zip(self.best, self._values, strict=True):
                 best.copy_(value.detach())
         elif not loss <= _DIVERGED * self.best_loss:  # NaN too
             self.diverged = trainer.stop = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("values", "held_out")}
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return state | {"earlier_s": self.elapsed_s()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -143,7 +195,7 @@ class _Course(Callback):
     @torch.no_grad()
     def restore_(self) -> None:
         """Go back to the best point."""
-        for value, best in zip(self.values, self.best, strict=True):
+        for value, best in zip(self._values, self.best, strict=True):
             value.copy_(best)
 
     def result(self, trainer: Trainer, error: float) -> HealResult:
@@ -158,6 +210,8 @@ class _Course(Callback):
             best_step=self.best_step,
             diverged=self.diverged,
             history=tuple((step, loss, checked[step]) for step, loss in steps),
+            seconds=self.elapsed_s(),
+            kept_bytes=self._kept_bytes,
         )
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class HealResult:
     """
 
     steps: int
-    """Steps done: fewer than asked for only where healing diverged."""
+    """Steps done: fewer than asked for only where healing diverged, or its time was used up."""
 
     loss_before: float
     """Mean loss on the held-out batches before the first step; on ranks with fewer of them, as many on each."""
@@ -49,6 +49,12 @@ class HealResult:
     history: tuple[tuple[int, float, float | None], ...]
     """Step, loss on its batch before it, and, where it was checked, loss on the held-out batches after it; a step that
     was skipped because it was not finite is not in it."""
+
+    seconds: float = field(compare=False)
+    """What healing took, with the runs that this one continues."""
+
+    kept_bytes: int = field(compare=False)
+    """Bytes for outputs of the original, kept in place of computing them in every step, as logged beforehand."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,8 @@ class CompressionReport:
     passes: int = 0
     """Passes over the calibration batches that the moments took."""
     extra_bytes: int = 0
-    """Most memory needed at once for moments, components, new layers and healing, as stated beforehand."""
+    """Most memory needed at once for moments, components, new layers and healing, as stated beforehand: by healing, of
+    the original's outputs, before its first step."""
     seed: int = 0
 
     @property

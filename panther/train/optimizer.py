@@ -17,14 +17,14 @@ Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.opt
 Groups = list[tuple[dict[str, Any], list[str]]]  # the settings of each group, and the names of its parameters
 
 
-def learning_rate_factor(schedule: str, step: int, total: int | None, warmup: int) -> float:
+def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: int) -> float:
     """Return the factor of the peak learning rate in a step.
 
     It rises linearly during the warm-up, and then stays 1 or falls to 0 at the last step.
 
     Args:
         schedule: ``"linear"`` or ``"cosine"``; with any other value the factor stays 1.
-        step: Number of steps already taken.
+        step: Number of steps already taken; between two where a schedule is not by steps alone.
         total: Number of steps of the run; None only where the factor stays 1.
         warmup: Number of steps of the warm-up.
 
