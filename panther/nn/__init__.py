@@ -1,12 +1,14 @@
-"""Sketched layers and their functional forms."""
+"""Sketched and quantized layers and their functional forms."""
 
 from . import functional
 from .attention import LearnedLinearAttention, RandMultiHeadAttention, make_performer, sinSRPE
 from .conv import SKConv1d, SKConv2d, SKConv3d
 from .linear import SKLinear, fuse_
+from .quantized import QuantizedLinear
 
 __all__ = [
     "LearnedLinearAttention",
+    "QuantizedLinear",
     "RandMultiHeadAttention",
     "SKConv1d",
     "SKConv2d",

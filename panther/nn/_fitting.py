@@ -11,6 +11,7 @@ the unfolded kernel of each group, (groups, out / groups, in / groups * kernel),
 __all__ = [
     "check_init",
     "fittable",
+    "leading_factors",
     "lstsq_by_groups",
     "lstsq_factors",
     "split_factors",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from panther.linalg import randomized_svd
@@ -57,6 +59,13 @@ def svd_factors(A: Tensor, R: int, seed: int) -> tuple[Tensor, Tensor, Tensor, T
     P, sigma, Qt = _leading_svd(A, 2 * R, seed)
     root = sigma.sqrt()
     return split_factors(P * root, root[:, None] * Qt, R, seed)
+
+
+def leading_factors(A: Tensor, rank: int, seed: int = 0) -> tuple[Tensor, Tensor]:  # (rows, rank), (rank, columns)
+    """Return factors of the truncated SVD of A, singular values split evenly; past the rank of A they are zero."""
+    P, sigma, Qt = _leading_svd(A, rank, seed)
+    root, unused = sigma.sqrt(), rank - len(sigma)
+    return F.pad(P * root, (0, unused)), F.pad(root[:, None] * Qt, (0, 0, 0, unused))
 
 
 def split_factors(

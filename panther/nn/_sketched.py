@@ -1,10 +1,10 @@
-"""The base of all sketched layers: a seed, the two modes, and how both are saved and loaded.
+"""The bases of compressed layers and of sketched ones: a seed, the two modes, and how both are saved and loaded.
 
 *Seeded*: the sketches are fixed, a function of ``seed``; they are buffers outside the state_dict. *Fitted*: they are
 Parameters like any other. ``sketch_seed``, in the state_dict, says which.
 """
 
-__all__ = ["SketchedModule", "arguments_of", "keep_own_forward"]
+__all__ = ["CompressedModule", "SketchedModule", "arguments_of", "keep_own_forward"]
 
 import math
 import warnings
@@ -48,8 +48,8 @@ def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-class SketchedModule(nn.Module):
-    """Base of sketched layers. A subclass names its factors and sketches; the life cycle is here."""
+class CompressedModule(nn.Module):
+    """Base of the layers that stand for a dense one in fewer numbers or bits, which the inference format knows."""
 
     dense_class: type[Any]
     """The class of torch.nn that the layer replaces."""
@@ -57,6 +57,67 @@ class SketchedModule(nn.Module):
     dense_arguments: tuple[str, ...]
     """Names of the constructor's arguments that the dense class has too."""
 
+    size_arguments: tuple[str, ...]
+    """Names of those that say how much is stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward_pre_hooks = _UncalledHooks()
+        self.register_forward_pre_hook(keep_own_forward)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module's own error for a Parameter in the place of a property is a KeyError without a reason.
+        own = getattr(type(self), name, None)
+        if isinstance(own, property) and own.fset is None:
+            raise AttributeError(
+                f"{name} of {type(self).__name__} is computed from {', '.join(self.stored_names())} and cannot be set: "
+                "change those, or make a new layer of a dense one by "
+                f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}"
+            )
+        super().__setattr__(name, value)
+
+    def stored_names(self) -> tuple[str, ...]:
+        """Return the names of the tensors that the weight is computed from."""
+        raise NotImplementedError
+
+    def check_record(self) -> None:
+        """Make the record of the layer's form valid for saving, or raise SketchMismatchError."""
+        raise NotImplementedError
+
+    def _fits(self, state: dict[str, Any], expected: Mapping[str, torch.Size], prefix: str, *args: Any) -> bool:
+        """Return whether a checkpoint has all tensors in the expected shapes; report what differs as torch does."""
+        missing_keys, unexpected_keys, error_msgs = args[-3:]
+        strange = [name for name in expected if name in state and not isinstance(state[name], Tensor)]
+        if strange:
+            error_msgs += [f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}." for name in strange]
+            return False
+        missing = [prefix + name for name in expected if name not in state]
+        unexpected = [
+            prefix + name for name in state if name not in expected and name.partition(".")[0] not in self._modules
+        ]
+        wrong = [
+            f"size mismatch for {prefix}{name}: copying a param with shape {tuple(state[name].shape)} from checkpoint, "
+            f"the shape in current model is {tuple(shape)}."
+            for name, shape in expected.items()
+            if name in state and state[name].shape != shape
+        ]
+        found = [name for name in expected if name in state and name != "bias"]
+        if missing and found:  # also with strict=False, which would otherwise not show that these are not loaded
+            wrong.append(
+                f"{type(self).__name__} {prefix[:-1]!r} loads all or nothing, and {', '.join(found)} came alone."
+            )
+        elif missing:
+            missing = [prefix + name for name in expected]
+        missing_keys += missing
+        unexpected_keys += unexpected
+        error_msgs += wrong
+        return not (missing or wrong)
+
+
+class SketchedModule(CompressedModule):
+    """Base of sketched layers. A subclass names its factors and sketches; the life cycle is here."""
+
+    size_arguments = ("num_terms", "low_rank")
     factor_names: tuple[str, ...]
     """Names of the trained factors, which are parameters; the first one tells the dtype and device of the sketches."""
 
@@ -73,11 +134,6 @@ class SketchedModule(nn.Module):
     """Number of inputs that an output is a sum over."""
     sketch_seed: Tensor
     bias: nn.Parameter | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._forward_pre_hooks = _UncalledHooks()
-        self.register_forward_pre_hook(keep_own_forward)
 
     def _build(
         self,
@@ -116,16 +172,9 @@ class SketchedModule(nn.Module):
         weight, arguments = dense.weight, arguments_of(dense, cls.dense_arguments)
         return make(**arguments, **size, seed=seed, device=weight.device, dtype=weight.dtype)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # nn.Module's own error for a Parameter in the place of a property is a KeyError without a reason.
-        own = getattr(type(self), name, None)
-        if isinstance(own, property) and own.fset is None:
-            raise AttributeError(
-                f"{name} of {type(self).__name__} is computed from {', '.join(self.factor_names + self.sketch_names)} "
-                "and cannot be set: change those, or make a new layer of a dense one by "
-                f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}"
-            )
-        super().__setattr__(name, value)
+    def stored_names(self) -> tuple[str, ...]:
+        """Return the names of factors and sketches."""
+        return self.factor_names + self.sketch_names
 
     def sketch_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shape of each sketch, by name."""
@@ -288,12 +337,11 @@ class SketchedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing, in the checkpoint's mode, and draw the sketches again."""
-        missing_keys, unexpected_keys, error_msgs = args[-3:]
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         try:
             state = self._from_stacked(state)
         except ShapeError as error:  # also with strict=False, which would not show that nothing is loaded
-            error_msgs.append(f"{type(self).__name__} {prefix[:-1]!r} cannot take {error}")
+            args[-1].append(f"{type(self).__name__} {prefix[:-1]!r} cannot take {error}")
             return
         fitted, seed = self.sketch_names[0] in state, self.seed
         record = state.get("sketch_seed")
@@ -311,31 +359,7 @@ class SketchedModule(nn.Module):
         if fitted:
             expected |= {name: torch.Size(shape) for name, shape in self.sketch_shapes().items()}
 
-        strange = [name for name in expected if name in state and not isinstance(state[name], Tensor)]
-        if strange:
-            error_msgs += [f"{prefix}{name} must be a tensor, not {type(state[name]).__name__}." for name in strange]
-            return
-        missing = [prefix + name for name in expected if name not in state]
-        unexpected = [
-            prefix + name for name in state if name not in expected and name.partition(".")[0] not in self._modules
-        ]
-        wrong = [
-            f"size mismatch for {prefix}{name}: copying a param with shape {tuple(state[name].shape)} from checkpoint, "
-            f"the shape in current model is {tuple(shape)}."
-            for name, shape in expected.items()
-            if name in state and state[name].shape != shape
-        ]
-        found = [name for name in expected if name in state and name != "bias"]
-        if missing and found:  # also with strict=False, which would otherwise not show that these are not loaded
-            wrong.append(
-                f"{type(self).__name__} {prefix[:-1]!r} loads all or nothing, and {', '.join(found)} came alone."
-            )
-        elif missing:
-            missing = [prefix + name for name in expected]
-        missing_keys += missing
-        unexpected_keys += unexpected
-        error_msgs += wrong
-        if missing or wrong:
+        if not self._fits(state, expected, prefix, *args):
             return
 
         if fitted and not self.is_fitted:

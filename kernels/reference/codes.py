@@ -1,0 +1,79 @@
+"""Integers of 1 to 8 bits stored in whole bytes, for weights that are quantized.
+
+A width is split into parts of 8, 4, 2 and 1 bits (3 = 2 + 1, 7 = 4 + 2 + 1), of which the widest holds the low bits. A
+part of p bits stores 8 / p codes a byte: with n bytes a row, byte k holds the codes of columns k, n + k, 2 n + k, ...
+from the low bits up, so that one shift of n bytes gives n neighbouring columns. The parts of a row lie behind each
+other. Codes of 8 bits are stored as int8, less 128: torch's kernels read that.
+"""
+
+__all__ = ["code_bytes", "pack_codes", "unpack_codes"]
+
+import torch
+from torch import Tensor
+
+MIDDLE = 128  # what is taken off codes of 8 bits, by flipping their highest bit
+
+
+def code_bytes(columns: int, bits: int) -> int:
+    """Return the bytes that a row of ``columns`` codes takes."""
+    return sum(-(-columns * width // 8) for width, _ in _parts(bits))
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:  # (rows, columns) -> (rows, code_bytes(columns, bits)), uint8
+    """Pack a matrix of codes below ``2^bits``; higher bits are dropped.
+
+    Args:
+        codes: Shape ``(rows, columns)``, uint8.
+        bits: 1 to 8.
+
+    Returns:
+        uint8 of shape ``(rows, code_bytes(columns, bits))``; bits past the last column are zero.
+
+    Example:
+        >>> pack_codes(torch.tensor([[1, 2, 3]], dtype=torch.uint8), 4)
+        tensor([[49,  2]], dtype=torch.uint8)
+    """
+    if bits == 8:
+        return codes ^ MIDDLE
+    rows, columns = codes.shape
+    packed = []
+    for width, shift in _parts(bits):
+        length = -(-columns * width // 8)
+        runs = codes.new_zeros(rows, 8 // width * length)
+        runs[:, :columns] = (codes >> shift) & ((1 << width) - 1)
+        whole = codes.new_zeros(rows, length)
+        for place, run in enumerate(runs.split(length, 1) if length else ()):
+            whole |= run << (place * width)
+        packed.append(whole)
+    return torch.cat(packed, 1)
+
+
+def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:  # (rows, bytes) -> (rows, columns), uint8
+    """Return the codes that :func:`pack_codes` packed.
+
+    Example:
+        >>> unpack_codes(torch.tensor([[49, 2]], dtype=torch.uint8), 4, 3)
+        tensor([[1, 2, 3]], dtype=torch.uint8)
+    """
+    if bits == 8:
+        return packed ^ MIDDLE
+    codes, start = None, 0
+    for width, shift in _parts(bits):
+        length = -(-columns * width // 8)
+        whole = packed[:, start : start + length]
+        start += length
+        runs = [(whole >> place) & ((1 << width) - 1) for place in range(0, 8, width)]
+        part = torch.cat(runs, 1)[:, :columns]
+        codes = part if codes is None else codes | part << shift
+    assert codes is not None  # there is a part at least
+    return codes
+
+
+def _parts(bits: int) -> list[tuple[int, int]]:
+    """Return width and lowest bit of each part."""
+    parts, shift = [], 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            parts.append((width, shift))
+            shift += width
+    return parts

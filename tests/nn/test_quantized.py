@@ -1,0 +1,278 @@
+"""QuantizedLinear: packing, grids, the forms, and what it computes."""
+
+import pytest
+import torch
+from covering import all_pairs
+from panther.kernels.reference.codes import code_bytes
+from tolerances import assert_close
+from torch import nn
+
+from panther.errors import DTypeError, ShapeError
+from panther.nn import QuantizedLinear
+from panther.nn._quantization import quantization_grid, quantize, round_factors, spread
+from panther.nn.quantized import pack_codes, stored_bytes, unpack_codes
+
+WIDTHS = [2, 3, 4, 5, 6, 7, 8]
+FORMS = [*({"bits": bits} for bits in (2, 3, 4, 8)), {"bits": 4, "low_rank": 3}, {"bits": None, "low_rank": 5}]
+
+
+def dense(columns=100, rows=60, **kwargs):
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows, **kwargs)
+
+
+def formula(layer, x, **floats):
+    """The layer's formula in float64, from its stored tensors, or from floats that are given."""
+    floats = {name: parameter.detach().double() for name, parameter in layer.named_parameters()} | floats
+    weight = torch.zeros(layer.out_features, layer.in_features, dtype=torch.float64)
+    if layer.bits is not None:
+        codes = unpack_codes(layer.codes, layer.bits, layer.in_features).double()
+        for j in range(layer.in_features):
+            g = j // layer.group_size
+            weight[:, j] = floats["scales"][:, g] * (codes[:, j] - layer.zeros[:, g].double())
+    if layer.low_rank:
+        weight += (layer.left.double() * floats["factor_scales"]) @ layer.right.double()
+    return x.double() @ weight.mT + floats.get("bias", 0.0)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("columns", [0, 1, 2, 7, 8, 9, 64, 131])
+def test_codes_are_packed_and_unpacked_exactly(bits, columns):
+    codes = torch.randint(2**bits, (5, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    packed = pack_codes(codes, bits)
+    assert packed.dtype is torch.uint8
+    assert packed.shape == (5, code_bytes(columns, bits))
+    assert code_bytes(columns, bits) < columns * bits / 8 + bits.bit_count() + 1e-9
+    assert torch.equal(unpack_codes(packed, bits, columns), codes)
+
+
+@pytest.mark.parametrize(
+    ("form", "group_size", "columns", "rows", "bias", "dtype"),
+    all_pairs(
+        FORMS, [None, 1, 7, 128], [1, 31, 100], [1, 60], [False, True],
+        [torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    ),
+)  # fmt: skip
+def test_forward_is_the_formula(form, group_size, columns, rows, bias, dtype):
+    linear = dense(columns, rows, bias=bias, dtype=dtype)
+    form = form | {"low_rank": min(form.get("low_rank", 0), columns, rows)}
+    layer = QuantizedLinear.from_linear(linear, **form, group_size=group_size)
+    for batch in (1, 40):
+        x = torch.randn(batch, columns, dtype=dtype)
+        exact = formula(layer, x)
+        for output in (layer(x), torch.no_grad()(layer)(x)):
+            assert output.dtype is dtype
+            assert_close(output, exact, dtype)
+        assert_close(layer.to_linear()(x), exact, dtype)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("group_size", [None, 16, 33])
+def test_rounding_is_as_accurate_as_its_width_allows(bits, group_size):
+    linear = dense()
+    layer = QuantizedLinear.from_linear(linear, bits, group_size=group_size)
+    size = min(group_size or 100, 100)
+    padded = nn.functional.pad(linear.weight, (0, -100 % size)).unflatten(1, (-1, size))
+    step = (padded.amax(-1).clamp_min(0) - padded.amin(-1).clamp_max(0)) / (2**bits - 1)
+    # Errors that are uniform over a step have a mean square of a twelfth of its square.
+    assert (layer.weight - linear.weight).square().mean() <= spread(step, size, 100).square().mean() / 3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_searched_clipping_is_at_least_as_good_as_the_whole_range(bits):
+    weight = dense(256, 64).weight
+    importance = torch.rand(256, generator=torch.Generator().manual_seed(0)).square()
+
+    def error(**options):
+        scales, zeros = quantization_grid(weight, bits, 64, importance=importance, **options)
+        codes = quantize(weight, scales, zeros, 64, bits)
+        rounded = spread(scales.float(), 64, 256) * (codes.float() - spread(zeros, 64, 256))
+        return ((rounded - weight).square() * importance).unflatten(1, (4, 64)).sum(-1)
+
+    assert (error() <= error(candidates=1) * (1 + 1e-5)).all()
+
+
+def test_constant_and_zero_weights():
+    for value in (0.0, 3.0, -2.5, 1e-30, 1e30, -3e38):
+        linear = dense()
+        nn.init.constant_(linear.weight, value)
+        for bits in WIDTHS:
+            weight = QuantizedLinear.from_linear(linear, bits, group_size=32).weight
+            assert torch.allclose(weight, linear.weight, rtol=2**-8, atol=1e-37)
+    linear.weight.data.normal_()[:, 32:64] = 0
+    layer = QuantizedLinear.from_linear(linear, 4, group_size=32, low_rank=2)
+    assert layer(torch.randn(3, 100)).isfinite().all()
+
+
+def test_a_correction_brings_the_weight_nearer():
+    linear = dense()
+    errors = [
+        (QuantizedLinear.from_linear(linear, 3, low_rank=rank).weight - linear.weight).norm().item()
+        for rank in (0, 4, 16, 60)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.1 * errors[0]
+
+
+def test_low_rank_alone_is_the_truncated_svd_to_the_rounding_of_int8():
+    linear = dense()
+    U, sigma, Vt = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
+    layer = QuantizedLinear.from_linear(linear, None, low_rank=12)
+    truncated = (U[:, :12] * sigma[:12]) @ Vt[:12]
+    assert (layer.weight - truncated).norm() < 0.02 * truncated.norm()
+
+
+def test_factors_reach_127_and_bfloat16_scales_cost_nothing():
+    torch.manual_seed(0)
+    left, right = torch.randn(50, 8), torch.randn(8, 60)
+    right[3] = 0
+    L, R, c = round_factors(left, right)
+    assert c.dtype is torch.bfloat16
+    assert L[:, :3].abs().amax(0).min() >= 126
+    assert R[:3].abs().amax(1).min() == 127
+    assert ((L * c.double()) @ R.double() - left @ right).norm() < 0.015 * (left @ right).norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_at_rest(form):
+    for columns, rows, group_size in ((100, 60, None), (1, 1, 5), (65, 3, 8)):
+        low_rank = min(form.get("low_rank", 0), columns, rows)
+        if form["bits"] is None and not low_rank:
+            continue
+        layer = QuantizedLinear(columns, rows, form["bits"], group_size=group_size, low_rank=low_rank, bias=False)
+        stored = sum(tensor.nbytes for tensor in layer.state_dict().values())
+        assert stored == stored_bytes(columns, rows, form["bits"], group_size=group_size, low_rank=low_rank)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_new_layer_has_the_variance_of_a_dense_one(form):
+    torch.manual_seed(0)
+    layer = QuantizedLinear(400, 300, **form)
+    assert layer.weight.std().item() == pytest.approx((1 / (3 * 400)) ** 0.5, rel=0.25)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_the_formula(form):
+    layer = QuantizedLinear.from_linear(dense(dtype=torch.float64), **form)
+    x = torch.randn(7, 100, dtype=torch.float64, requires_grad=True)
+    ours = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    floats = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    theirs = torch.autograd.grad(formula(layer, x, **floats).square().sum(), [x, *floats.values()])
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a.double(), b, rtol=2**-8 if a.dtype is torch.bfloat16 else 1e-9, atol=1e-12)
+
+
+def test_the_floats_can_be_trained():
+    linear = dense()
+    layer = QuantizedLinear.from_linear(linear, 2, group_size=25, low_rank=2)
+    x = torch.randn(200, 100) * torch.linspace(0.1, 3, 100)
+    target = linear(x).detach()
+    error = lambda: (layer(x) - target).square().mean()  # noqa: E731
+    before = error().item()
+    layer.hold_scales_(torch.float32)
+    for _ in range(20):
+        gradients = torch.autograd.grad(error(), list(layer.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+                parameter -= 0.01 * parameter.abs().mean() * gradient / gradient.square().mean().sqrt()
+    after = error().item()
+    assert after < 0.85 * before
+    layer.hold_scales_(torch.bfloat16)
+    assert error().item() < after + 0.05 * before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((0, 3), {}, ShapeError, "in_features=0 must be at least 1"),
+        ((3, 3, 1), {}, ShapeError, "bits=1 must be at least 2"),
+        ((3, 3, 9), {}, ShapeError, "bits=9 must be 2 to 8"),
+        ((3, 3, 4.0), {}, TypeError, "bits must be an integer"),
+        ((3, 3, None), {}, ValueError, "bits=None leaves low rank alone"),
+        ((3, 3), {"group_size": 0}, ShapeError, "group_size=0 must be at least 1"),
+        ((3, 3), {"low_rank": -1}, ShapeError, "low_rank=-1 must be at least 0"),
+        ((3, 3), {"bias": "no"}, TypeError, "bias must be True or False"),
+        ((3, 3), {"dtype": torch.int8}, DTypeError, "must be a floating dtype"),
+        ((3, 3), {"device": 1.5}, TypeError, "device must be a torch.device"),
+    ],
+)
+def test_bad_arguments(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        QuantizedLinear(*arguments, **options)
+
+
+def test_bad_weights_are_refused():
+    linear = dense()
+    with pytest.raises(TypeError, match=r"takes an nn\.Linear, not Conv1d"):
+        QuantizedLinear.from_linear(nn.Conv1d(3, 3, 1))
+    for value in (torch.nan, torch.inf):
+        linear.weight.data[3, 5] = value
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            QuantizedLinear.from_linear(linear)
+    with pytest.raises(ValueError, match="meta device"):
+        QuantizedLinear.from_linear(linear.to("meta"))
+    huge = dense(dtype=torch.float64)
+    huge.weight.data *= 1e300
+    with pytest.raises(ValueError, match="too large for bfloat16"):
+        QuantizedLinear.from_linear(huge)
+
+
+def test_bad_codes_and_factors_change_nothing():
+    layer = QuantizedLinear.from_linear(dense(), 4, group_size=50, low_rank=2)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    codes, scales = torch.zeros(60, 100, dtype=torch.uint8), torch.ones(60, 2)
+    zeros = torch.zeros(60, 2, dtype=torch.uint8)
+    left, right, c = torch.zeros(60, 2).char(), torch.zeros(2, 100).char(), torch.ones(2)
+    for arguments, error, match in (
+        ((codes[:, 1:], scales, zeros), ShapeError, r"codes must have shape \(60, 100\)"),
+        ((codes, scales[:, :1], zeros), ShapeError, r"scales must have shape \(60, 2\)"),
+        ((codes.int(), scales, zeros), DTypeError, "codes must be torch.uint8"),
+        ((codes + 16, scales, zeros), ValueError, "codes of 4 bits are at most 15, and one is 16"),
+        ((codes, scales * torch.nan, zeros), ValueError, "scales must be finite"),
+        (([1], scales, zeros), TypeError, "codes must be a tensor, not list"),
+    ):
+        with pytest.raises(error, match=match):
+            layer.set_codes_(*arguments)
+    for arguments, error, match in (
+        ((left[1:], right, c), ShapeError, r"left must have shape \(60, 2\)"),
+        ((left, right.float(), c), DTypeError, "right must be torch.int8"),
+        ((left, right, c / 0), ValueError, "factor_scales must be finite"),
+    ):
+        with pytest.raises(error, match=match):
+            layer.set_factors_(*arguments)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    with pytest.raises(ShapeError, match="has no correction"):
+        QuantizedLinear(4, 4).set_factors_(left, right, c)
+    with pytest.raises(ShapeError, match="has no codes"):
+        QuantizedLinear(4, 4, None, low_rank=1).set_codes_(codes, scales, zeros)
+    with pytest.raises(AttributeError, match=r"weight of QuantizedLinear is computed from codes, scales, zeros, left"):
+        layer.weight = nn.Parameter(torch.zeros(60, 100))
+
+
+def test_inputs_that_do_not_fit():
+    layer = QuantizedLinear(100, 60)
+    with pytest.raises(ShapeError, match="99 features and the layer takes 100"):
+        layer(torch.randn(2, 99))
+    with pytest.raises(DTypeError, match=r"the input is torch.float64 and the layer torch.float32"):
+        layer(torch.randn(2, 100).double())
+    with pytest.raises(TypeError, match="must be a tensor, not list"):
+        layer([1.0])
+
+
+@pytest.mark.parametrize("shape", [(100,), (0, 100), (2, 0, 100), (2, 3, 100), (2, 3, 4, 100)])
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_of_the_input(form, shape):
+    layer = QuantizedLinear(100, 60, **form)
+    x = torch.randn(shape)
+    for output in (layer(x), torch.no_grad()(layer)(x)):
+        assert output.shape == (*shape[:-1], 60)
+        assert torch.allclose(output.double(), formula(layer, x), atol=1e-5)
+
+
+def test_inputs_that_are_not_contiguous():
+    layer = QuantizedLinear(100, 60)
+    x = torch.randn(100, 4, 7).permute(1, 2, 0)
+    expected = layer(x.contiguous())
+    with torch.no_grad():
+        for view, wanted in ((x, expected), (x[:, ::3], expected[:, ::3]), (x[1], expected[1])):
+            assert torch.allclose(layer(view), wanted, atol=1e-5)
