@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from panther.compression.allocation import Allocation, allocate_ranks, byte_limit, model_bytes, predicted_loss
 from panther.compression.config import HealConfig, SketchConfig
 from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded, inherit_flags
 from panther.compression.fits import Fits, fit_targets
+from panther.compression.forms.allocation import Allocation, allocated, byte_limit, model_bytes
+from panther.compression.forms.options import Forms, Option, total_loss
 from panther.compression.measurement import Measured, measure
 from panther.compression.report import CompressionReport, HealResult, layer_reports
 from panther.compression.runner import Loss, Runner, calibrating
@@ -129,6 +130,7 @@ def compress(
         from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(group)
+    forms = Forms()
     with torch.inference_mode(False), torch.enable_grad():
         runner = Runner(model, calibration, forward_fn, mask_fn, group, progress, loss_fn)
         seed = runner.agreed(check_seed(seed))
@@ -139,15 +141,16 @@ def compress(
                 survey = survey_targets(runner, survey, gradients=method == "two_sided").check()
             # Losses of different layers can be compared through the output's gradients alone.
             allocate = (allocate or "global") if survey.gradients else "uniform"
-            limit = byte_limit(model, survey, budget=budget, max_bytes=max_bytes)
-            fits = Fits() if method == "random" else fit_targets(
-                runner, survey, limit, memory=statistics_memory_bytes, keep=sequential, healing=heal is not None,
+            options = {target: forms.options(target) for target in survey.targets}
+            limit = byte_limit(model, options, budget=budget, max_bytes=max_bytes)
+            fits = Fits(options=options) if method == "random" else fit_targets(
+                runner, survey, forms, limit, memory=statistics_memory_bytes, keep=sequential, healing=heal is not None,
                 seed=seed,
             )  # fmt: skip
-            allocation = allocate_ranks(runner, survey, fits, allocate, limit, max_error, seed)
-            replacement, notes = convert_all(survey, fits, allocation.ranks, seed), [*survey.notes, *allocation.notes]
+            allocation = allocated(runner, survey, fits, allocate, limit, max_error, seed)
+            replacement, notes = convert_all(survey, fits, allocation.choice, seed), [*survey.notes, *allocation.notes]
             if sequential:
-                refitted = convert_in_sequence(runner, survey, fits, allocation.ranks, seed)
+                refitted = convert_in_sequence(runner, survey, fits, allocation.choice, seed)
                 if max_error is not None:
                     (error,) = runner.errors([partial(replace_modules, model, refitted)], "error, sequential")
                 if max_error is None or error <= max_error:
@@ -207,7 +210,8 @@ def sketch_layers_(
     replacement: Replacement = {}
     for target, own in survey.seeds(seed).items():
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
-    allocation, notes = Allocation(dict.fromkeys(survey.targets, config.rank), "fixed"), list(survey.notes)
+    choice = {target: Option("low_rank", target.bytes(config.rank), config.rank) for target in survey.targets}
+    allocation, notes = Allocation(choice, "fixed"), list(survey.notes)
     return _finish(model, survey, Fits(), allocation, replacement, Measured(), None, None, notes, config.init, seed)
 
 
@@ -231,16 +235,15 @@ def _finish(
     ]
     with replace_modules(model, replacement):
         bytes_after = model_bytes(model)
-    ranks = allocation.ranks
     report = CompressionReport(
-        layers=layer_reports(fits, ranks, replacement, measured),
+        layers=layer_reports(allocation.choice, replacement, measured),
         skipped=survey.skipped,
         method=method,
         allocate=allocation.allocate,
         notes=tuple(notes),
         bytes_before=model_bytes(model),
         bytes_after=bytes_after,
-        predicted_error=predicted_loss(fits.tails, ranks) ** 0.5 if fits.comparable else None,
+        predicted_error=total_loss(allocation.choice) ** 0.5 if fits.comparable else None,
         measured_error=measured.error,
         uniform_error=allocation.uniform_error,
         healed=healed,

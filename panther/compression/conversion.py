@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.fits import Fit, Fits, fit_weight
+from panther.compression.forms.options import Choice
 from panther.compression.moments import gather_drift
 from panther.compression.runner import Runner
-from panther.compression.targets import Ranks, Survey, Target, replace_modules
+from panther.compression.targets import Survey, Target, replace_modules
 from panther.errors import PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last
@@ -22,11 +23,11 @@ Replacement = dict[nn.Module, nn.Module]
 """New layers by the old ones."""
 
 
-def convert_all(survey: Survey, fits: Fits, ranks: Ranks, seed: int) -> Replacement:
-    """Make the new layers at given ranks: fitted ones, or seeded sketches where nothing was fitted."""
+def convert_all(survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
+    """Make the new layers of the chosen forms: fitted ones, or seeded sketches where nothing was fitted."""
     new: Replacement = {}
     for target, own in survey.seeds(seed).items():
-        rank = ranks[target]
+        rank = choice[target].rank
         if rank is not None and target in fits.fits:
             new |= convert(target, fits.fits[target], rank, own)
         elif rank is not None:
@@ -34,12 +35,12 @@ def convert_all(survey: Survey, fits: Fits, ranks: Ranks, seed: int) -> Replacem
     return new
 
 
-def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, ranks: Ranks, seed: int) -> Replacement:
+def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
     """Make the new layers, each fitted to its input in the model whose earlier layers are replaced already."""
     seeds = survey.seeds(seed)
     new: Replacement = {}
     for number, several in enumerate(survey.inputs):
-        chosen = [(target, rank) for target in several if (rank := ranks[target]) is not None]
+        chosen = [(target, rank) for target in several if (rank := choice[target].rank) is not None]
         if not chosen:
             continue
         compressed = partial(replace_modules, runner.model, dict(new))

@@ -9,12 +9,13 @@ their mean, which is the best bias for every W.
 __all__ = ["Fit", "Fits", "components", "fit_targets", "fit_weight"]
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from panther.compression.forms.options import Forms, Option
 from panther.compression.moments import Moments, gather_moments, split_passes
 from panther.compression.runner import Runner
 from panther.compression.targets import LEAST_RANK, Survey, Target
@@ -71,16 +72,17 @@ class Fits:
 
     Attributes:
         fits: Components of each target; empty for seeded sketches, which are not fitted.
-        tails: Share of the output's squared norm that is lost at every rank; empty without gradients.
+        options: What each target can become, the smallest first, with losses as shares of the output's squared norm
+            (zero without gradients).
         moments: Moments of each target, kept for fitting in sequence.
         passes: Passes over the batches.
         extra_bytes: Most memory needed at once for moments, components, new layers and healing.
         healing_bytes: Memory needed while healing, besides what it keeps of the original's outputs; 0 without healing.
-        comparable: Whether ``tails`` is in units of the output's squared norm.
+        comparable: Whether losses are in units of the output's squared norm.
     """
 
     fits: Mapping[Target, Fit] = field(default_factory=dict)
-    tails: Mapping[Target, Tensor] = field(default_factory=dict)
+    options: Mapping[Target, Sequence[Option]] = field(default_factory=dict)
     moments: Mapping[Target, Moments] = field(default_factory=dict)
     passes: int = 0
     extra_bytes: int = 0
@@ -89,8 +91,9 @@ class Fits:
 
 
 def fit_targets(
-    runner: Runner, survey: Survey, limit: int | None, *, memory: int | None, keep: bool, healing: bool, seed: int
-) -> Fits:
+    runner: Runner, survey: Survey, forms: Forms, limit: int | None, *, memory: int | None, keep: bool, healing: bool,
+    seed: int,
+) -> Fits:  # fmt: skip
     """Gather moments pass by pass, and factor every weight in their metric.
 
     ``limit``, the bytes that all layers may take, if that is known, bounds the components to store. ``memory`` bounds
@@ -110,19 +113,30 @@ def fit_targets(
     # Without calibration there are no inputs, and weights are fitted in the plain metric.
     plain = survey.targets if not split else ()
     fits = {target: fit_weight(target, None, most=most[target], seed=seeds[target]) for target in plain}
-    tails, kept, comparable = {}, {}, survey.gradients and runner.loss_fn is None
+    options = {target: _scored(forms.options(target), fits[target], 0.0) for target in plain}
+    kept, comparable = {}, survey.gradients and runner.loss_fn is None
     for number, inputs in enumerate(split):
         description = f"moments {number + 1}/{len(split)}"
         found, energy = gather_moments(runner, inputs, gradients=survey.gradients, seed=seed, description=description)
         for target in list(found):
             own = found.pop(target)  # so that its memory is free once it is used
             fits[target] = fit_weight(target, own, most=most[target], seed=seeds[target])
-            if survey.gradients:
-                scale = own.positions / energy if energy > 0 and comparable else own.positions
-                tails[target] = fits[target].tails * scale
+            scale = own.positions / energy if energy > 0 and comparable else own.positions
+            options[target] = _scored(forms.options(target), fits[target], scale if survey.gradients else 0.0)
             if keep:
                 kept[target] = own
-    return Fits(fits, tails, kept, len(split), extra, healed, comparable)
+    return Fits(fits, options, kept, len(split), extra, healed, comparable)
+
+
+def _scored(options: Sequence[Option], fit: Fit, scale: float) -> list[Option]:
+    """Return the options that the components cover, with their losses, which are those of the fit times ``scale``."""
+    return [
+        replace(option, loss=fit.tails[option.rank].item() * scale, error=fit.local_error(option.rank))
+        if option.rank is not None
+        else option
+        for option in options
+        if option.rank is None or option.rank < len(fit.tails)
+    ]
 
 
 def _most_bytes(

@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from panther._text import counted, format_bytes, format_table
-from panther.compression.allocation import predicted_loss
-from panther.compression.fits import Fits
+from panther.compression.forms.options import Choice, total_loss
 from panther.compression.measurement import Measured
-from panther.compression.targets import Ranks, SkippedLayer
+from panther.compression.targets import SkippedLayer
 from panther.errors import require_extra
 
 
@@ -80,27 +79,24 @@ class LayerReport:
     """How many times faster the layer is than the dense one, measured."""
 
 
-def layer_reports(
-    fits: Fits, ranks: Ranks, replacement: Mapping[nn.Module, Any], measured: Measured
-) -> tuple[LayerReport, ...]:
+def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured: Measured) -> tuple[LayerReport, ...]:
     """Return the report of each target."""
-    losses = {target: predicted_loss(fits.tails, {target: ranks[target]}) for target in fits.tails}
-    whole = sum(losses.values())
+    whole = total_loss(choice)
     return tuple(
         LayerReport(
             names=target.names,
             kind=target.kind,
             shape=tuple(target.weight.shape),
-            rank=rank,
-            low_rank=None if rank is None else replacement[target.modules[0]].low_rank,
+            rank=option.rank,
+            low_rank=None if option.rank is None else replacement[target.modules[0]].low_rank,
             bytes_before=target.dense_bytes,
-            bytes_after=target.bytes(rank),
-            predicted_error=fits.fits[target].local_error(rank) if target in fits.fits else None,
+            bytes_after=option.bytes,
+            predicted_error=option.error,
             measured_error=measured.errors.get(target),
-            share=losses[target] / whole if whole > 0 else None,
+            share=option.loss / whole if whole > 0 else None,
             speedup=measured.speedups.get(target),
         )
-        for target, rank in ranks.items()
+        for target, option in choice.items()
     )
 
 

@@ -1,7 +1,7 @@
 """Selection of the layers to compress, with the reason for every layer that is kept dense."""
 
 __all__ = [
-    "LEAST_RANK", "Ranks", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules",
+    "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules",
     "select_targets", "swap_modules",
 ]  # fmt: skip
 
@@ -110,10 +110,6 @@ class Target:
         if is_conv1d(self.modules[0]):
             weight = weight.mT
         return weight.flatten(1).unflatten(0, (self.groups, self.outer))
-
-
-Ranks = dict[Target, int | None]
-"""A rank for every target; None leaves it dense."""
 
 
 @dataclass(frozen=True)

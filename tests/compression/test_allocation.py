@@ -1,6 +1,7 @@
 """Ranks against all combinations tried one by one, and budgets that are never exceeded."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,16 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from panther.compression.allocation import (
-    allocate_global,
-    allocate_uniform,
-    byte_limit,
+from panther.compression.forms.allocation import byte_limit
+from panther.compression.forms.options import (
+    Forms,
+    choose_global,
+    choose_uniform,
     least_bytes,
-    predicted_loss,
     total_bytes,
+    total_loss,
 )
-from panther.compression.targets import Survey, select_targets
+from panther.compression.targets import select_targets
 from panther.errors import CompressionError
+
+even = Forms(rank_multiple=2)
 
 
 def targets_of(*shapes):
@@ -36,6 +40,17 @@ def tails_of(targets, decay, seed=0):
     return tails
 
 
+def options_of(tails, forms=even):
+    """Options with the losses of tails; the dense weight loses nothing."""
+    return {
+        target: [
+            option if option.rank is None else replace(option, loss=tail[option.rank].item())
+            for option in forms.options(target)
+        ]
+        for target, tail in tails.items()
+    }
+
+
 @pytest.mark.parametrize("budget", [0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("seed", range(4))
 def test_global_is_nearly_the_best_of_all(budget, seed):
@@ -43,13 +58,13 @@ def test_global_is_nearly_the_best_of_all(budget, seed):
     targets = targets_of((16, 12), (20, 16), (12, 24))
     tails = tails_of(targets, 0.3, seed)
     limit = int(budget * sum(target.dense_bytes for target in targets))
-    options = [[*range(2, target.largest_rank + 1, 2), None] for target in targets]
-    every = (dict(zip(targets, ranks, strict=True)) for ranks in itertools.product(*options))
-    best = min(predicted_loss(tails, ranks) for ranks in every if total_bytes(ranks) <= limit)
-    ranks = allocate_global(tails, limit)
-    assert total_bytes(ranks) <= limit
+    options = options_of(tails)
+    every = (dict(zip(targets, several, strict=True)) for several in itertools.product(*options.values()))
+    best = min(total_loss(choice) for choice in every if total_bytes(choice) <= limit)
+    choice = choose_global(options, limit)
+    assert total_bytes(choice) <= limit
     step = max((tail[r] - tail[r + 2]).item() for tail in tails.values() for r in range(2, len(tail) - 2, 2))
-    assert best <= predicted_loss(tails, ranks) <= best + step
+    assert best <= total_loss(choice) <= best + step
 
 
 @given(
@@ -62,29 +77,34 @@ def test_fuzz_budgets_are_kept(shapes, budget, decay):
     dense = sum(target.dense_bytes for target in targets)
     limit = int(budget * dense)
     tails = tails_of(targets, decay)
-    if least_bytes(targets) > limit:
-        return
-    uniform, best = allocate_uniform(targets, limit), allocate_global(tails, limit)
-    for ranks in (uniform, best):
-        assert total_bytes(ranks) <= limit
-        for target, rank in ranks.items():
-            assert rank is None or (rank % 2 == 0 and 2 <= rank <= target.largest_rank)
-            assert target.bytes(rank) <= target.dense_bytes
-    if limit == dense:
-        assert set(best.values()) == {None}
+    for forms in (even, Forms()):
+        options = options_of(tails, forms)
+        if least_bytes(options) > limit:
+            continue
+        uniform, best = choose_uniform(options, limit), choose_global(options, limit)
+        for choice in (uniform, best):
+            assert total_bytes(choice) <= limit
+            for target, option in choice.items():
+                assert option.rank is None or 2 <= option.rank <= target.largest_rank
+                assert (
+                    option.rank is None or option.rank % (8 if target.largest_rank >= 32 and forms != even else 2) == 0
+                )
+                assert option.bytes == target.bytes(option.rank) <= target.dense_bytes
+        if limit == dense:
+            assert {option.form for option in best.values()} == {"dense"}
 
 
 def test_the_smallest_feasible_budget_is_feasible():
-    survey = Survey(tuple(targets_of((100, 40), (64, 64))), ())
+    options = {target: even.options(target) for target in targets_of((100, 40), (64, 64))}
 
     def limit(budget):
-        return byte_limit(nn.Identity(), survey, budget=budget, max_bytes=None)
+        return byte_limit(nn.Identity(), options, budget=budget, max_bytes=None)
 
     with pytest.raises(CompressionError) as caught:
         limit(0.01)
     assert str(caught.value).startswith("budget=0.01 leaves")
     named = float(str(caught.value).partition("feasible budget is ")[2].partition(",")[0])
-    assert limit(named) >= least_bytes(survey.targets)
+    assert limit(named) >= least_bytes(options)
     with pytest.raises(CompressionError):
         limit(named - 2e-4)
 
@@ -92,8 +112,8 @@ def test_the_smallest_feasible_budget_is_feasible():
 def test_uniform_keeps_the_same_fraction():
     targets = targets_of((256, 256), (512, 128), (1024, 64))
     dense = sum(target.dense_bytes for target in targets)
-    ranks = allocate_uniform(targets, dense // 2)
-    fractions = [target.bytes(rank) / target.dense_bytes for target, rank in ranks.items()]
+    choice = choose_uniform({target: even.options(target) for target in targets}, dense // 2)
+    fractions = [option.bytes / target.dense_bytes for target, option in choice.items()]
     assert max(fractions) <= 0.52
     assert min(fractions) >= 0.45
 
@@ -102,6 +122,6 @@ def test_an_easy_layer_gives_its_budget_to_a_hard_one():
     easy, hard = targets_of((64, 64), (64, 64))
     tails = tails_of([easy, hard], 0.0)
     tails[easy] = tails[easy] * 1e-6
-    ranks = allocate_global(tails, (easy.dense_bytes + hard.dense_bytes) // 2 + easy.bytes(2))
-    assert ranks[easy] <= 4
-    assert ranks[hard] is None or ranks[hard] > 26
+    choice = choose_global(options_of(tails), (easy.dense_bytes + hard.dense_bytes) // 2 + easy.bytes(2))
+    assert choice[easy].rank <= 4
+    assert choice[hard].rank is None or choice[hard].rank > 26

@@ -1,0 +1,97 @@
+"""A form for every layer within a budget, tried on the held-out batches."""
+
+__all__ = ["Allocation", "allocated", "byte_limit", "model_bytes"]
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from panther.compression.conversion import convert_all
+from panther.compression.fits import Fits
+from panther.compression.forms.options import Choice, Options, choose_global, choose_uniform, least_bytes
+from panther.compression.runner import Runner
+from panther.compression.targets import Survey, replace_modules
+from panther.errors import CompressionError
+
+_ERROR_STEPS = 8  # halvings of the budget in the search for max_error
+_SEED_BYTES = 32  # of a new layer's sketch_seed
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The chosen options, and how they were found."""
+
+    choice: Choice
+    allocate: str
+    uniform_error: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def byte_limit(model: nn.Module, options: Options, *, budget: float | None, max_bytes: int | None) -> int | None:
+    """Return the bytes for the targets, None if neither is given; CompressionError if the smallest forms take more."""
+    dense, least = sum(target.dense_bytes for target in options), least_bytes(options)
+    if budget is not None:
+        limit, setting = int(budget * dense * (1 + 1e-12)), f"budget={budget}"  # 0.29 * 100 is 28.99...
+        feasible = f"budget is {math.ceil(least / dense * 1e4) / 1e4}"
+    elif max_bytes is not None:
+        other = model_bytes(model) - dense + _SEED_BYTES * sum(len(target.modules) for target in options)
+        limit, setting, feasible = int(max_bytes) - other, f"max_bytes={max_bytes:,}", f"max_bytes is {least + other:,}"
+    else:
+        return None
+    if least > limit:
+        raise CompressionError(
+            f"{setting} leaves {max(limit, 0):,} bytes for layers that take {least:,} in their smallest forms: the "
+            f"smallest feasible {feasible}, or exclude some layers"
+        )
+    return min(limit, dense)
+
+
+def allocated(
+    runner: Runner, survey: Survey, fits: Fits, allocate: str, limit: int | None, max_error: float | None, seed: int
+) -> Allocation:
+    """Choose within ``limit`` bytes, or the fewest bytes whose error is within ``max_error``.
+
+    The global choice is used only where the uniform one does no better on the held-out batches.
+    """
+    choose = {"global": choose_global, "uniform": choose_uniform}
+
+    def errors(*several: Choice) -> list[float]:
+        variants = [partial(replace_modules, runner.model, convert_all(survey, fits, one, seed)) for one in several]
+        return runner.errors(variants, "error of forms")
+
+    if limit is None:
+        assert max_error is not None  # one of the two is given
+        low, limit = least_bytes(fits.options), sum(target.dense_bytes for target in survey.targets)
+        if errors(choose[allocate](fits.options, low))[0] <= max_error:
+            limit = low
+        else:
+            for _ in range(_ERROR_STEPS):
+                middle = (low + limit) // 2
+                fine = errors(choose[allocate](fits.options, middle))[0] <= max_error
+                low, limit = (low, middle) if fine else (middle, limit)
+    uniform = choose_uniform(fits.options, limit)
+    if allocate != "global":
+        return Allocation(uniform, "uniform")
+    chosen = choose_global(fits.options, limit)
+    error, uniform_error = errors(chosen, uniform)
+    if error <= uniform_error:
+        return Allocation(chosen, "global", uniform_error)
+    note = (
+        f"uniform forms are used: those chosen globally have an error of {error:.3g} on the held-out batches, uniform "
+        f"ones {uniform_error:.3g}"
+    )
+    return Allocation(uniform, "uniform", uniform_error, (note,))
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Return the bytes of all tensors, as saved: each storage once."""
+    seen: dict[Any, int] = {}
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, Tensor) and not is_lazy(tensor):
+            key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
+            seen[key] = max(seen.get(key, 0), tensor.numel() * tensor.element_size())
+    return sum(seen.values())
