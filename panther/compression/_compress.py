@@ -23,11 +23,13 @@ from panther.compression.report import CompressionReport, HealResult, layer_repo
 from panther.compression.runner import Loss, Runner, calibrating
 from panther.compression.survey import survey_targets
 from panther.compression.targets import Selector, Survey, replace_modules, select_targets, swap_modules
-from panther.errors import CompressionError, PerformanceWarning, check_size
+from panther.errors import CompressionError, NumericalWarning, PerformanceWarning, check_size
 from panther.sketch import check_seed
 
 _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
+# A held-out error above so much, and above so many times the predicted one, is of batches that differ from the others.
+_DOUBTFUL, _FAR = 0.05, 10.0
 _SLOWER = 0.8  # of the dense layer's speed: a layer below it is warned about
 
 
@@ -97,13 +99,15 @@ def compress(
 
     Raises:
         CompressionError: If no layer is eligible, the budget is infeasible (the message names the smallest feasible
-            one), the batches are too few or have NaN, or the model does not run on them.
+            one), the batches are too few, all alike or have NaN, or the model does not run on them.
         ValueError: If an option is unknown or out of range, or options exclude each other.
         DistributedError: If ranks that heal together differ, or are not all ranks.
 
     Warns:
         PerformanceWarning: If layers got slower.
-        NumericalWarning: If the output has no gradient, so that ``"two_sided"`` becomes ``"activation"``.
+        NumericalWarning: If the output has no gradient, so that ``"two_sided"`` becomes ``"activation"``; if layers
+            have more inputs than the batches have positions, or read constants; if the held-out error is far above
+            the predicted one.
 
     Cost: forward and backward over the batches for each pass, n^2 and m^2 numbers in float64 for an (m, n) weight
     within a pass, and one SVD a weight. Peak memory, besides that of the model's own forward and backward, is logged
@@ -160,6 +164,9 @@ def compress(
                         f"layers are fitted independently, because fitting them in sequence has an error of {error:.3g}"
                     )
             measured = measure(runner, survey.targets, replacement, speed=measure_speed)
+            notes += (doubts := _doubts(fits, allocation, measured))
+            if doubts:
+                warnings.warn("; ".join(doubts), NumericalWarning, stacklevel=2)
         if heal is not None and replacement:
             healed, write_ = healing.heal(runner, replacement, heal, seed=seed)
             if healed.diverged:
@@ -268,6 +275,19 @@ def _finish(
     for encoder in encoders.values():
         encoder.use_nested_tensor = False
     return report
+
+
+def _doubts(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:
+    """Return why the calibration batches may not suffice."""
+    doubts = list(fits.doubts)
+    predicted = total_loss(allocation.choice) ** 0.5 if fits.comparable else None
+    error = measured.error
+    if predicted is not None and error is not None and error > max(_DOUBTFUL, _FAR * predicted):
+        doubts.append(
+            f"the error of the output is {error:.2g} on the held-out batches, where {predicted:.2g} was predicted from "
+            "the others: give more batches, in random order"
+        )
+    return doubts
 
 
 def _check_model(model: Any) -> None:

@@ -12,6 +12,7 @@ from panther.train.config import Settings, TrainConfig
 
 _WARM_UP = 0.1  # of all steps of healing
 _CHECKS = 0.05  # of the cost of healing are for checks on the held-out batches
+_SOON = 25  # steps: the first ones can be worse than none without being divergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,8 @@ class HealConfig(Settings):
     validate_every_n_steps: int | None = None
     """Steps between two checks on the held-out batches, from which the best point is kept.
 
-    None is as many as make checks a twentieth of the cost, and at most a quarter of ``max_steps``. The last step is
-    always checked."""
+    None is as many as make checks a twentieth of the cost, and at most a quarter of ``max_steps``, or 25. The last step
+    is always checked."""
 
     checkpoint_dir: str | os.PathLike[str] | None = None
     """Folder for checkpoints, written at each check, and the log; if it holds this run already, it is continued."""
@@ -119,7 +120,7 @@ class HealConfig(Settings):
         if self.validate_every_n_steps is not None:
             return self.validate_every_n_steps
         # A check takes a forward for each batch, and a step about three: its backward takes two.
-        return max(1, min(math.ceil(held_out / (3 * _CHECKS)), math.ceil(self.max_steps / 4)))
+        return min(math.ceil(held_out / (3 * _CHECKS)), max(_SOON, math.ceil(self.max_steps / 4)))
 
     def train_config(self, *, seed: int, progress: bool, scaled: bool = False, held_out: int = 1) -> TrainConfig:
         """Return the Trainer's settings; with ``scaled`` the loss is scaled, as float16 parameters need."""

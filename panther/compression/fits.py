@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from panther.compression.forms.options import Forms, Option
-from panther.compression.moments import Moments, gather_moments, split_passes
+from panther.compression.moments import Moments, check_calibration, gather_moments, split_passes
 from panther.compression.runner import Runner
 from panther.compression.targets import LEAST_RANK, Survey, Target
 from panther.linalg import randomized_svd
@@ -79,6 +79,7 @@ class Fits:
         extra_bytes: Most memory needed at once for moments, components, new layers and healing.
         healing_bytes: Memory needed while healing, besides what it keeps of the original's outputs; 0 without healing.
         comparable: Whether losses are in units of the output's squared norm.
+        doubts: Why the batches say too little about some layers.
     """
 
     fits: Mapping[Target, Fit] = field(default_factory=dict)
@@ -88,6 +89,7 @@ class Fits:
     extra_bytes: int = 0
     healing_bytes: int = 0
     comparable: bool = False
+    doubts: tuple[str, ...] = ()
 
 
 def fit_targets(
@@ -114,18 +116,23 @@ def fit_targets(
     plain = survey.targets if not split else ()
     fits = {target: fit_weight(target, None, most=most[target], seed=seeds[target]) for target in plain}
     options = {target: _scored(forms.options(target), fits[target], 0.0) for target in plain}
+    positions, constant = {}, set()
     kept, comparable = {}, survey.gradients and runner.loss_fn is None
     for number, inputs in enumerate(split):
         description = f"moments {number + 1}/{len(split)}"
         found, energy = gather_moments(runner, inputs, gradients=survey.gradients, seed=seed, description=description)
         for target in list(found):
             own = found.pop(target)  # so that its memory is free once it is used
+            positions[target] = own.positions
+            if own.constant:
+                constant.add(target)
             fits[target] = fit_weight(target, own, most=most[target], seed=seeds[target])
             scale = own.positions / energy if energy > 0 and comparable else own.positions
             options[target] = _scored(forms.options(target), fits[target], scale if survey.gradients else 0.0)
             if keep:
                 kept[target] = own
-    return Fits(fits, options, kept, len(split), extra, healed, comparable)
+    doubts = check_calibration(positions, constant)
+    return Fits(fits, options, kept, len(split), extra, healed, comparable, doubts)
 
 
 def _scored(options: Sequence[Option], fit: Fit, scale: float) -> list[Option]:

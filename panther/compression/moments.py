@@ -13,9 +13,9 @@ Rows are multiplied in blocks, in float32 (of float64 models in float64), and th
 are taken about the mean of the first rows: where the mean is large, their covariance would cancel in float32.
 """
 
-__all__ = ["Moments", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
+__all__ = ["Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ _CHUNK = 2**22  # entries of unfolded input at a time
 _ROWS = 2048
 # Only what is right of the diagonal is computed, in strips of so many rows: 0.61 of the time at 1536 columns.
 _STRIP = 256
+_CONSTANT = 1e-11  # of the square of an input is its variance at most, where rounding alone makes it vary
 _SAFE_POWER = 40  # largest entries up to two to this, and down to its inverse, have float32 squares as exact as any
 
 
@@ -60,6 +61,41 @@ class Moments:
     G: Tensor | None
     positions: float
     cross: Tensor | None = None
+
+    @property
+    def constant(self) -> bool:
+        """Return whether every row of the inputs was the same, to rounding."""
+        squares = self.A.diagonal(dim1=-2, dim2=-1)
+        return bool((squares - self.mean.square() <= _CONSTANT * squares).all())
+
+
+def check_calibration(positions: Mapping[Target, float], constant: Collection[Target]) -> tuple[str, ...]:
+    """Return why the batches say too little about some layers, or raise CompressionError if they do about all.
+
+    ``positions`` has how often each layer was applied, and ``constant`` the layers whose inputs never varied.
+    """
+    if positions and len(constant) == len(positions):
+        raise CompressionError(
+            f"every layer reads one input only at all {max(positions.values()):.0f} positions of the calibration "
+            "batches (a single sample, constants or zeros), which says nothing about others: give batches like those "
+            "that the model will read"
+        )
+    notes = []
+    if constant:
+        names = ", ".join(repr(target.name) for target in list(constant)[:3])
+        notes.append(
+            f"layers that read one input only in all calibration batches (constants or zeros): {len(constant)} of "
+            f"{len(positions)} ({names}): exclude them, or give batches like those that the model will read"
+        )
+    few = [target for target, count in positions.items() if count < target.inner and target not in constant]
+    if few:
+        widest = max(few, key=lambda target: target.inner)
+        notes.append(
+            f"layers with more inputs than calibration positions: {len(few)} of {len(positions)} ({widest.name!r} has "
+            f"{widest.inner} and was applied {positions[widest]:.0f} times): give batches with at least "
+            f"{widest.inner} positions, better ten times as many"
+        )
+    return tuple(notes)
 
 
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:

@@ -188,7 +188,7 @@ def test_convolutions():
         nn.ReLU(), nn.Conv2d(64, 64, 3, padding="same", bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
         nn.Linear(64, 10),
     )  # fmt: skip
-    batches = list(torch.randn(40, 3, 12, 12).split(8))
+    batches = list(torch.randn(120, 3, 12, 12).split(8))
     exact = model.eval()(batches[0]).detach()
     report = pr.compress(model, 0.5, batches, **quick)
     assert {layer.kind for layer in report.layers} == {"Conv2d", "Linear"}
@@ -582,6 +582,36 @@ def test_what_is_left_and_why():
     assert reasons["mha.out_proj"] == "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
     globs = pr.compress(network(), 0.5, method="svd", include=["[02]", "6"], exclude="6", **quick)
     assert [layer.names[0] for layer in globs.layers] == ["0", "2"]
+
+
+@pytest.mark.parametrize("value", ["one sample", "zeros", "constants"])
+def test_calibration_that_says_nothing_is_refused(value):
+    batches = {"one sample": batches_of(2, size=1), "zeros": [torch.zeros(8, 48)] * 3}
+    model = network()
+    before = state_of(model)
+    with pytest.raises(CompressionError, match=r"reads one input only at all \d+ positions of the calibration batches"):
+        pr.compress(model, 0.5, batches.get(value, [torch.full((8, 48), 3.0)] * 3), **quick)
+    assert_untouched(model, before)
+
+
+def test_calibration_that_says_too_little_is_warned_of():
+    with pytest.warns(NumericalWarning, match=r"more inputs than calibration positions: 2 of 4 \('2' has 96 and was"):
+        report = pr.compress(network(), 0.5, batches_of(80, size=8), **quick)
+    assert any(note.startswith("layers with more inputs than") for note in report.notes)
+    model = nn.ModuleList([nn.Linear(48, 48), nn.Linear(48, 48)])
+    options = {"forward_fn": lambda model, x: model[0](x) + model[1](torch.ones(3, 48)).sum(0), **quick}
+    with pytest.warns(NumericalWarning, match=r"read one input only in all calibration batches .*: 1 of 2 \('1'\)"):
+        pr.compress(model, 0.5, batches_of(), **options)
+
+
+def test_a_held_out_error_far_above_the_predicted_one_is_warned_of():
+    alike, other = batches_of(640), torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
+    x = torch.cat(alike[:9])
+    U, sigma, V = torch.linalg.svd(x, full_matrices=False)
+    narrow = list(((U[:, :6] * sigma[:6]) @ V[:6]).split(64))
+    model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
+    with pytest.warns(NumericalWarning, match=r"on the held-out batches, where .* was predicted from the others: give"):
+        pr.compress(model, 0.5, [*narrow, other], **quick)
 
 
 def test_what_is_compressed_already_is_said():

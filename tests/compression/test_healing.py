@@ -715,7 +715,7 @@ def test_the_original_runs_once_for_each_batch_where_memory_suffices(match, monk
 def test_checks_take_a_twentieth_of_the_cost():
     assert HealConfig(max_steps=1000).check_interval(6) == 40
     assert HealConfig(max_steps=100).check_interval(6) == 25
-    assert HealConfig(max_steps=1).check_interval(6) == 1
+    assert HealConfig(max_steps=1).check_interval(6) == 25
     assert HealConfig(max_steps=100, validate_every_n_steps=7).check_interval(6) == 7
 
 
