@@ -30,7 +30,7 @@ _METHODS = ("two_sided", "activation", "svd", "random")
 _CALIBRATED = ("two_sided", "activation")
 # A held-out error above so much, and above so many times the predicted one, is of batches that differ from the others.
 _DOUBTFUL, _FAR = 0.05, 10.0
-_SLOWER = 0.8  # of the dense layer's speed: a layer below it is warned about
+_SLOWER = 0.8  # of the dense layer's speed: below it a layer is warned about, as one near 1 can be noise
 
 
 def compress(
@@ -259,11 +259,13 @@ def _finish(
         extra_bytes=max(fits.extra_bytes, 0 if healed is None else fits.healing_bytes + healed.kept_bytes),
         seed=seed,
     )
-    slow = [layer.names[0] for layer in report.layers if layer.speedup is not None and layer.speedup < _SLOWER]
-    if slow:
+    slow = {layer.names[0]: layer.speedup or 0.0 for layer in report.slower}
+    if any(speedup < _SLOWER for speedup in slow.values()):
+        names = sorted(slow, key=slow.__getitem__)
         warnings.warn(
-            f"{len(slow)} of {len(report.layers)} layers are slower than their dense originals ({', '.join(slow[:5])}"
-            f"{', ...' if len(slow) > 5 else ''}): exclude them, or see `speedup` in the report",
+            f"{len(slow)} of {len(report.layers)} layers are slower than their dense originals ({', '.join(names[:5])}"
+            f"{', ...' if len(slow) > 5 else ''}), the slowest at {slow[names[0]]:.2f} of their speed: exclude them, "
+            "or see `speedup` in the report",
             PerformanceWarning,
             stacklevel=3,
         )

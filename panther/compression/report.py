@@ -142,6 +142,11 @@ class CompressionReport:
         return sum(layer.bytes_after for layer in self.layers)
 
     @property
+    def slower(self) -> tuple[LayerReport, ...]:
+        """Return the layers that were measured and are slower than the dense ones, by however little."""
+        return tuple(layer for layer in self.layers if layer.speedup is not None and layer.speedup < 1)
+
+    @property
     def healed_error(self) -> float | None:
         """Return the relative error of the model's output on the held-out batches, after healing."""
         return None if self.healed is None else self.healed.error
@@ -174,7 +179,8 @@ class CompressionReport:
             found = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
             lines.append(f"relative error of the output  {found}")
         if self.measured_speedup is not None:
-            lines.append(f"speed-up of the model  {self.measured_speedup:.2f}")
+            slower = f", slower layers: {len(self.slower)} of {len(self.layers)}" if self.slower else ""
+            lines.append(f"speed-up of the model  {self.measured_speedup:.2f}{slower}")
         lines += [f"note: {note}" for note in self.notes]
         rows: list[tuple[str, ...]] = [
             ("layer", "kind", "shape", "low_rank (matrix rank)", "bytes", "", "error", "held-out", "share", "speed-up")

@@ -641,6 +641,9 @@ def test_a_layer_that_got_slower_is_warned_of():
     with pytest.warns(PerformanceWarning, match=r"layers are slower than their dense originals \("):
         report = pr.compress(network(), 0.5, batches_of(), seed=0)
     assert report.measured_speedup > 0
+    slower = [layer for layer in report.layers if layer.speedup is not None and layer.speedup < 1]
+    assert list(report.slower) == slower
+    assert f"slower layers: {len(slower)} of {len(report.layers)}" in str(report)
     assert all(layer.speedup > 0 for layer in report.layers if layer.rank is not None)
 
 
