@@ -48,8 +48,12 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:  # (rows, columns) -> (rows,
     return torch.cat(packed, 1)
 
 
-def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:  # (rows, bytes) -> (rows, columns), uint8
-    """Return the codes that :func:`pack_codes` packed.
+def unpack_codes(
+    packed: Tensor, bits: int, columns: int, work: Tensor | None = None
+) -> Tensor:  # (rows, bytes) -> (rows, columns), uint8
+    """Return the codes (rows, columns) that :func:`pack_codes` packed.
+
+    ``work`` is memory to use, uint8 of one dimension and at least ``rows * (columns + 7)`` entries.
 
     Example:
         >>> unpack_codes(torch.tensor([[49, 2]], dtype=torch.uint8), 4, 3)
@@ -57,8 +61,38 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:  # (rows, b
     """
     if bits == 8:
         return packed ^ MIDDLE
+    parts = _parts(bits)
+    if torch.compiler.is_compiling():
+        return _unpacked_for_compilers(packed, parts, columns)
+    padded = max(8 // width * -(-columns * width // 8) for width, _ in parts)
+    rows = packed.shape[0]
+    codes = packed.new_empty(rows, padded) if work is None else work[: rows * padded].view(rows, padded)
+    start = 0
+    for width, shift in parts:
+        length = -(-columns * width // 8)
+        whole = packed[:, start : start + length]
+        start += length
+        for place in range(8 // width):
+            run = codes[:, place * length : (place + 1) * length]
+            if not shift:  # the first part writes what the others add to
+                if place:
+                    torch.bitwise_right_shift(whole, place * width, out=run)
+                    if place < 8 // width - 1:
+                        run &= (1 << width) - 1
+                else:
+                    torch.bitwise_and(whole, (1 << width) - 1, out=run)
+                continue
+            bits_there = whole >> (place * width)
+            if place < 8 // width - 1:
+                bits_there &= (1 << width) - 1
+            run |= bits_there.bitwise_left_shift_(shift)
+    return codes[:, :columns]
+
+
+def _unpacked_for_compilers(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
+    """Return the codes by operations without ``out``, which compilers fuse."""
     codes, start = None, 0
-    for width, shift in _parts(bits):
+    for width, shift in parts:
         length = -(-columns * width // 8)
         whole = packed[:, start : start + length]
         start += length

@@ -1,4 +1,4 @@
-"""The record of every sketched module that a file carries, and the modules built from it again."""
+"""The record of every compressed module that a file carries, and the modules built from it again."""
 
 __all__ = ["build_modules", "load_modules", "module_specs", "place"]
 
@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
-from panther.nn._sketched import SketchedModule, arguments_of
+from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.linear import SKLinear
+from panther.nn.quantized import QuantizedLinear
 
-# Only these classes are ever built from a file, each from the arguments of its dense class and the size of its sketch.
-_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d)}
-_SIZES = ("num_terms", "low_rank")
+# Only these classes are ever built from a file, each from the arguments of its dense class and those of its own size.
+_CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear)
+}
 _LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
 
 
@@ -29,7 +31,7 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, SketchedModule):
+        if not isinstance(module, CompressedModule):
             continue
         if module in first_name:
             modules[name] = {"alias_of": first_name[module]}
@@ -43,22 +45,22 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
         _check_plain(name, module)
         modules[name] = {
             "class": kind,
-            "args": arguments_of(module, (*module.dense_arguments, *_SIZES)),
+            "args": arguments_of(module, (*module.dense_arguments, *module.size_arguments)),
             "mode": _mode_of(module),
-            "dtype": str(module.sketch_like().dtype).removeprefix("torch."),
+            "dtype": str(_dtype_of(module)).removeprefix("torch."),
         }
         if getattr(module, "packed", False):  # how signs are held, which does not change the function: optional
             modules[name]["packed"] = True
     return modules
 
 
-def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> dict[str, SketchedModule]:
+def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> dict[str, CompressedModule]:
     """Return the sketched modules by name, loaded from ``state``; ``model`` is left as it is.
 
     Raises FormatError if they do not fit the model or the state, and SketchMismatchError if a seed is damaged.
     """
 
-    def load(name: str, spec: dict[str, Any], old: nn.Module) -> SketchedModule:
+    def load(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
         prefix = name + "." if name else ""
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         return _load_module(name, spec, old, own)
@@ -74,12 +76,12 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
     return built
 
 
-def build_modules(specs: dict[str, Any], model: nn.Module) -> dict[str, SketchedModule]:
+def build_modules(specs: dict[str, Any], model: nn.Module) -> dict[str, CompressedModule]:
     """Return the sketched modules by name, freshly initialised; FormatError if they do not fit ``model``."""
 
-    def build(name: str, spec: dict[str, Any], old: nn.Module) -> SketchedModule:
+    def build(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
         module = _construct(*_checked_spec(name, spec, old), device=_device_of(old))
-        if spec.get("mode") == "fitted":
+        if isinstance(module, SketchedModule) and spec.get("mode") == "fitted":
             like = module.sketch_like()
             module.set_fitted_({key: like.new_zeros(shape) for key, shape in module.sketch_shapes().items()})
         return _finished(module, spec, old)
@@ -88,8 +90,8 @@ def build_modules(specs: dict[str, Any], model: nn.Module) -> dict[str, Sketched
 
 
 def _for_each(
-    specs: dict[str, Any], model: nn.Module, make: Callable[[str, dict[str, Any], nn.Module], SketchedModule]
-) -> dict[str, SketchedModule]:
+    specs: dict[str, Any], model: nn.Module, make: Callable[[str, dict[str, Any], nn.Module], CompressedModule]
+) -> dict[str, CompressedModule]:
     """Make a module for each record, and let aliases share theirs."""
     present = dict(model.named_modules(remove_duplicate=False))
     for name in specs:
@@ -107,25 +109,26 @@ def _for_each(
     return {name: built[name] for name in specs}
 
 
-def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[str, Tensor]) -> SketchedModule:
+def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[str, Tensor]) -> CompressedModule:
     make, args, dtype = _checked_spec(name, spec, old)
     device = _device_of(old)
     try:
         # On the meta device nothing is allocated for sizes that the tensors do not have.
-        module = _construct(make, args, dtype, device="meta", seed=0)
+        seed = {"seed": 0} if issubclass(make, SketchedModule) else {}
+        module = _construct(make, args, dtype, device="meta", **seed)
         module.load_state_dict({key: place(value, device) for key, value in state.items()}, assign=True)
     except SketchMismatchError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise FormatError(f"module {name!r} cannot be built from the folder: {error}") from error
-    dtypes, mode = {parameter.dtype for parameter in module.parameters()}, _mode_of(module)
+    dtypes, mode = _dtypes_of(module), _mode_of(module)
     if mode != spec.get("mode") or dtypes != {dtype}:
         found = ", ".join(sorted(map(str, dtypes)))
         raise FormatError(f"module {name!r} should be {spec.get('mode')}, {dtype}, and its tensors are {mode}, {found}")
     return _finished(module, spec, old)
 
 
-def _construct(make: type[Any], args: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> SketchedModule:
+def _construct(make: type[Any], args: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> CompressedModule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)  # it was given when the layer was first made
         return make(**args, dtype=dtype, **kwargs)
@@ -137,11 +140,11 @@ def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise FormatError(f"module {name!r} has class {kind!r}, which is not allowed: only {', '.join(_CLASSES)}")
     make = _CLASSES[kind]
-    names = (*make.dense_arguments, *_SIZES)
+    names = (*make.dense_arguments, *make.size_arguments)
     if (
         not isinstance(args, dict)
         or args.keys() != set(names)
-        or not all(type(args[size]) is int and args[size] < _LARGEST_SIZE for size in _SIZES)
+        or not all(_is_size(args[size], make is QuantizedLinear) for size in make.size_arguments)
     ):
         raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(names)}")
     if not isinstance(dtype, torch.dtype):
@@ -154,7 +157,7 @@ def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -
     found: dict[str, Any] = {}
     if isinstance(old, make | make.dense_class):
         found = arguments_of(old, make.dense_arguments)
-    elif make is SKLinear:  # such as transformers' Conv1D, whose weight is (in, out)
+    elif make in (SKLinear, QuantizedLinear):  # such as transformers' Conv1D, whose weight is (in, out)
         shape = tuple(getattr(old._parameters.get("weight"), "shape", ()))
         if shape == (args["out_features"], args["in_features"]):
             shape = shape[::-1]
@@ -170,21 +173,28 @@ def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -
     return args | found  # equal, but those of the model have the types that a constructor takes: 1 == True == 1.0
 
 
-def _check_plain(name: str, module: SketchedModule) -> None:
+def _is_size(value: Any, optional: bool) -> bool:
+    return (optional and value is None) or (type(value) is int and value < _LARGEST_SIZE)
+
+
+def _check_plain(name: str, module: CompressedModule) -> None:
     module.check_record()
-    own = {key for key, tensor in module._parameters.items() if tensor is not None} | {"sketch_seed"}
-    dtypes = {parameter.dtype for parameter in module.parameters()}
+    own = {key for key, tensor in module._parameters.items() if tensor is not None}
+    own |= {key for key in module.integer_names if module._buffers.get(key) is not None}
+    dtypes = _dtypes_of(module)
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
+    if isinstance(module, QuantizedLinear) and (wide := module.scales_dtype()) is not torch.bfloat16:
+        raise FormatError(f"module {name!r} holds its scales in {wide}: call hold_scales_(torch.bfloat16) first")
     extra = sorted(module.state_dict().keys() ^ own)
     if extra:
         raise FormatError(
-            f"module {name!r} is saved as its factors and its seed, but its state_dict differs by {', '.join(extra)}: "
-            "remove the parametrization or pruning first"
+            f"module {name!r} is saved as its {', '.join(sorted(own))}, but its state_dict differs by "
+            f"{', '.join(extra)}: remove the parametrization or pruning first"
         )
 
 
-def _class_of(module: SketchedModule) -> str:
+def _class_of(module: CompressedModule) -> str:
     """Return the name of a layer's class, below those that fully_shard and tensor parallelism put on top of it."""
     for kind in type(module).__mro__:
         if _CLASSES.get(kind.__name__) is kind:
@@ -194,7 +204,7 @@ def _class_of(module: SketchedModule) -> str:
     return type(module).__name__
 
 
-def _finished(module: SketchedModule, spec: dict[str, Any], old: nn.Module) -> SketchedModule:
+def _finished(module: CompressedModule, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
     """Freeze, pack and put into training or eval mode as the module in its place, or its record, says."""
     trained = {key: parameter.requires_grad for key, parameter in old.named_parameters(recurse=False)}
     for key, parameter in module.named_parameters():
@@ -213,5 +223,18 @@ def _device_of(old: nn.Module) -> torch.device | str:
     return next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
 
 
-def _mode_of(module: SketchedModule) -> str:
-    return "fitted" if module.is_fitted else "seeded"
+def _mode_of(module: CompressedModule) -> str:
+    if isinstance(module, SketchedModule):
+        return "fitted" if module.is_fitted else "seeded"
+    return "quantized"
+
+
+def _dtype_of(module: Any) -> torch.dtype:
+    return module.dtype if isinstance(module, QuantizedLinear) else module.sketch_like().dtype
+
+
+def _dtypes_of(module: CompressedModule) -> set[torch.dtype]:
+    """Return the dtypes of the parameters without those of scales, which are bfloat16 in a layer of any dtype."""
+    if isinstance(module, QuantizedLinear):
+        return {module.dtype}
+    return {parameter.dtype for parameter in module.parameters()}

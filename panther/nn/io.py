@@ -1,7 +1,7 @@
 """The one inference format: a folder with ``model.safetensors`` and ``panther.json``.
 
 The tensors are the model's state_dict, each stored once. The JSON holds the format's version, the record of every
-sketched module from which it is built (name, class, constructor arguments, mode, dtype), the aliases of shared
+compressed module from which it is built (name, class, constructor arguments, mode, dtype), the aliases of shared
 tensors, and checksums of every tensor and of itself. Nothing is pickled, so a file from an untrusted source can at
 worst be refused.
 """
@@ -31,14 +31,14 @@ _WEIGHTS, _MANIFEST = "model.safetensors", "panther.json"
 
 
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
-    """Write a model with sketched layers to a folder, for inference.
+    """Write a model with sketched or quantized layers to a folder, for inference.
 
     A seeded sketch is stored as its seed, and a shared tensor once. A wrapper of the model, by torch.compile or
     DistributedDataParallel, is removed. Both files are written under temporary names and renamed when complete, so a
     crash while writing leaves an older save intact.
 
     Args:
-        model: Any module, with sketched layers or without.
+        model: Any module, with sketched and quantized layers or without.
         dir: Folder to write to, created if missing; its ``model.safetensors`` and ``panther.json`` are replaced.
 
     Returns:
@@ -46,7 +46,8 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
 
     Raises:
         FormatError: If the state_dict holds something other than tensors, or a tensor that is sharded or on the meta
-            device, or a sketched layer is parametrized or pruned.
+            device, or a layer is parametrized or pruned, or holds its scales in another dtype than
+            bfloat16.
         SketchMismatchError: If a seed is damaged, so that the file could not be loaded.
         OSError: If the folder cannot be written.
 

@@ -9,8 +9,10 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating, check_size
+from panther.kernels._cpu.quantized import quantized_matmul
 from panther.kernels.ops._library import autocast
 from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
 from panther.nn._fitting import fittable, leading_factors
@@ -68,8 +70,10 @@ class QuantizedLinear(CompressedModule):
         TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
-    Cost: That of the dense product, the expansion of the codes, which counts where the batch is small, and
-    ``2 r (in + out)`` flops for each row.
+    Cost: That of the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. The expansion
+    counts where the batch is small: on a CPU, a layer with codes is slower than nn.Linear there, and saves memory alone.
+    On the CPU without gradients the weight is expanded block by block, in other cases as a whole (so on CUDA, which is
+    untested).
 
     Example:
         >>> import torch
@@ -85,6 +89,7 @@ class QuantizedLinear(CompressedModule):
     dense_class = nn.Linear
     dense_arguments = ("in_features", "out_features", "bias")
     size_arguments = ("bits", "group_size", "low_rank")
+    integer_names = ("codes", "zeros", "left", "right", "record")
     # None where the form has none; told so by `bits` and `low_rank`.
     codes: Tensor
     zeros: Tensor
@@ -117,8 +122,10 @@ class QuantizedLinear(CompressedModule):
         self._dtype = dtype or torch.get_default_dtype()
 
         def buffer(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
-            tensor = None if shape is None else torch.empty(shape, dtype=dtype, device=device)
-            self.register_buffer(name, tensor)
+            if shape is None:
+                setattr(self, name, None)  # torch.export miscounts a buffer that is None
+            else:
+                self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
 
         def parameter(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
             tensor = None if shape is None else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -176,9 +183,11 @@ class QuantizedLinear(CompressedModule):
         dtype = x.dtype
         if dtype is not self.dtype and not _is_autocasting(x.device.type):
             raise DTypeError(f"the input is {dtype} and the layer {self.dtype}: cast one of them")
-        if x.dim() and x.shape[-1] != self.in_features:
+        if not x.is_nested and x.dim() and x.shape[-1] != self.in_features:
             raise ShapeError(f"the input has {x.shape[-1]} features and the layer takes {self.in_features}")
         if self.bits is not None:
+            if self._is_plain_inference(input):
+                return self._inferred(x, bias)
             output = F.linear(x, self._expanded(dtype), bias)
             if self.low_rank:
                 left, right = self._factors(dtype)
@@ -186,6 +195,27 @@ class QuantizedLinear(CompressedModule):
             return output
         left, right = self._factors(dtype)
         return F.linear(F.linear(x, right), left, bias)
+
+    def _is_plain_inference(self, x: Tensor) -> bool:
+        """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor on the CPU."""
+        if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_nested or not x.is_cpu:
+            return False
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return False
+        return not torch.is_grad_enabled() or not (
+            x.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
+        )
+
+    def _inferred(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output without expanding the whole weight."""
+        rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        output = quantized_matmul(rows, self.codes, self.bits, self.scales, self.zeros, self.group_size)
+        if self.low_rank:
+            left, right = self._factors(x.dtype)
+            output.addmm_(rows @ right.mT, left.mT)
+        if bias is not None:
+            output += bias
+        return output if x.dim() == 2 else output.reshape(*x.shape[:-1], self.out_features)
 
     def _expanded(self, dtype: torch.dtype) -> Tensor:  # (out, in)
         """Return Q, differentiable by the scales."""
@@ -378,6 +408,10 @@ class QuantizedLinear(CompressedModule):
             if scales is not None and scales.dtype is not dtype:
                 setattr(self, name, nn.Parameter(scales.detach().to(dtype), requires_grad=scales.requires_grad))
         return self
+
+    def scales_dtype(self) -> torch.dtype:
+        """Return the dtype in which the scales are held, bfloat16 unless :meth:`hold_scales_` changed it."""
+        return (self.factor_scales if self.bits is None else self.scales).dtype
 
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
