@@ -70,10 +70,9 @@ class QuantizedLinear(CompressedModule):
         TypeError: If an argument has the wrong type.
         DTypeError: If ``dtype`` is not floating.
 
-    Cost: That of the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. The expansion
-    counts where the batch is small: on a CPU, a layer with codes is slower than nn.Linear there, and saves memory alone.
-    On the CPU without gradients the weight is expanded block by block, in other cases as a whole (so on CUDA, which is
-    untested).
+    Cost: That of the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. Expansion
+    counts where the batch is small: on a CPU, most layers with codes are slower than nn.Linear there and save memory
+    alone. On a CPU without gradients the weight is expanded block by block, otherwise as a whole; CUDA is untested.
 
     Example:
         >>> import torch
