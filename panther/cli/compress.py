@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
     parser = commands.add_parser(
         "compress",
-        description="Replace a model's dense layers by low-rank ones with nearly the same output, and save the result.",
+        description="Replace a model's dense layers by smaller ones with nearly the same output, and save the result.",
     )
     parser.add_argument(
         "model",
@@ -34,11 +34,16 @@ def add_parser(commands: Any) -> None:
     )
     size = parser.add_mutually_exclusive_group(required=True)
     add_option(size, "--budget", _fraction, "share of the eligible layers' bytes to keep, such as 0.5", metavar="SHARE")
+    add_option(size, "--bits", positive_float, "bits of an eligible weight on average, such as 4.25", metavar="BITS")
     add_option(size, "--max-bytes", positive, "bytes that the whole model may take")
     add_option(size, "--max-error", positive_float, "relative error that the output may have, such as 0.1", metavar="X")
     texts = "a text file, one sample a line, or module:function, which returns batches"
     add_option(parser, "--calibration", str, texts, metavar="TEXT")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
+    text = (
+        "what a layer may become: dense, low_rank, int8_low_rank, int8 to int2, int4+low_rank ... (default: low_rank)"
+    )
+    parser.add_argument("--forms", nargs="+", metavar="FORM", help=text)
     parser.add_argument("--method", choices=_METHODS, default=_METHODS[0], help="how to fit (default: %(default)s)")
     parser.add_argument(
         "--allocate", choices=("global", "uniform"), help="how to share the budget (default: by method)"
@@ -167,8 +172,10 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
 
 def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) -> "pr.CompressionReport":
     """Compress in place; warnings become notes, a line each."""
-    names = ("max_bytes", "max_error", "include", "exclude", "method", "allocate", "sequential", "seed")
+    names = ("bits", "max_bytes", "max_error", "include", "exclude", "method", "allocate", "sequential", "seed")
     options = {name: getattr(args, name) for name in names}
+    if args.forms is not None:
+        options["forms"] = args.forms
     heal = None if args.heal is None else pr.HealConfig(max_steps=args.heal)
     with warnings.catch_warnings():
         warnings.simplefilter("always", PerformanceWarning)

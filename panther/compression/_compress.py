@@ -5,6 +5,7 @@ __all__ = ["compress", "sketch_layers_"]
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from panther.compression.config import HealConfig, SketchConfig
 from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded, inherit_flags
-from panther.compression.fits import Fits, fit_targets
 from panther.compression.forms.allocation import Allocation, allocated, byte_limit, model_bytes
-from panther.compression.forms.options import Forms, Option, total_loss
+from panther.compression.forms.fitting import Fits, fit_targets
+from panther.compression.forms.options import (
+    DEFAULT_FORMS,
+    DENSE,
+    INT8_LOW_RANK,
+    KNOWN_FORMS,
+    LOW_RANK,
+    Forms,
+    Option,
+    total_loss,
+)  # fmt: skip
 from panther.compression.measurement import Measured, measure
 from panther.compression.report import CompressionReport, HealResult, layer_reports
 from panther.compression.runner import Loss, Runner, calibrating
@@ -38,8 +48,12 @@ def compress(
     budget: float | None = None,
     calibration: Any = None,
     *,
+    bits: float | None = None,
     max_bytes: int | None = None,
     max_error: float | None = None,
+    forms: str | Sequence[str] = DEFAULT_FORMS,
+    rank_multiple: int = 8,
+    group_size: int | None = 128,
     include: Selector | Sequence[Selector] | None = None,
     exclude: Selector | Sequence[Selector] | None = None,
     method: str = "two_sided",
@@ -55,29 +69,40 @@ def compress(
     measure_speed: bool = True,
     progress: bool | None = None,
 ) -> CompressionReport:
-    r"""Compress a trained model in place: replace dense layers by low-rank ones that give nearly the same output.
+    r"""Compress a trained model in place: replace dense layers by smaller ones that give nearly the same output.
 
     Weights of nn.Linear, nn.Conv2d and transformers' Conv1D become fitted :class:`~panther.nn.SKLinear` and
-    :class:`~panther.nn.SKConv2d`. A few unlabelled batches show which directions of each layer's input occur and how
-    the model's output depends on each layer: with A the second moment of the inputs (about their mean, where there is
-    a bias) and G that of gradients of random directions of the output, W is approximated in the norm
-    :math:`\operatorname{tr}(G \Delta A \Delta^T)`, and ranks go where they gain most per byte.
+    :class:`~panther.nn.SKConv2d`, or :class:`~panther.nn.QuantizedLinear` with ``forms``. A few unlabelled batches show
+    which directions of each layer's input occur and how the model's output depends on each layer: with A the second
+    moment of the inputs (about their mean, where there is a bias) and G that of gradients of random directions of the
+    output, W is approximated in the norm :math:`\operatorname{tr}(G \Delta A \Delta^T)`, and bytes go where
+    they gain most.
 
     Args:
         model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
         budget: Bytes of the eligible layers' weights to keep, as a fraction in (0, 1]; layers that stay dense count in
-            full, biases do not count. Give this, or ``max_bytes``, or ``max_error``.
+            full, biases do not count. Give this, or ``bits``, ``max_bytes`` or ``max_error``.
         calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
             is fed to the model, a tuple or list as its arguments, a dict as its keywords.
+        bits: The same as an average of bits for each eligible weight, scales and factors included.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
         max_error: Relative error of the output that the held-out batches may show; the smallest budget is searched.
+        forms: What a layer may become; of all, that which gains most per byte is chosen for each. ``"dense"``: it stays
+            as it is. ``"low_rank"``: factors in its dtype. ``"int8_low_rank"``: factors in 8 bits. ``"int8"``,
+            ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of so many bits, rounded with error
+            feedback in the norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction of what they
+            leave. Convolutions take the first two only.
+        rank_multiple: What ranks are multiples of, even, because aligned products are faster; a weight with room for
+            fewer than eight of it has even ranks.
+        group_size: Columns of a quantized weight that share a scale; None is a whole row.
         include: Only layers that match: a type (which also admits subclasses), a glob of names, or a function of the
             module and its name; or several.
         exclude: No layers that match.
         method: ``"two_sided"``, in the norm above. ``"activation"``, with G the identity. ``"svd"``, with both.
             ``"random"``: seeded sketches and the unbiased estimator, which destroys a trained model; for comparison.
-        allocate: ``"global"`` or ``"uniform"`` ranks; None is global for two_sided and uniform for the others. Where
-            global does worse than uniform on the held-out batches, uniform is used, and the report says so.
+        allocate: ``"global"`` or ``"uniform"`` forms and ranks; None is global for two_sided and uniform for the
+            others. Where global does worse than uniform on the held-out batches, uniform is used, and the report says
+            so.
         sequential: Fit every layer to its input in the model whose earlier layers are compressed. Takes two partial
             forwards over the batches for each set of layers with one input.
         forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above; if the output
@@ -110,8 +135,9 @@ def compress(
             the predicted one.
 
     Cost: forward and backward over the batches for each pass, n^2 and m^2 numbers in float64 for an (m, n) weight
-    within a pass, and one SVD a weight. Peak memory, besides that of the model's own forward and backward, is logged
-    beforehand (logger ``panther.compression``, level INFO) and in the report.
+    within a pass, one SVD a weight, and for each of up to four widths ``2 m n (m + n)`` flops a weight. Peak memory,
+    besides that of the model's own forward and backward, is logged beforehand (logger ``panther.compression``, level
+    INFO) and in the report.
 
     Example:
         >>> import torch, panther as pr
@@ -122,33 +148,42 @@ def compress(
         >>> report.eligible_ratio <= 0.5, type(model[0]).__name__
         (True, 'SKLinear')
 
+        In at most 4.5 bits a weight, each layer in the form that suits it:
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> forms = ("int8_low_rank", "int5", "int4", "int3", "int4+low_rank")
+        >>> report = pr.compress(model, bits=4.5, calibration=batches, forms=forms, seed=0, measure_speed=False)
+        >>> max(layer.bits for layer in report.layers) <= 6, type(model[0]).__name__
+        (True, 'QuantizedLinear')
+
     References: Eckart and Young, 1936, doi:10.1007/BF02288367; the weighted form in Y.-C. Hsu et al., "Language model
     compression with weighted low-rank factorization", ICLR 2022, arXiv:2207.00112; Kronecker factors in J. Martens and
     R. Grosse, ICML 2015, arXiv:1503.05671.
     """
     _check_model(model)
-    _check_options(budget, max_bytes, max_error, method, allocate, loss_fn, sequential, calibration, heal)
+    _check_options(budget, bits, max_bytes, max_error, method, allocate, loss_fn, sequential, calibration, heal)
+    known = _checked_forms(forms, rank_multiple, group_size, method)
     if statistics_memory_bytes is not None:
         check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
     if heal is not None:
         from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(group)
-    forms = Forms()
     with torch.inference_mode(False), torch.enable_grad():
         runner = Runner(model, calibration, forward_fn, mask_fn, group, progress, loss_fn)
         seed = runner.agreed(check_seed(seed))
         healed, write_ = None, None
         with calibrating(model, seed):
-            survey = select_targets(model, include, exclude, seeded=method == "random").check()
+            smallest = known.smallest_bytes if known.widths or INT8_LOW_RANK in known.names else None
+            survey = select_targets(model, include, exclude, seeded=method == "random", smallest=smallest).check()
             if method in _CALIBRATED:  # svd and random look at the weights only
                 survey = survey_targets(runner, survey, gradients=method == "two_sided").check()
             # Losses of different layers can be compared through the output's gradients alone.
             allocate = (allocate or "global") if survey.gradients else "uniform"
-            options = {target: forms.options(target) for target in survey.targets}
-            limit = byte_limit(model, options, budget=budget, max_bytes=max_bytes)
+            options = {target: known.options(target) for target in survey.targets}
+            limit = byte_limit(model, options, budget=budget, bits=bits, max_bytes=max_bytes)
             fits = Fits(options=options) if method == "random" else fit_targets(
-                runner, survey, forms, limit, memory=statistics_memory_bytes, keep=sequential, healing=heal is not None,
+                runner, survey, known, limit, memory=statistics_memory_bytes, keep=sequential, healing=heal is not None,
                 seed=seed,
             )  # fmt: skip
             allocation = allocated(runner, survey, fits, allocate, limit, max_error, seed)
@@ -217,7 +252,7 @@ def sketch_layers_(
     replacement: Replacement = {}
     for target, own in survey.seeds(seed).items():
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
-    choice = {target: Option("low_rank", target.bytes(config.rank), config.rank) for target in survey.targets}
+    choice = {target: Option(LOW_RANK, target.bytes(config.rank), config.rank) for target in survey.targets}
     allocation, notes = Allocation(choice, "fixed"), list(survey.notes)
     return _finish(model, survey, Fits(), allocation, replacement, Measured(), None, None, notes, config.init, seed)
 
@@ -309,18 +344,36 @@ def _check_model(model: Any) -> None:
             )
 
 
+def _checked_forms(forms: Any, rank_multiple: int, group_size: int | None, method: str) -> Forms:
+    names = (forms,) if isinstance(forms, str) else tuple(forms)
+    for name in names:
+        if name not in KNOWN_FORMS:
+            close = get_close_matches(str(name), KNOWN_FORMS, 1)
+            guess = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"form {name!r} is unknown{guess}: use some of {', '.join(map(repr, KNOWN_FORMS))}")
+    if not set(names) - {DENSE}:
+        raise ValueError(f"forms={names} has no form but 'dense', which changes nothing: add one, such as 'low_rank'")
+    if method == "random" and not {DENSE, LOW_RANK}.issuperset(names):
+        raise ValueError("method='random' makes seeded sketches only: leave forms out, or use another method")
+    if check_size("rank_multiple", rank_multiple, least=2) % 2:
+        raise ValueError(f"rank_multiple={rank_multiple} must be even, because a low-rank layer has two halves")
+    if group_size is not None:
+        check_size("group_size", group_size, least=1)
+    return Forms(tuple(dict.fromkeys(names)), rank_multiple, group_size)
+
+
 def _check_options(
-    budget: Any, max_bytes: Any, max_error: Any, method: str, allocate: str | None, loss_fn: Any, sequential: bool,
-    calibration: Any, heal: Any,
+    budget: Any, bits: Any, max_bytes: Any, max_error: Any, method: str, allocate: str | None, loss_fn: Any,
+    sequential: bool, calibration: Any, heal: Any,
 ) -> None:  # fmt: skip
     for name, value, known in (("method", method, _METHODS), ("allocate", allocate or "global", ("global", "uniform"))):
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
-    given = {name: value for name, value in (("budget", budget), ("max_bytes", max_bytes), ("max_error", max_error))
-             if value is not None}  # fmt: skip
+    sizes = {"budget": budget, "bits": bits, "max_bytes": max_bytes, "max_error": max_error}
+    given = {name: value for name, value in sizes.items() if value is not None}
     if len(given) != 1:
         raise ValueError(
-            f"exactly one of budget, max_bytes and max_error must be given, not {' and '.join(given) or 'none'}: "
+            f"exactly one of budget, bits, max_bytes and max_error must be given, not {' and '.join(given) or 'none'}: "
             "budget=0.5 keeps half of the eligible layers' bytes"
         )
     for name, value in given.items():

@@ -1,6 +1,9 @@
-"""Sketched layers in the place of dense ones: from components, in sequence, or from a seed alone."""
+"""Sketched and quantized layers in the place of dense ones: from fits, in sequence, or from a seed alone."""
 
-__all__ = ["Replacement", "convert", "convert_all", "convert_in_sequence", "convert_seeded", "inherit_flags"]
+__all__ = [
+    "Replacement", "convert", "convert_all", "convert_in_sequence", "convert_quantized", "convert_seeded",
+    "inherit_flags",
+]  # fmt: skip
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,15 +12,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from panther.compression.fits import Fit, Fits, fit_weight
-from panther.compression.forms.options import Choice
+from panther.compression.fits import Fit, factor, metric_of, wide_dtype
+from panther.compression.forms.fitting import Fits
+from panther.compression.forms.options import DENSE, LOW_RANK, Choice, Option
+from panther.compression.forms.quantization import QuantizedWeight
+from panther.compression.forms.quantized import QuantizedFit, fit_quantized
 from panther.compression.moments import gather_drift
 from panther.compression.runner import Runner
 from panther.compression.targets import Survey, Target, replace_modules
 from panther.errors import PerformanceWarning
-from panther.nn import SKConv2d, SKLinear
+from panther.nn import QuantizedLinear, SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last
 from panther.nn._fitting import split_factors
+from panther.nn._quantization import round_factors
+from panther.nn._sketched import CompressedModule
 
 Replacement = dict[nn.Module, nn.Module]
 """New layers by the old ones."""
@@ -27,11 +35,12 @@ def convert_all(survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replac
     """Make the new layers of the chosen forms: fitted ones, or seeded sketches where nothing was fitted."""
     new: Replacement = {}
     for target, own in survey.seeds(seed).items():
-        rank = choice[target].rank
-        if rank is not None and target in fits.fits:
-            new |= convert(target, fits.fits[target], rank, own)
-        elif rank is not None:
-            new |= convert_seeded(target, 1, rank // 2, "random", own)
+        option = choice[target]
+        if target in fits.fits:
+            found = None if option.bits is None else fits.quantized[target][option.bits]
+            new |= _convert_fitted(target, option, fits.fits[target], found, fits.group_size, own)
+        elif option.rank is not None:
+            new |= convert_seeded(target, 1, option.rank // 2, "random", own)
     return new
 
 
@@ -40,16 +49,39 @@ def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choi
     seeds = survey.seeds(seed)
     new: Replacement = {}
     for number, several in enumerate(survey.inputs):
-        chosen = [(target, rank) for target in several if (rank := choice[target].rank) is not None]
+        chosen = [(target, option) for target in several if (option := choice[target]).form != DENSE]
         if not chosen:
             continue
         compressed = partial(replace_modules, runner.model, dict(new))
         description = f"sequential {number + 1}/{len(survey.inputs)}"
         drift = gather_drift(runner, several, survey.calls[several[0]], compressed, description)
-        for target, rank in chosen:
-            found = fit_weight(target, fits.moments[target], most=rank, seed=seeds[target], drift=drift)
-            new |= convert(target, found, rank, seeds[target])
+        for target, option in chosen:
+            metric, own = metric_of(target, fits.moments[target], drift), seeds[target]
+            rank, dtype = option.rank or 0, wide_dtype(target)
+            quantized, wanted = None, rank
+            if option.bits is not None:
+                found = fit_quantized(metric, [option.bits], fits.group_size, most=rank, seed=own, dtype=dtype)
+                quantized, wanted = found[option.bits], 0
+            fit = factor(metric.source, metric, most=wanted, seed=own, dtype=dtype)
+            new |= _convert_fitted(target, option, fit, quantized, fits.group_size, own)
     return new
+
+
+def _convert_fitted(
+    target: Target, option: Option, fit: Fit, quantized: QuantizedFit | None, group_size: int | None, seed: int
+) -> Replacement:
+    if option.form == DENSE:
+        return {}
+    if option.form == LOW_RANK:
+        return convert(target, fit, option.rank or 0, seed)
+    return convert_quantized(
+        target,
+        option.rank or 0,
+        fit if quantized is None else quantized.residual,
+        None if quantized is None else quantized.weight,
+        option.bits,
+        group_size,
+    )
 
 
 def convert(target: Target, found: Fit, rank: int, seed: int) -> Replacement:
@@ -67,6 +99,37 @@ def convert(target: Target, found: Fit, rank: int, seed: int) -> Replacement:
     return _replacement(target, make, change)
 
 
+def convert_quantized(
+    target: Target, rank: int, found: Fit, weight: QuantizedWeight | None, bits: int | None, group_size: int | None
+) -> Replacement:
+    """Make a quantized layer for each of the target's: the codes, if any, and ``rank`` components in int8."""
+    # The components as they are: their errors in the metric are then those that the fit foresaw.
+    factors = round_factors(found.left[0, :, :rank], found.right[0, :rank]) if rank else None
+    change: Tensor | float = 0.0
+    if found.means is not None:
+        mean, exact = found.means[0][0], found.means[1][0]
+        change = exact
+        if weight is not None:
+            change = change - weight.dense() @ mean
+        if factors is not None:
+            left, right, scales = (part.double() for part in factors)
+            change = change - left @ (scales * (right @ mean))
+
+    def make(module: nn.Module) -> QuantizedLinear:
+        like = module.get_parameter("weight")
+        layer = QuantizedLinear(
+            target.inner, target.outer, bits, group_size=group_size, low_rank=rank,
+            bias=getattr(module, "bias", None) is not None, device=like.device, dtype=like.dtype,
+        )  # fmt: skip
+        if weight is not None:
+            layer.set_codes_(weight.codes, weight.scales, weight.zeros)
+        if factors is not None:
+            layer.set_factors_(*factors)
+        return layer
+
+    return _replacement(target, make, change)
+
+
 def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, seed: int) -> Replacement:
     """Make a layer for each of the target's by ``from_linear`` or ``from_conv``; ``low_rank`` counts in every group."""
 
@@ -79,7 +142,7 @@ def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, see
 
 
 def _replacement(
-    target: Target, make: Callable[[nn.Module], SKLinear | SKConv2d], change: Tensor | float = 0.0
+    target: Target, make: Callable[[nn.Module], CompressedModule], change: Tensor | float = 0.0
 ) -> Replacement:
     """Make the layers, each with its own bias, to which ``change`` is added, and all with the first one's factors."""
     with warnings.catch_warnings():
@@ -90,9 +153,11 @@ def _replacement(
         bias = getattr(module, "bias", None)
         if bias is not None:
             with torch.no_grad():
-                layer.bias.copy_(bias + change)  # type: ignore[union-attr]
+                layer.bias.copy_(bias + change)  # type: ignore[operator]
         for name in first._parameters.keys() - {"bias"}:
             layer.register_parameter(name, first._parameters[name])
+        if isinstance(first, QuantizedLinear):
+            layer._buffers.update(first._buffers)
     return dict(new)
 
 

@@ -31,12 +31,14 @@ class Measured:
         errors: That of each target's own output; None where it was never called.
         speedup: How many times faster the model is.
         speedups: How many times faster each new layer is.
+        times: Seconds that it takes for its input in the first held-out batch.
     """
 
     error: float | None = None
     errors: Mapping[Target, float | None] = field(default_factory=dict)
     speedup: float | None = None
     speedups: Mapping[Target, float] = field(default_factory=dict)
+    times: Mapping[Target, float] = field(default_factory=dict)
 
 
 def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool) -> Measured:
@@ -45,9 +47,15 @@ def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement,
         return Measured()
     replaced = [target for target in targets if target.modules[0] in replacement]
     (error,) = runner.errors([partial(_all_replaced, runner.model, replaced, replacement)], "error")
-    errors, speedups = _measure_layers(runner, replaced, replacement, speed=speed)
+    errors, timings = _measure_layers(runner, replaced, replacement, speed=speed)
     errors = {target: errors.get(target, 0.0) for target in targets}
-    return Measured(error, errors, _model_speedup(runner, replacement) if speed and replacement else None, speedups)
+    return Measured(
+        error,
+        errors,
+        _model_speedup(runner, replacement) if speed and replacement else None,
+        {target: ratio for target, (ratio, _) in timings.items()},
+        {target: seconds for target, (_, seconds) in timings.items()},
+    )
 
 
 @contextmanager
@@ -67,20 +75,20 @@ def _all_replaced(model: nn.Module, targets: Sequence[Target], replacement: Repl
 @torch.no_grad()
 def _measure_layers(
     runner: Runner, targets: Sequence[Target], replacement: Replacement, *, speed: bool
-) -> tuple[dict[Target, float | None], dict[Target, float]]:
+) -> tuple[dict[Target, float | None], dict[Target, tuple[float, float]]]:
     """Run the original on the held-out batches, give each new layer the old one's input, and return both figures."""
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))  # lost, and whole
-    speedups: dict[Target, float] = {}
+    timings: dict[Target, tuple[float, float]] = {}
 
     def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> None:
         new = replacement[module]
         rows = mask if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
         sums_of[target][0] += squares(counted(new(x) - output, rows))
         sums_of[target][1] += squares(counted(output, rows))
-        if speed and target not in speedups:
+        if speed and target not in timings:
             # `forward`, because calling the module would call this hook again.
-            speedups[target] = _speedup(lambda: module.forward(x), lambda: new(x), x.device)
+            timings[target] = _timed(lambda: module.forward(x), lambda: new(x), x.device)
 
     with hooked(targets, hook):
         for batch in runner.over(runner.held_out, "layers' errors"):
@@ -88,7 +96,7 @@ def _measure_layers(
             runner.output(batch)
     runner.sum_([sums])
     figures = zip(targets, sums.tolist(), strict=True)
-    return {target: relative_error(lost, whole) if whole else None for target, (lost, whole) in figures}, speedups
+    return {target: relative_error(lost, whole) if whole else None for target, (lost, whole) in figures}, timings
 
 
 @torch.no_grad()
@@ -100,11 +108,13 @@ def _model_speedup(runner: Runner, replacement: Replacement) -> float:
         with replace_modules(runner.model, replacement):
             runner.output(batch)
 
-    return _speedup(lambda: runner.output(batch), new, runner.device, rounds=3)
+    return _timed(lambda: runner.output(batch), new, runner.device, rounds=3)[0]
 
 
-def _speedup(old: Callable[[], Any], new: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS) -> float:
-    """Return the median over rounds of the ratio of the two times."""
+def _timed(
+    old: Callable[[], Any], new: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS
+) -> tuple[float, float]:
+    """Return the medians over rounds of the ratio of the two times, and of the new one in seconds."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -118,4 +128,5 @@ def _speedup(old: Callable[[], Any], new: Callable[[], Any], device: torch.devic
 
     old(), new()  # the first calls allocate, and compile kernels on a GPU
     # The ratio within a round, because a shared machine gets slower and faster over the rounds.
-    return statistics.median(timed(old) / max(timed(new), 1e-9) for _ in range(rounds))
+    times = [(timed(old), max(timed(new), 1e-9)) for _ in range(rounds)]
+    return statistics.median(before / after for before, after in times), statistics.median(after for _, after in times)

@@ -63,8 +63,12 @@ class LayerReport:
     names: tuple[str, ...]
     kind: str
     shape: tuple[int, ...]
+    form: str
+    """``"dense"``, ``"low_rank"``, ``"int8_low_rank"``, or the width, as in ``"int4"`` and ``"int4+low_rank"``."""
+    bits: float
+    """Bits of a weight on average, scales and factors included."""
     rank: int | None
-    """Rank of the new weight, in every group of a convolution; None if it stays dense."""
+    """Rank of a low-rank weight, in every group of a convolution, or of a correction; None if there is neither."""
     low_rank: int | None
     """The ``low_rank`` of the new layer, which has that rank."""
     bytes_before: int
@@ -77,6 +81,8 @@ class LayerReport:
     """This layer's share of the predicted squared error of the model's output."""
     speedup: float | None = None
     """How many times faster the layer is than the dense one, measured."""
+    time_s: float | None = None
+    """Seconds that the layer takes for its input in the first held-out batch, measured."""
 
 
 def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured: Measured) -> tuple[LayerReport, ...]:
@@ -87,6 +93,8 @@ def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured
             names=target.names,
             kind=target.kind,
             shape=tuple(target.weight.shape),
+            form=option.form,
+            bits=8 * option.bytes / target.dense_numbers,
             rank=option.rank,
             low_rank=None if option.rank is None else replacement[target.modules[0]].low_rank,
             bytes_before=target.dense_bytes,
@@ -95,6 +103,7 @@ def layer_reports(choice: Choice, replacement: Mapping[nn.Module, Any], measured
             measured_error=measured.errors.get(target),
             share=option.loss / whole if whole > 0 else None,
             speedup=measured.speedups.get(target),
+            time_s=measured.times.get(target),
         )
         for target, option in choice.items()
     )
@@ -109,7 +118,7 @@ class CompressionReport:
     """Modules with a matrix that are kept dense, with the reason."""
     method: str
     allocate: str
-    """How ranks were allocated: ``"global"``, ``"uniform"``, or ``"fixed"`` by :func:`panther.sketch_layers_`."""
+    """How forms were chosen: ``"global"``, ``"uniform"``, or ``"fixed"`` by :func:`panther.sketch_layers_`."""
     notes: tuple[str, ...]
     """Deviations from the arguments, and why."""
     bytes_before: int
@@ -120,7 +129,7 @@ class CompressionReport:
     measured_error: float | None = None
     """The same on the held-out batches, before healing."""
     uniform_error: float | None = None
-    """The same with uniform ranks, where both were tried."""
+    """The same with uniform forms and ranks, where both were tried."""
     healed: HealResult | None = None
     measured_speedup: float | None = None
     """Speed-up of the whole model, on a held-out batch."""
@@ -183,17 +192,23 @@ class CompressionReport:
             lines.append(f"speed-up of the model  {self.measured_speedup:.2f}{slower}")
         lines += [f"note: {note}" for note in self.notes]
         rows: list[tuple[str, ...]] = [
-            ("layer", "kind", "shape", "low_rank (matrix rank)", "bytes", "", "error", "held-out", "share", "speed-up")
-        ]
+            (
+                "layer", "kind", "shape", "form", "low_rank (matrix rank)", "bits", "bytes", "", "error", "held-out",
+                "share", "speed-up", "ms",
+            )
+        ]  # fmt: skip
         for layer in self.layers:
             figures = [(layer.predicted_error, ".3g"), (layer.measured_error, ".3g")]
-            figures += [(layer.share, ".1%"), (layer.speedup, ".2f")]
+            time_ms = None if layer.time_s is None else 1e3 * layer.time_s
+            figures += [(layer.share, ".1%"), (layer.speedup, ".2f"), (time_ms, ".3g")]
             rows.append(
                 (
                     layer.names[0] + (f" (+{len(layer.names) - 1})" if len(layer.names) > 1 else ""),
                     layer.kind,
                     "x".join(map(str, layer.shape)),
-                    "dense" if layer.rank is None else f"{layer.low_rank} ({layer.rank})",
+                    layer.form,
+                    "" if layer.rank is None else f"{layer.low_rank} ({layer.rank})",
+                    f"{layer.bits:.3g}",
                     format_bytes(layer.bytes_before),
                     format_bytes(layer.bytes_after),
                     *("" if value is None else format(value, form) for value, form in figures),
@@ -227,7 +242,8 @@ class CompressionReport:
         figure = Figure(figsize=(9.0, 1.6 + 0.22 * len(self.layers)), layout="constrained")
         kept, errors = figure.subplots(1, 2, sharey=True)
         names = [layer.names[0] for layer in self.layers]
-        kept.barh(names, [layer.bytes_after / layer.bytes_before for layer in self.layers])
+        bars = kept.barh(names, [layer.bytes_after / layer.bytes_before for layer in self.layers])
+        kept.bar_label(bars, [_label(layer) for layer in self.layers], padding=2, fontsize=7)
         kept.axvline(self.eligible_ratio, color="black", linestyle="--", linewidth=1)
         kept.set(xlabel="bytes kept", xlim=(0, 1))
         for label, attribute, marker in (("predicted", "predicted_error", "|"), ("held-out", "measured_error", "o")):
@@ -241,3 +257,7 @@ class CompressionReport:
         path = Path(path)
         figure.savefig(path)
         return path
+
+
+def _label(layer: LayerReport) -> str:
+    return layer.form if layer.rank is None else f"{layer.form}, rank {layer.rank}"

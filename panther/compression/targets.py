@@ -18,13 +18,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from panther.errors import CompressionError
-from panther.nn._sketched import SketchedModule
+from panther.nn._sketched import CompressedModule, SketchedModule
 
 Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
 
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
-_DONE = "is sketched already"
+_DONE, _QUANTIZED = "is sketched already", "is quantized already"
 # torch has no public question for "has this module hooks"; these are where it keeps them.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -135,7 +135,7 @@ class Survey:
     def check(self) -> Self:
         """Return the survey itself, or raise CompressionError if there is nothing to compress."""
         if not self.targets:
-            done = sum(entry.reason == _DONE for entry in self.skipped)
+            done = sum(entry.reason in (_DONE, _QUANTIZED) for entry in self.skipped)
             if done and not self.notes:
                 raise CompressionError(
                     f"the model is compressed already, in {done} layer{'s' if done > 1 else ''}, and no other one can "
@@ -163,8 +163,13 @@ def select_targets(
     *,
     rank: int = LEAST_RANK,
     seeded: bool = False,
+    smallest: Callable[[Target], int] | None = None,
 ) -> Survey:
-    """Find the layers that shrink at a rank, and the reason for every other one that holds a matrix."""
+    """Find the layers that shrink, and the reason for every other one that holds a matrix.
+
+    ``smallest`` returns the least bytes that a weight can have; without it, they are those of a low-rank one of the
+    given rank.
+    """
     wanted, unwanted = _selectors("include", include, ("*",)), _selectors("exclude", exclude, ())
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -172,8 +177,8 @@ def select_targets(
     # In the order of the model; a reason, or None for a layer to compress.
     reasons: dict[nn.Module, str | None] = {}
     for module, places in names.items():
-        if isinstance(module, SketchedModule):
-            reasons[module] = _DONE
+        if isinstance(module, CompressedModule):
+            reasons[module] = _DONE if isinstance(module, SketchedModule) else _QUANTIZED
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
             reasons[module] = _refusal(module, places, wanted, unwanted)
 
@@ -194,10 +199,12 @@ def select_targets(
             continue
         target = _target(tuple(name for module in sharing for name in names[module]), sharing, seeded)
         least, dense = target.numbers(rank), target.dense_numbers
-        if least < dense:
+        if least < dense if smallest is None else smallest(target) < target.dense_bytes:
             targets.append(target)
-        else:
+        elif smallest is None or target.groups > 1:
             reasons[sound[0]] = f"would not shrink: matrix rank {rank} takes {least:,} numbers, the layer {dense:,}"
+        else:
+            reasons[sound[0]] = f"would not shrink: no form takes less than its {target.dense_bytes:,} bytes"
     skipped = [
         SkippedLayer(names[module][0] or "(the model)", type(module).__name__, reason)
         for module, reason in reasons.items()
@@ -210,9 +217,9 @@ def select_targets(
         for one in selectors
         if isinstance(one, str) and not any(fnmatch.fnmatchcase(name, one) for name in places)
     ]
-    if targets and (done := sum(entry.reason == _DONE for entry in skipped)):
+    if targets and (done := sum(entry.reason in (_DONE, _QUANTIZED) for entry in skipped)):
         notes.append(
-            f"layers that were sketched already: {done}; they stay as they are, and the budget is of the others: to "
+            f"layers that were compressed already: {done}; they stay as they are, and the budget is of the others: to "
             "choose all ranks together, compress the original model"
         )
     return Survey(tuple(targets), tuple(skipped), notes=tuple(notes))

@@ -254,6 +254,17 @@ def test_no_calibration_where_none_is_needed(models, capsys):
     assert "method=svd, allocate=uniform" in capsys.readouterr().out
 
 
+def test_forms_and_bits(models, capsys):
+    flags = ["--bits", "6", "--forms", "low_rank", "int4", "int6", "--report", "report.json"]
+    assert main(["compress", "my_models:both", "--out", "out", *flags]) == 0
+    layers = json.loads(Path("report.json").read_text())["layers"]
+    assert layers[-1]["form"] in ("int4", "int6")
+    assert sum(8 * layer["bytes_after"] for layer in layers) <= 6 * sum(layer["bytes_before"] / 4 for layer in layers)
+    capsys.readouterr()
+    assert main(["compress", "my_models:both", "--out", "other", "--bits", "6", "--forms", "int7"]) == 2
+    assert "form 'int7' is unknown" in capsys.readouterr().err
+
+
 def test_the_same_seed_gives_the_same_file(models, capsys):
     for out in ("one", "two"):
         assert main(["compress", "my_models:both", "--budget", "0.5", "--seed", "7", "--out", out]) == 0
@@ -263,7 +274,7 @@ def test_the_same_seed_gives_the_same_file(models, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["m", "--out", "o"], "one of the arguments --budget --max-bytes --max-error is required"),
+        (["m", "--out", "o"], "one of the arguments --budget --bits --max-bytes --max-error is required"),
         (["m", "--budget", "0.5"], "the following arguments are required: --out"),
         (["m", "--out", "o", "--budget", "1.5"], "argument --budget: 1.5 must be at most 1, which keeps everything"),
         (["m", "--out", "o", "--budget", "0"], "argument --budget: 0 must be above 0 and finite"),

@@ -87,7 +87,7 @@ def test_fuzz_budgets_are_kept(shapes, budget, decay):
             for target, option in choice.items():
                 assert option.rank is None or 2 <= option.rank <= target.largest_rank
                 assert (
-                    option.rank is None or option.rank % (8 if target.largest_rank >= 32 and forms != even else 2) == 0
+                    option.rank is None or option.rank % (8 if target.largest_rank >= 64 and forms != even else 2) == 0
                 )
                 assert option.bytes == target.bytes(option.rank) <= target.dense_bytes
         if limit == dense:

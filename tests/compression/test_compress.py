@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from compressing import assert_untouched, batches_of, error, quick, state_of
 from fake import fake_group
 from ranks import on_ranks
 from torch import nn
@@ -18,8 +19,6 @@ import panther as pr
 from panther.errors import CompressionError, ConfigError, NumericalWarning, PerformanceWarning
 from panther.nn import SKConv2d, SKLinear
 
-quick = {"measure_speed": False, "seed": 0}
-
 
 def network(**kwargs):
     """A network whose inputs lie near a subspace, so that a metric pays."""
@@ -28,31 +27,6 @@ def network(**kwargs):
         nn.Linear(48, 96, **kwargs), nn.GELU(), nn.Linear(96, 96, **kwargs), nn.ReLU(inplace=True),
         nn.Linear(96, 48, bias=False, **kwargs), nn.LayerNorm(48, **kwargs), nn.Linear(48, 24, **kwargs),
     )  # fmt: skip
-
-
-def batches_of(n=640, width=48, size=64, seed=1, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 12, generator=generator) @ torch.randn(12, width, generator=generator)
-    return list((x + 0.1 * torch.randn(n, width, generator=generator)).to(dtype).split(size))
-
-
-def state_of(model):
-    return (
-        {key: value.clone() for key, value in model.state_dict().items()},
-        [(name, id(module), module.training) for name, module in model.named_modules()],
-        [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()],
-    )
-
-
-def assert_untouched(model, before):
-    after = state_of(model)
-    assert before[1:] == after[1:]
-    assert all(torch.equal(before[0][key], value) for key, value in after[0].items())
-
-
-def error(model, exact, x):
-    with torch.no_grad():
-        return ((model(x) - exact).norm() / exact.norm()).item()
 
 
 def test_methods_keep_more_the_more_they_look_at():
@@ -433,7 +407,7 @@ def test_a_model_on_a_mesh_is_refused():
         (network, batches_of, {"budget": 0.0}, ValueError, r"budget=0.0 must be a fraction in \(0, 1\]"),
         (network, batches_of, {"budget": 1.5}, ValueError, r"budget=1.5 must be a fraction in \(0, 1\]"),
         (network, batches_of, {"budget": [0.5]}, TypeError, "budget must be a number, not list: budget=0.5 keeps half"),
-        (network, batches_of, {"budget": None}, ValueError, "exactly one of budget, max_bytes and max_error"),
+        (network, batches_of, {"budget": None}, ValueError, "exactly one of budget, bits, max_bytes and max_error"),
         (network, batches_of, {"max_bytes": 10}, ValueError, "exactly one of .* not budget and max_bytes"),
         (network, batches_of, {"budget": 0.01}, CompressionError, "smallest feasible budget is 0.0"),
         (network, batches_of, {"method": "qr"}, ValueError, "method='qr' is unknown: use one of 'two_sided'"),
@@ -619,7 +593,9 @@ def test_what_is_compressed_already_is_said():
     report = pr.compress(model, 0.5, batches_of(), include="[02]", **quick)
     assert not any("already" in note for note in report.notes)
     report = pr.compress(model, 0.5, batches_of(), allocate="uniform", **quick)
-    assert any(note.startswith("layers that were sketched already: 2; they stay as they are") for note in report.notes)
+    assert any(
+        note.startswith("layers that were compressed already: 2; they stay as they are") for note in report.notes
+    )
     assert [layer.names[0] for layer in report.layers] == ["4", "6"]
     before = state_of(model)
     with pytest.raises(CompressionError, match=r"compressed already, in 4 layers, .*compress the original model again"):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from panther.compression.conversion import convert, inherit_flags
-from panther.compression.fits import components, fit_weight
+from panther.compression.fits import fit_weight, leading_components
 from panther.compression.moments import Moments
 from panther.compression.targets import select_targets
 from panther.nn import SKConv2d, SKLinear
@@ -154,9 +154,9 @@ def test_large_weights_take_the_randomized_svd():
     sigma = torch.arange(1, 1025) ** -0.7
     model[0].weight.data = (U * sigma) @ Vt
     (target,) = select_targets(model).targets
-    most = components(target, 0.1)
+    most = leading_components(target, 530, 0.1 * 530)
     assert most == 2 * int(0.1 * 530)
-    assert components(target, 1.0) == 530
+    assert leading_components(target, 530, 530.0) == 530
     layer = next(iter(convert(target, fit_weight(target, None, most=most, seed=0), most, 0).values()))
     error = (layer.weight.detach() - model[0].weight).norm() / sigma[most:].norm()
     assert 0.999 < error < 1.002

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from panther.compression.conversion import convert_all
-from panther.compression.fits import Fits
+from panther.compression.forms.fitting import Fits
 from panther.compression.forms.options import Choice, Options, choose_global, choose_uniform, least_bytes
 from panther.compression.runner import Runner
 from panther.compression.targets import Survey, replace_modules
@@ -31,12 +31,20 @@ class Allocation:
     notes: tuple[str, ...] = ()
 
 
-def byte_limit(model: nn.Module, options: Options, *, budget: float | None, max_bytes: int | None) -> int | None:
-    """Return the bytes for the targets, None if neither is given; CompressionError if the smallest forms take more."""
+def byte_limit(
+    model: nn.Module, options: Options, *, budget: float | None, bits: float | None = None, max_bytes: int | None = None
+) -> int | None:
+    """Return the bytes for the targets, None if no size is given; CompressionError if the smallest forms take more."""
     dense, least = sum(target.dense_bytes for target in options), least_bytes(options)
+    numbers = sum(target.dense_numbers for target in options)
     if budget is not None:
         limit, setting = int(budget * dense * (1 + 1e-12)), f"budget={budget}"  # 0.29 * 100 is 28.99...
         feasible = f"budget is {math.ceil(least / dense * 1e4) / 1e4}"
+    elif bits is not None:
+        limit, setting = int(bits * numbers / 8 * (1 + 1e-12)), f"bits={bits}"
+        feasible = f"bits is {math.ceil(8 * least / numbers * 1e3) / 1e3}"
+        if bits > 8 * dense / numbers:
+            raise CompressionError(f"bits={bits} is above the {8 * dense / numbers:g} of the dense weights: give less")
     elif max_bytes is not None:
         other = model_bytes(model) - dense + _SEED_BYTES * sum(len(target.modules) for target in options)
         limit, setting, feasible = int(max_bytes) - other, f"max_bytes={max_bytes:,}", f"max_bytes is {least + other:,}"

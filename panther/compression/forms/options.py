@@ -7,8 +7,8 @@ this greedy choice is optimal except for the last step; the hull ends in the den
 """
 
 __all__ = [
-    "Choice", "Forms", "Option", "Options", "choose_global", "choose_uniform", "least_bytes", "total_bytes",
-    "total_loss",
+    "DEFAULT_FORMS", "DENSE", "INT8_LOW_RANK", "KNOWN_FORMS", "LOW_RANK", "Choice", "Forms", "Option", "Options",
+    "choose_global", "choose_uniform", "least_bytes", "quantized_bytes", "total_bytes", "total_loss",
 ]  # fmt: skip
 
 from bisect import bisect_right
@@ -16,10 +16,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torch import nn
+
 from panther.compression.targets import LEAST_RANK, Target
+from panther.errors import CompressionError
+from panther.nn.quantized import stored_bytes
 
 _FRACTION_STEPS = 50  # halvings of the kept fraction, to the resolution of a float
-_FINE = 4  # multiples of a rank that a weight must have room for; smaller ones have even ranks
+_FINE = 8  # multiples of a rank that a weight must have room for; smaller ones have even ranks, of which there are few
+_LARGEST_CORRECTION = 64  # rank: what rounding leaves is nearly white, and a higher one costs more than it saves
+_WIDTHS = (8, 6, 5, 4, 3, 2)
+
+DENSE, LOW_RANK, INT8_LOW_RANK, CORRECTED = "dense", "low_rank", "int8_low_rank", "+low_rank"
+
+KNOWN_FORMS = (
+    DENSE, LOW_RANK, INT8_LOW_RANK, *(f"int{bits}" for bits in _WIDTHS), *(f"int{bits}{CORRECTED}" for bits in _WIDTHS),
+)  # fmt: skip
+
+DEFAULT_FORMS = (DENSE, LOW_RANK)
+"""The forms of :func:`panther.compress` where none are named."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +42,10 @@ class Option:
     """One way to store a weight.
 
     Attributes:
-        form: ``"dense"`` or ``"low_rank"``.
+        form: One of ``KNOWN_FORMS``.
         bytes: Bytes on disk.
-        rank: Rank of the low-rank form, in every group of a convolution.
+        rank: Rank of the low-rank form, in every group of a convolution, or of the correction.
+        bits: Width of the codes, where the weight is quantized.
         loss: Predicted squared effect on the model's output; zero where nothing was fitted.
         error: Predicted relative error of the layer's own output; None where nothing was fitted.
     """
@@ -37,6 +53,7 @@ class Option:
     form: str
     bytes: int
     rank: int | None = None
+    bits: int | None = None
     loss: float = 0.0
     error: float | None = None
 
@@ -53,27 +70,120 @@ class Forms:
     """Which options there are.
 
     Attributes:
-        rank_multiple: What ranks are multiples of, except for weights too small for four of it, whose ranks are even.
+        names: Some of ``KNOWN_FORMS``.
+        rank_multiple: What ranks are multiples of, except for weights too small for eight of it, whose ranks are even.
+        group_size: Columns of a quantized weight that share a scale; None is the whole row.
     """
 
-    rank_multiple: int = 2
+    names: tuple[str, ...] = DEFAULT_FORMS
+    rank_multiple: int = 8
+    group_size: int | None = 128
 
-    def options(self, target: Target) -> tuple[Option, ...]:
-        """Return the options of a weight, the smallest first, without their losses."""
-        step = self.rank_multiple if target.largest_rank >= _FINE * self.rank_multiple else LEAST_RANK
-        ranks = range(step, target.largest_rank + 1, step)
-        low_rank = (Option("low_rank", target.bytes(rank), rank) for rank in ranks)
-        return (*low_rank, Option("dense", target.dense_bytes, error=0.0))
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the widths of the quantized forms, the least first."""
+        return tuple(sorted({bits for name in self.names if (bits := _width(name)) is not None}))
+
+    def quantizes(self, target: Target) -> bool:
+        """Return whether a weight can be quantized."""
+        return bool(self.widths) and _is_linear(target)
+
+    def options(self, target: Target) -> list[Option]:
+        """Return the options of a weight that are no larger than it, the smallest first, without their losses.
+
+        Raises:
+            CompressionError: If it is a convolution, and all forms are those of linear layers.
+        """
+        names = self.names
+        if not _is_linear(target):
+            names = tuple(name for name in names if name in (DENSE, LOW_RANK))
+            if not names:
+                raise CompressionError(
+                    f"layer {target.name!r} is a {target.kind}, which can only be dense or low rank, and forms="
+                    f"{self.names} has neither: add 'low_rank', or pass exclude={target.kind!r}"
+                )
+        found = [option for name in names for option in self._of_form(target, name)]
+        return sorted(found, key=lambda option: option.bytes)
+
+    def _of_form(self, target: Target, name: str) -> list[Option]:
+        bits = _width(name)
+        if name == DENSE:
+            return [Option(DENSE, target.dense_bytes, error=0.0)]
+        if name == LOW_RANK:
+            return [Option(LOW_RANK, target.bytes(rank), rank) for rank in self.ranks(target, name)]
+        if bits is not None and not name.endswith(CORRECTED):
+            several = [Option(name, quantized_bytes(target, bits, self.group_size, 0), None, bits)]
+        else:
+            several = [
+                Option(name, quantized_bytes(target, bits, self.group_size, rank), rank, bits)
+                for rank in self.ranks(target, name)
+            ]
+        return [option for option in several if option.bytes < target.dense_bytes]
+
+    def ranks(self, target: Target, name: str) -> range:
+        """Return the ranks that a form of a weight can have; none if it is no low-rank form."""
+        least = min(target.inner, target.outer)
+        if name == LOW_RANK:
+            largest = target.largest_rank
+        elif name == INT8_LOW_RANK and _is_linear(target):
+            largest = least
+        elif name.endswith(CORRECTED) and _is_linear(target):
+            largest = min(least, _LARGEST_CORRECTION)
+        else:
+            return range(0)
+        step = self.rank_multiple if largest >= _FINE * self.rank_multiple else min(LEAST_RANK, largest)
+        return range(step, largest + 1, step)
+
+    def largest_correction(self, target: Target) -> int:
+        """Return the largest rank of a correction; 0 if there are no corrected forms."""
+        return max((self.ranks(target, name)[-1] for name in self.names if name.endswith(CORRECTED)), default=0)
+
+    def smallest_bytes(self, target: Target) -> int:
+        """Return the bytes of the smallest option that is not dense; those of the dense weight if there is none."""
+        sizes = (option.bytes for option in self.options(target) if option.form != DENSE)
+        return min(sizes, default=target.dense_bytes)
+
+
+def _width(name: str) -> int | None:
+    return next((bits for bits in _WIDTHS if name in (f"int{bits}", f"int{bits}{CORRECTED}")), None)
+
+
+def _is_linear(target: Target) -> bool:
+    return target.groups == 1 and not isinstance(target.modules[0], nn.Conv2d)
+
+
+def quantized_bytes(target: Target, bits: int | None, group_size: int | None, rank: int) -> int:
+    """Return the bytes of a quantized form of a weight on disk."""
+    return stored_bytes(target.inner, target.outer, bits, group_size=group_size, low_rank=rank)
 
 
 def choose_uniform(options: Options, limit: int) -> Choice:
-    """Give every weight the same fraction, the largest with which all fit into ``limit`` bytes."""
-    sizes = {target: [option.bytes for option in several] for target, several in options.items()}
+    """Give every weight the same form and the same fraction, the largest with which all fit into ``limit`` bytes.
+
+    Of several forms it is the one of the least loss. Where a weight does not have the form, it takes another one.
+    """
+    forms = [{option.form for option in several} - {DENSE} for several in options.values()]
+    # Those that all weights have, except that a convolution has none of the quantized ones.
+    names = sorted({name for several in forms for name in several})
+    shared = [name for name in names if all(name in several or several <= {LOW_RANK} for several in forms)]
+    found = [_uniform(options, limit, name) for name in shared or names or (DENSE,)]
+    fitting = [choice for choice in found if total_bytes(choice) <= limit]
+    if not fitting:
+        return {target: several[0] for target, several in options.items()}
+    return min(fitting, key=lambda choice: (total_loss(choice), sum((o.error or 0.0) ** 2 for o in choice.values())))
+
+
+def _uniform(options: Options, limit: int, name: str) -> Choice:
+    allowed = {}
+    for target, several in options.items():
+        same = [option for option in several if option.form in (name, DENSE)]
+        allowed[target] = same if any(option.form == name for option in same) else several
+    sizes = {target: [option.bytes for option in several] for target, several in allowed.items()}
 
     def at(fraction: float) -> Choice:
         return {
             target: several[max(bisect_right(sizes[target], fraction * target.dense_bytes) - 1, 0)]
-            for target, several in options.items()
+            for target, several in allowed.items()
         }
 
     low, high = 0.0, 1.0
