@@ -16,7 +16,15 @@ from harness import RESULTS
 
 from panther.errors import require_extra
 
-COLOURS = {"sketched": "C0", "low rank": "C1", "dense, narrower": "C2", "low rank, twice R": "C4", "dense": "C3"}
+COLOURS = {
+    "sketched": "C0",
+    "sketched in part": "C9",
+    "low rank": "C1",
+    "low rank in part": "C8",
+    "dense, narrower": "C2",
+    "low rank, twice R": "C4",
+    "dense": "C3",
+}
 STYLES = {"AdamW": "--", "Muon": "-"}
 Runs = dict[tuple[str, str], list[dict[str, str]]]  # by optimizer and form
 
