@@ -170,10 +170,18 @@ class Runner:
         return int(shared.item())
 
     @torch.no_grad()
-    def errors(self, variants: Sequence[Callable[[], AbstractContextManager[Any]]], description: str) -> list[float]:
-        """Return the relative error of the output on the held-out batches in each of the contexts, which change it."""
+    def errors(
+        self,
+        variants: Sequence[Callable[[], AbstractContextManager[Any]]],
+        description: str,
+        batches: Sequence[Any] = (),
+    ) -> list[float]:
+        """Return the relative error of the output in each of the contexts, which change it.
+
+        It is measured on the held-out batches unless others are given.
+        """
         sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
-        for batch in self.over(self.held_out, description):
+        for batch in self.over(batches or self.held_out, description):
             mask = self.mask(batch)
             exact = counted(self.output(batch), mask)
             sums[-1] += squares(exact)
@@ -183,9 +191,10 @@ class Runner:
         self.sum_([sums])
         *lost, whole = sums.tolist()
         if not isfinite(whole):
+            place = "a calibration batch" if batches else f"the held-out batches, 1 in {_HELD_OUT}"
             raise CompressionError(
-                f"the model's output is NaN or infinite on the held-out batches, 1 in {_HELD_OUT}: check the batches "
-                "and the model, or return a finite part of the output in forward_fn"
+                f"the model's output is NaN or infinite on {place}: check the batches and the model, or return a "
+                "finite part of the output in forward_fn"
             )
         return [relative_error(each, whole) for each in lost]
 

