@@ -307,11 +307,13 @@ def pair_matmul(
     BM = _row_tile(M, 64 if half else 32, math.sqrt(M * N * x.element_size() / (4 * programs * parts)))
     row_tiles = triton.cdiv(M, BM)
     tiles = min(n_tiles, triton.cdiv(n_tiles * row_tiles, programs))
+    # Packed signs and float32 in three products of TF32 need more registers than four warps have.
+    outer_warps = 8 if BM == 64 or (signs["PACKED"] and not half) else 4
     _pair_outer_kernel[(row_tiles, triton.cdiv(n_tiles, tiles))](
         partial, U1, S2, bias, out, inner, scale, M, N, R, splits, partial.stride(0), tiles,
         *_strides(U1), *S2.stride(),
         RP=RP, RANK_TILES=rank_tiles, REDUCE=reduce, HAS_BIAS=bias is not None, BM=BM, BN=BN,
-        num_warps=8 if BM == 64 else 4, num_stages=2, **signs,
+        num_warps=outer_warps, num_stages=2, **signs,
     )  # fmt: skip
     return out, inner
 

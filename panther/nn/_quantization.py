@@ -17,7 +17,8 @@ def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (
     """Return the number of its group for each column."""
     if group_size is None or groups.shape[1] == 1:
         return groups.expand(-1, columns)
-    return groups.repeat_interleave(group_size, 1)[:, :columns]
+    # Not repeat_interleave: compiled by Inductor, its slice reads past the end where the last group is smaller.
+    return groups[:, torch.arange(columns, device=groups.device) // group_size]
 
 
 def quantize(
