@@ -1,6 +1,6 @@
 """Integers of 1 to 8 bits stored in whole bytes, for weights that are quantized.
 
-A width is split into parts of 8, 4, 2 and 1 bits (3 = 2 + 1, 7 = 4 + 2 + 1), of which the widest holds the low bits. A
+A width is split into parts of 8, 4, 2 and 1 bits (3 = 2 + 1, 7 = 4 + 2 + 1). The widest part holds the low bits. A
 part of p bits stores 8 / p codes a byte: with n bytes a row, byte k holds the codes of columns k, n + k, 2 n + k, ...
 from the low bits up, so that one shift of n bytes gives n neighbouring columns. The parts of a row lie behind each
 other. Codes of 8 bits are stored as int8, less 128: torch's kernels read that.

@@ -134,10 +134,10 @@ def compress(
             have more inputs than the batches have positions, or read constants; if the held-out error is far above
             the predicted one.
 
-    Cost: forward and backward over the batches for each pass, n^2 and m^2 numbers in float64 for an (m, n) weight
-    within a pass, one SVD a weight, and for each of up to four widths ``2 m n (m + n)`` flops a weight. Peak memory,
-    besides that of the model's own forward and backward, is logged beforehand (logger ``panther.compression``, level
-    INFO) and in the report.
+    Cost: forward and backward over the batches for each pass, and with global forms a forward of one batch for each
+    layer; n^2 and m^2 numbers in float64 for an (m, n) weight within a pass, one SVD a weight, and for each of up to
+    four widths ``2 m n (m + n)`` flops a weight. Peak memory, besides that of the model's own forward and backward, is
+    logged beforehand (logger ``panther.compression``, level INFO) and in the report.
 
     Example:
         >>> import torch, panther as pr

@@ -17,8 +17,13 @@ def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (
     """Return the number of its group for each column."""
     if group_size is None or groups.shape[1] == 1:
         return groups.expand(-1, columns)
-    # Not repeat_interleave: compiled by Inductor, its slice reads past the end where the last group is smaller.
-    return groups[:, torch.arange(columns, device=groups.device) // group_size]
+    # Whole groups and the last one apart: torch 2.13 compiles `repeat_interleave` and a slice to reads past
+    # the end, and an index to a wrong gradient.
+    whole = columns // group_size
+    runs = groups[:, :whole, None].expand(-1, -1, group_size).flatten(1)
+    if whole == groups.shape[1]:
+        return runs
+    return torch.cat((runs, groups[:, whole:].expand(-1, columns - runs.shape[1])), 1)
 
 
 def quantize(

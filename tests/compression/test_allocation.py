@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import panther as pr
 from panther.compression.forms.allocation import byte_limit
 from panther.compression.forms.options import (
     Forms,
@@ -20,6 +21,7 @@ from panther.compression.forms.options import (
 )
 from panther.compression.targets import select_targets
 from panther.errors import CompressionError
+from tests.support.compressing import quick
 
 even = Forms(rank_multiple=2)
 
@@ -125,3 +127,32 @@ def test_an_easy_layer_gives_its_budget_to_a_hard_one():
     choice = choose_global(options_of(tails), (easy.dense_bytes + hard.dense_bytes) // 2 + easy.bytes(2))
     assert choice[easy].rank <= 4
     assert choice[hard].rank is None or choice[hard].rank > 26
+
+
+class Pooled(nn.Module):
+    """A layer whose outputs are averaged over positions, beside one that is applied once."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.pooled, self.once = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):  # (N, T, 64)
+        return torch.cat((self.pooled(x).mean(1), self.once(x[:, 0]) / 2), -1)
+
+
+def test_measured_losses_correct_the_predicted_ones(monkeypatch):
+    """All positions of a sample are the same, so errors of the pooled layer add up, where independent ones average."""
+    generator = torch.Generator().manual_seed(1)
+    spectrum = torch.logspace(0, -2, 64)
+    batches = [
+        (torch.randn(64, 1, 64, generator=generator) * spectrum).expand(-1, 16, -1).contiguous() for _ in range(10)
+    ]
+    forms = {"bits": 4.2, "forms": ("int2", "int3", "int4", "int5", "int6"), "group_size": None}
+    corrected = pr.compress(Pooled(), calibration=batches, **forms, **quick)
+    monkeypatch.setattr("panther.compression.forms.allocation._measured", lambda *given: given[2].options)
+    predicted = pr.compress(Pooled(), calibration=batches, **forms, **quick)
+    forms_of = [{layer.names[0]: layer.form for layer in report.layers} for report in (predicted, corrected)]
+    assert forms_of == [{"pooled": "int3", "once": "int4"}, {"pooled": "int4", "once": "int3"}]
+    assert corrected.measured_error < 0.9 * predicted.measured_error
+    assert corrected.bytes_after == predicted.bytes_after

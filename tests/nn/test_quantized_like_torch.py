@@ -27,8 +27,6 @@ INDUCTOR = [  # its first compilation takes half a minute, and it needs a C++ co
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_compile_without_graph_breaks(form, backend):
-    if backend == "inductor" and form.get("group_size") == 30:
-        pytest.xfail("Inductor adds up the gradient of a ragged row's scales in bfloat16; outputs agree")
     torch.compiler.reset()
     model = layer(form)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)

@@ -23,7 +23,7 @@ from panther.errors import CompressionError
 from panther.nn.quantized import stored_bytes
 
 _FRACTION_STEPS = 50  # halvings of the kept fraction, to the resolution of a float
-_FINE = 8  # multiples of a rank that a weight must have room for; smaller ones have even ranks, of which there are few
+_FINE = 8  # multiples of a rank that a weight must have room for; smaller weights have even ranks
 _LARGEST_CORRECTION = 64  # rank: what rounding leaves is nearly white, and a higher one costs more than it saves
 _WIDTHS = (8, 6, 5, 4, 3, 2)
 
@@ -121,7 +121,7 @@ class Forms:
         return [option for option in several if option.bytes < target.dense_bytes]
 
     def ranks(self, target: Target, name: str) -> range:
-        """Return the ranks that a form of a weight can have; none if it is no low-rank form."""
+        """Return the ranks that a form of a weight can have; an empty range if the form has no rank."""
         least = min(target.inner, target.outer)
         if name == LOW_RANK:
             largest = target.largest_rank

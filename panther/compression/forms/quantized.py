@@ -55,7 +55,7 @@ def _ridged(A: Tensor) -> Tensor:
 
 
 def sensitivity(metric: Metric) -> float:
-    """Return the loss of a quantized weight but for a factor that depends on its width alone.
+    """Return the loss of a quantized weight, up to a factor that depends on its width alone.
 
     With feedback in both metrics, the error of each entry counts with the square of its pivots in the Cholesky factors.
     """
