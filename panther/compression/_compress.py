@@ -378,7 +378,9 @@ def _check_options(
         )
     for name, value in given.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, not {type(value).__name__}: give one, such as bits=4.25")
+            raise TypeError(
+                f"{name} must be a number, not {type(value).__name__}: give one, such as budget=0.5 or bits=4.25"
+            )
         if not 0 < value < math.inf or (name == "budget" and value > 1):
             rule = "a fraction in (0, 1]" if name == "budget" else "positive and finite"
             raise ValueError(f"{name}={value!r} must be {rule}")
