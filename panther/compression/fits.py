@@ -16,7 +16,7 @@ from torch import Tensor
 from panther.compression.moments import Moments
 from panther.compression.targets import Target
 from panther.linalg import randomized_svd
-from panther.nn._quantization import MAXIMUM_CODE
+from panther.nn.quantized.grid import MAXIMUM_CODE
 
 # Added to the diagonal of a moment, relative to its mean: directions that the batches do not show keep some weight.
 _RIDGE = 1e-4

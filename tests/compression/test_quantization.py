@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from panther.compression.forms.quantization import QuantizedWeight, quantize_weight
-from panther.nn._quantization import quantization_grid, quantize, spread
+from panther.nn.quantized.grid import quantization_grid, quantize, spread
 
 DOUBLE = torch.float64
 

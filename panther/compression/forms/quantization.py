@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from panther.nn._quantization import quantization_grid, spread
+from panther.nn.quantized.grid import quantization_grid, spread
 
 _BLOCK = 64  # rows and columns: larger blocks add scalar products, smaller ones calls
 

@@ -1,0 +1,226 @@
+"""QuantizedLinear, a linear layer with a weight of 2 to 8 bits an entry, a low-rank correction in int8, or both."""
+
+__all__ = ["QuantizedLinear"]
+
+import math
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from panther.errors import DTypeError, ShapeError, check_size
+from panther.kernels._cpu.quantized import quantized_matmul
+from panther.kernels.ops._library import autocast
+from panther.nn._fitting import fittable
+from panther.nn.quantized.matrix import QuantizedMatrix
+
+
+class QuantizedLinear(QuantizedMatrix):
+    r"""A drop-in for :class:`torch.nn.Linear` whose weight is stored in few bits.
+
+    .. math:: y = x\,(Q + L\,\mathrm{diag}(c)\,R)^T + b, \qquad Q_{ij} = s_{ig}\,(q_{ij} - z_{ig}), \quad
+        g = \lfloor j / \mathtt{group\_size} \rfloor
+
+    with codes q of 2 to 8 bits, a scale s and a zero point z for each group of neighbouring columns of a row, and a
+    correction of rank ``low_rank`` whose factors L (out, r) and R (r, in) are int8 with one scale c for each rank-one
+    term. Either part may be missing: ``low_rank=0`` is plain quantization, and ``bits=None`` low rank in int8.
+
+    The integers are buffers and never trained. The scales and the bias are parameters, so that a model can be tuned
+    after it was quantized; the scales are stored in bfloat16, which has the range of float32 in 2 bytes, and casts of
+    the layer (``half()``, ``to(torch.float64)``) change the dtype of the computation and of the bias alone.
+
+    A new layer has random weights with nn.Linear's variance; :meth:`from_linear` rounds a dense layer.
+
+    Args:
+        in_features: Size of each input sample.
+        out_features: Size of each output sample.
+        bits: Width of a code, 2 to 8; None for low rank alone.
+        group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
+            group may be smaller.
+        low_rank: Rank r of the correction.
+        bias: Whether to add a bias.
+        device: None is torch's default.
+        dtype: Floating dtype of input, output and bias; None is torch's default.
+
+    Shape:
+        Input ``(*, in_features)``, output ``(*, out_features)``.
+
+    Attributes:
+        codes: uint8 (out, bytes of a row), see ``pack_codes``; None without Q.
+        zeros: uint8 (out, groups); None without Q.
+        scales: A Parameter (out, groups), bfloat16; None without Q.
+        left: int8 (out, r); None without correction, as are the next two.
+        right: int8 (r, in).
+        factor_scales: A Parameter (r,), bfloat16.
+        bias: A Parameter (out,) in ``dtype``, or None.
+
+    Raises:
+        ShapeError: If a size is out of range.
+        ValueError: If ``bits`` is None and ``low_rank`` 0, which leaves no weight.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+
+    Cost: That of the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. Expansion
+    counts where the batch is small: on a CPU, most layers with codes are slower than nn.Linear there and save memory
+    alone. On a CPU without gradients the weight is expanded block by block, otherwise as a whole; CUDA is untested.
+
+    Example:
+        >>> import torch
+        >>> from panther.nn.quantized import stored_bytes
+        >>> layer = QuantizedLinear(1024, 1024, bits=4, group_size=128, low_rank=16)
+        >>> layer(torch.randn(8, 1024)).shape
+        torch.Size([8, 1024])
+        >>> 8 * stored_bytes(1024, 1024, bits=4, group_size=128, low_rank=16) / 1024**2
+        4.437835693359375
+
+    Reference: A low-rank correction of a quantized weight: Z. Yao et al., "ZeroQuant-V2", 2023, arXiv:2303.08302.
+    """
+
+    dense_class = nn.Linear
+    dense_arguments = ("in_features", "out_features", "bias")
+    size_arguments = ("bits", "group_size", "low_rank")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bits: int | None = 4,
+        *,
+        group_size: int | None = 128,
+        low_rank: int = 0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = check_size("in_features", in_features, least=1)
+        self.out_features = check_size("out_features", out_features, least=1)
+        self._allocate(self.out_features, self.in_features, bits, group_size, low_rank, bias, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``(*, in_features)`` to ``(*, out_features)``."""
+        if not isinstance(input, Tensor):
+            raise TypeError(f"the input must be a tensor, not {type(input).__name__}: use torch.as_tensor")
+        x, bias = autocast(input.device, input, self.bias)
+        dtype = x.dtype
+        if dtype is not self.dtype and not _is_autocasting(x.device.type):
+            raise DTypeError(f"the input is {dtype} and the layer {self.dtype}: cast one of them")
+        if not x.is_nested and x.dim() and x.shape[-1] != self.in_features:
+            raise ShapeError(f"the input has {x.shape[-1]} features and the layer takes {self.in_features}")
+        if self.bits is not None:
+            if self._is_plain_inference(input):
+                return self._inferred(x, bias)
+            output = F.linear(x, self._expanded(dtype), bias)
+            if self.low_rank:
+                left, right = self._factors(dtype)
+                output = output + F.linear(F.linear(x, right), left)
+            return output
+        left, right = self._factors(dtype)
+        return F.linear(F.linear(x, right), left, bias)
+
+    def _is_plain_inference(self, x: Tensor) -> bool:
+        """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor on the CPU."""
+        if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_nested or not x.is_cpu:
+            return False
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return False
+        return not torch.is_grad_enabled() or not (
+            x.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
+        )
+
+    def _inferred(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output without expanding the whole weight."""
+        rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
+        output = quantized_matmul(rows, self.codes, self.bits, self.scales, self.zeros, self.group_size)
+        if self.low_rank:
+            left, right = self._factors(x.dtype)
+            output.addmm_(rows @ right.mT, left.mT)
+        if bias is not None:
+            output += bias
+        return output if x.dim() == 2 else output.reshape(*x.shape[:-1], self.out_features)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        bits: int | None = 4,
+        *,
+        group_size: int | None = 128,
+        low_rank: int = 0,
+    ) -> Self:
+        """Return a quantized layer near a dense one, on its device and in its dtype; the dense one is left as it is.
+
+        Weights go to the nearest code of a grid whose range is searched for the least squared error. A correction and
+        the codes are fitted in turns, each to what the other leaves; the better of the rounds is kept. This looks at
+        the weight alone: :func:`panther.compress` weighs errors by the data, too.
+
+        Args:
+            linear: The layer to approximate.
+            bits: As in the constructor.
+            group_size: As in the constructor.
+            low_rank: As in the constructor, at most the smaller size of the weight.
+
+        Raises:
+            ValueError: If the weight has no values, or NaN or infinite ones.
+            TypeError: If ``linear`` is not an nn.Linear.
+
+        Cost: About 250 passes over the weight; with a correction four times that, and four truncated SVDs.
+
+        Example:
+            >>> import torch
+            >>> dense = torch.nn.Linear(256, 128)
+            >>> layer = QuantizedLinear.from_linear(dense, bits=4, group_size=64)
+            >>> bool((layer.weight - dense.weight).norm() < 0.1 * dense.weight.norm())
+            True
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
+        weight = linear.weight.detach()
+        A = fittable(weight)
+        make: Any = cls
+        layer = make(
+            linear.in_features,
+            linear.out_features,
+            bits,
+            group_size=group_size,
+            low_rank=low_rank,
+            bias=linear.bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        layer._fit_(A)
+        if linear.bias is not None:
+            with torch.no_grad():
+                layer.bias.copy_(linear.bias)
+        return layer.train(linear.training)
+
+    @torch.no_grad()
+    def to_linear(self) -> nn.Linear:
+        """Return the nn.Linear with this layer's effective weight and bias, copied.
+
+        Example:
+            >>> import torch
+            >>> layer, x = QuantizedLinear(256, 128), torch.randn(2, 256)
+            >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
+            True
+        """
+        dense = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device=self.record.device, dtype=self.dtype
+        )
+        dense.weight.copy_(self.weight)
+        if self.bias is not None:
+            dense.bias.copy_(self.bias)
+        return dense.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Return sizes and form, as shown by print."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
+            f"group_size={self.group_size}, low_rank={self.low_rank}, bias={self.bias is not None}"
+        )
+
+
+def _is_autocasting(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

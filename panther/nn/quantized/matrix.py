@@ -1,0 +1,220 @@
+"""The weight of a quantized layer as a matrix: codes in groups, a correction in int8, and their fit to a dense one."""
+
+__all__ = ["QuantizedMatrix"]
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating
+from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
+from panther.nn._fitting import leading_factors
+from panther.nn.quantized.form import checked_form
+from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors, spread
+from panther.nn.quantized.state import QuantizedState
+
+_ROUNDS = 4  # of a fit with a correction: the error falls by 1 % in the second round and by 0.1 % in the fourth
+_FACTOR_UNIT = 1 / 128  # factors are multiplied as L 128 diag(c) (R / 128), within the range of float16
+
+
+class QuantizedMatrix(QuantizedState):
+    """Base of a layer whose weight, as a matrix (rows, columns), is ``Q + L diag(c) R``; see QuantizedLinear."""
+
+    _rows: int
+    _columns: int
+
+    def _allocate(
+        self,
+        rows: int,
+        columns: int,
+        bits: int | None,
+        group_size: int | None,
+        low_rank: int,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Check the form, and make and fill the tensors of a weight of ``rows`` times ``columns``."""
+        self.bits, self.group_size, self.low_rank = bits, group_size, low_rank = checked_form(
+            columns, bits, group_size, low_rank
+        )
+        check_flag("bias", bias)
+        check_device(device)
+        check_floating("dtype", dtype)
+        self._rows, self._columns = rows, columns
+        self._dtype = dtype or torch.get_default_dtype()
+
+        def buffer(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+            if shape is None:
+                setattr(self, name, None)  # torch.export miscounts a buffer that is None
+            else:
+                self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
+
+        def parameter(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+            tensor = None if shape is None else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+            self.register_parameter(name, tensor)
+
+        rank, groups = self.low_rank, self._groups
+        buffer("codes", None if bits is None else (rows, code_bytes(columns, bits)), torch.uint8)
+        buffer("zeros", None if bits is None else (rows, groups), torch.uint8)
+        buffer("left", (rows, rank) if rank else None, torch.int8)
+        buffer("right", (rank, columns) if rank else None, torch.int8)
+        buffer("record", (3,), torch.int32)
+        parameter("scales", None if bits is None else (rows, groups), torch.bfloat16)
+        parameter("factor_scales", (rank,) if rank else None, torch.bfloat16)
+        parameter("bias", (rows,) if bias else None, self._dtype)
+        self.reset_parameters()
+
+    @property
+    def _groups(self) -> int:
+        """Number of groups in a row."""
+        return 0 if self.group_size is None else -(-self._columns // self.group_size)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw codes, factors and bias from torch's generator, with nn.Linear's variance; a correction starts at 0."""
+        self._write_record()
+        fan_in = self._columns
+        if self.bits is not None:
+            levels = 2**self.bits
+            codes = torch.randint(levels, (self._rows, fan_in), dtype=torch.uint8, device=self.codes.device)
+            self.codes.copy_(pack_codes(codes, self.bits))
+            self.zeros.fill_(levels // 2)
+            self.scales.fill_(2 / math.sqrt(fan_in * (levels**2 - 1)))
+        if self.low_rank:
+            self.right.random_(-MAXIMUM_CODE, MAXIMUM_CODE + 1)
+            variance = MAXIMUM_CODE * (MAXIMUM_CODE + 1) / 3
+            self.factor_scales.fill_(1 / (variance * math.sqrt(3 * fan_in * self.low_rank)))
+            if self.bits is None:
+                self.left.random_(-MAXIMUM_CODE, MAXIMUM_CODE + 1)
+            else:
+                self.left.zero_()
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    def _expanded(self, dtype: torch.dtype) -> Tensor:  # (out, in)
+        """Return Q, differentiable by the scales."""
+        # float16 ends at 6e-8, which scales reach; the differences of integers are exact in every dtype.
+        work = torch.float32 if dtype is torch.float16 else dtype
+        codes = unpack_codes(self.codes, self.bits, self._columns).to(work)
+        zeros, scales = (spread(t, self.group_size, self._columns) for t in (self.zeros.to(work), self.scales.to(work)))
+        return ((codes - zeros) * scales).to(dtype)
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
+        """Return L diag(c) and R as numbers, scaled so that the products with neither leave the range of float16."""
+        left = self.left * (self.factor_scales.float() / _FACTOR_UNIT)
+        return left.to(dtype), self.right.to(dtype) * _FACTOR_UNIT
+
+    @property
+    def weight(self) -> Tensor:  # (out, in)
+        """The dense effective weight, for inspection: differentiable, computed at each access.
+
+        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
+        """
+        dense = None if self.bits is None else self._expanded(self.dtype)
+        if self.low_rank:
+            left, right = self._factors(self.dtype)
+            dense = left @ right if dense is None else dense + left @ right
+        assert dense is not None  # the constructor refuses a layer without either
+        return dense
+
+    def _fit_(self, A: Tensor) -> None:
+        best, correction = math.inf, torch.zeros_like(A)
+        for _ in range(_ROUNDS if self.low_rank and self.bits is not None else 1):
+            parts: list[tuple[Tensor, Tensor, Tensor]] = []
+            rest = A
+            if self.bits is not None:
+                size = self.group_size
+                grid = quantization_grid(A - correction, self.bits, size)
+                codes = quantize(A - correction, *grid, size, self.bits)
+                scales, zeros = (spread(part.to(A.dtype), size, self._columns) for part in grid)
+                rest = A - scales * (codes.to(A.dtype) - zeros)
+                parts.append((codes, *grid))
+            if self.low_rank:
+                left, right, c = factors = round_factors(*leading_factors(rest, self.low_rank))
+                correction = (left.to(A.dtype) * c.to(A.dtype)) @ right.to(A.dtype)
+                rest = rest - correction
+                parts.append(factors)
+            error = rest.square().sum().item()
+            if error < best or math.isinf(best):
+                best, kept = error, parts
+        if self.bits is not None:
+            self.set_codes_(*kept.pop(0))
+        if self.low_rank:
+            self.set_factors_(*kept.pop(0))
+
+    @torch.no_grad()
+    def set_codes_(
+        self,
+        codes: Tensor,  # (out, in) uint8
+        scales: Tensor,  # (out, groups)
+        zeros: Tensor,  # (out, groups) uint8
+    ) -> Self:
+        """Fill Q: ``scales * (codes - zeros)`` by groups; scales are rounded to bfloat16.
+
+        Raises:
+            ShapeError: If the layer has no Q, or a shape differs.
+            DTypeError: If codes or zeros are not uint8.
+            ValueError: If a code or zero needs more than ``bits`` bits, or a scale is not finite.
+        """
+        if self.bits is None:
+            raise ShapeError("this layer is low rank alone (bits=None) and has no codes: use set_factors_")
+        groups = (self._rows, self._groups)
+        whole = (self._rows, self._columns)
+        _check_shapes(codes=(codes, whole), scales=(scales, groups), zeros=(zeros, groups))
+        top = 2**self.bits - 1
+        for name, tensor in (("codes", codes), ("zeros", zeros)):
+            if tensor.dtype is not torch.uint8:
+                raise DTypeError(f"{name} must be torch.uint8, not {tensor.dtype}: round and cast them")
+            if tensor.max() > top:
+                raise ValueError(f"{name} of {self.bits} bits are at most {top}, and one is {tensor.max()}: clamp them")
+        _check_finite("scales", scales)
+        self.codes.copy_(pack_codes(codes, self.bits))
+        self.zeros.copy_(zeros)
+        self.scales.copy_(scales)
+        return self
+
+    @torch.no_grad()
+    def set_factors_(
+        self,
+        left: Tensor,  # (out, r) int8
+        right: Tensor,  # (r, in) int8
+        factor_scales: Tensor,  # (r,)
+    ) -> Self:
+        """Fill the correction ``left diag(factor_scales) right``; scales are rounded to bfloat16.
+
+        Raises:
+            ShapeError: If the layer has no correction, or a shape differs.
+            DTypeError: If left or right are not int8.
+            ValueError: If a scale is not finite.
+        """
+        if not (rank := self.low_rank):
+            raise ShapeError("this layer has no correction (low_rank=0): use set_codes_")
+        _check_shapes(
+            left=(left, (self._rows, rank)),
+            right=(right, (rank, self._columns)),
+            factor_scales=(factor_scales, (rank,)),
+        )
+        for name, tensor in (("left", left), ("right", right)):
+            if tensor.dtype is not torch.int8:
+                raise DTypeError(f"{name} must be torch.int8, not {tensor.dtype}: round and cast it")
+        _check_finite("factor_scales", factor_scales)
+        self.left.copy_(left)
+        self.right.copy_(right)
+        self.factor_scales.copy_(factor_scales)
+        return self
+
+
+def _check_shapes(**tensors: tuple[Tensor, tuple[int, ...]]) -> None:
+    for name, (tensor, shape) in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} must have shape {shape} in this layer, not {tuple(tensor.shape)}")
+
+
+def _check_finite(name: str, scales: Tensor) -> None:
+    if not scales.to(torch.bfloat16).isfinite().all():
+        raise ValueError(f"{name} must be finite in bfloat16: they hold NaN, infinite or too large numbers")
