@@ -76,11 +76,16 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
     return built
 
 
-def build_modules(specs: dict[str, Any], model: nn.Module) -> dict[str, CompressedModule]:
-    """Return the sketched modules by name, freshly initialised; FormatError if they do not fit ``model``."""
+def build_modules(
+    specs: dict[str, Any], model: nn.Module, device: torch.device | str | None = None
+) -> dict[str, CompressedModule]:
+    """Return the sketched modules by name, freshly initialised, each on the device of the one in its place.
+
+    Raises FormatError if they do not fit ``model``.
+    """
 
     def build(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
-        module = _construct(*_checked_spec(name, spec, old), device=_device_of(old))
+        module = _construct(*_checked_spec(name, spec, old), device=device or _device_of(old))
         if isinstance(module, SketchedModule) and spec.get("mode") == "fitted":
             like = module.sketch_like()
             module.set_fitted_({key: like.new_zeros(shape) for key, shape in module.sketch_shapes().items()})

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, a file each. Nothing of a library is imported before its file is."""

@@ -1,0 +1,228 @@
+"""Compressed models in transformers: ``save_pretrained``, ``from_pretrained`` and everything that builds on them.
+
+Importing this module registers the quantization method "panther". A folder that ``save_pretrained`` then writes holds
+transformers' own config.json and sharded safetensors; config.json says which layers are compressed, and
+``AutoModel*.from_pretrained`` builds them, in any process that has imported this module.
+"""
+
+__all__ = ["PantherConfig", "PantherQuantizer", "set_quantization_config_"]
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import panther as pr
+from panther.errors import ConfigError, FormatError, require_extra
+from panther.integrations._versions import check_version
+from panther.nn._sketch_record import read_record
+from panther.nn._sketched import CompressedModule, SketchedModule
+from panther.nn._specs import build_modules, module_specs
+from panther.nn.linear import SKLinear
+from panther.nn.quantized import QuantizedLinear
+
+transformers: Any = require_extra("transformers", "transformers")
+_quantizers: Any = require_extra("transformers.quantizers", "transformers")
+_auto: Any = require_extra("transformers.quantizers.auto", "transformers")
+_configs: Any = require_extra("transformers.utils.quantization_config", "transformers")
+
+check_version("transformers", transformers.__version__, 5)
+_METHOD = "panther"
+_VERSION = 1  # of what config.json holds
+
+
+class PantherConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
+    """The entry ``quantization_config`` of a compressed model's config.
+
+    ``AutoModel.from_pretrained(folder, quantization_config=PantherConfig(budget=0.5, calibration=batches))`` loads a
+    dense model and compresses it. Of a folder that is compressed already the entry is read from its config.json, and
+    nobody needs to make one.
+
+    Args:
+        modules: Class, arguments and dtype of every compressed layer, by name; written by ``save_pretrained``.
+        version: Of this entry.
+        options: Arguments of :func:`panther.compress`, without the model, by name. They are not saved.
+
+    Raises:
+        ConfigError: If neither ``modules`` nor a size is given.
+        FormatError: If the entry was written by a newer Panther.
+
+    Example:
+        >>> from panther.integrations.transformers import PantherConfig
+        >>> PantherConfig(bits=4.25, calibration=[]).options["bits"]
+        4.25
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: Mapping[str, Any] | None = None,
+        version: int = _VERSION,
+        quant_method: str = _METHOD,
+        panther_version: str = pr.__version__,
+        **options: Any,
+    ) -> None:
+        if quant_method != _METHOD:
+            raise ConfigError(f"quant_method is {quant_method!r}, and this class is for {_METHOD!r} only")
+        if version != _VERSION:
+            raise FormatError(
+                f"the model's quantization_config has version {version!r} and this Panther reads {_VERSION}: use the "
+                f"Panther that wrote it ({panther_version}), or a newer one"
+            )
+        if modules is None and not options:
+            raise ConfigError(
+                "PantherConfig needs a size to compress to, as PantherConfig(bits=4.25, calibration=batches): arguments "
+                "are those of pr.compress"
+            )
+        self.quant_method = _METHOD
+        self.version = version
+        self.panther_version = panther_version
+        self.modules = None if modules is None else dict(modules)
+        self.options = options
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json holds: without options, which may be tensors or functions."""
+        names = ("quant_method", "version", "panther_version", "modules")
+        return {name: getattr(self, name) for name in names}
+
+
+class PantherQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
+    """What transformers calls when it loads and saves a compressed model."""
+
+    quantization_config: PantherConfig
+
+    report: pr.CompressionReport | None = None
+    """That of the compression, where the model was compressed on loading."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a dense folder without a size."""
+        if not self.pre_quantized and not self.options:
+            raise ConfigError("the folder is not compressed: give PantherConfig a size, as PantherConfig(bits=4.25)")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of :func:`panther.compress`."""
+        return self.quantization_config.options
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """Put layers without values, on the meta device, where config.json names compressed ones."""
+        if self.pre_quantized:
+            self.quantization_config.modules = _specs_for(model, self.quantization_config.modules or {})
+            for name, module in build_modules(self.quantization_config.modules, model, device="meta").items():
+                wanted = model.get_submodule(name).get_parameter("weight").dtype  # that of from_pretrained(dtype=)
+                _put(model, name, module.to(wanted))
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """Draw the sketches, which are not stored; or compress, if the folder was dense."""
+        if not self.pre_quantized:
+            self.report = pr.compress(model, **self.options)
+        specs = self.quantization_config.modules or {}
+        for name, module in model.named_modules():
+            if isinstance(module, SketchedModule):
+                seed = read_record(module.sketch_seed, module.num_terms, f"{name}.sketch_seed")
+                if seed is not None:
+                    module.set_seeded_(seed)
+                if isinstance(module, SKLinear) and specs.get(name, {}).get("packed"):
+                    module.pack_()
+            elif isinstance(module, QuantizedLinear) and module.record.tolist() != module._form:
+                raise FormatError(f"layer {name!r} was saved in another form than config.json says: save it again")
+        set_quantization_config_(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Make config.json, which is written afterwards, describe the layers as they are."""
+        set_quantization_config_(model)
+        return None, {}
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        """Put back dense layers of the effective weights."""
+        for name, module in [*model.named_modules()]:
+            if isinstance(module, CompressedModule):
+                dense: Any = module.to_conv() if hasattr(module, "to_conv") else module.to_linear()  # type: ignore[operator]
+                _put(model, name, dense.to(dtype))
+        return model
+
+    def is_serializable(self) -> bool:
+        """Return True: everything is in config.json and safetensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: factors, scales and biases are parameters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """True."""
+        return True
+
+
+def set_quantization_config_(model: Any) -> Any:
+    """Write the compressed layers of a transformers model into its config, so that ``save_pretrained`` saves them.
+
+    Call it after :func:`panther.compress`, :func:`panther.sketch_layers_` or :func:`panther.load_compressed`; a model
+    that ``from_pretrained`` compressed or loaded needs no call.
+
+    Args:
+        model: A PreTrainedModel with compressed layers, whose config is changed.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: If ``model`` is not a PreTrainedModel.
+        FormatError: If it has no compressed layer, or one that cannot be saved.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(
+            f"set_quantization_config_ takes a PreTrainedModel of transformers, not {type(model).__name__}: save other "
+            "models by pr.save_compressed"
+        )
+    specs = module_specs(model)
+    if not specs:
+        raise FormatError(
+            f"this {type(model).__name__} has no compressed layer: call pr.compress or pr.sketch_layers_ first"
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(quantizer, PantherQuantizer):
+        if quantizer is not None:
+            raise FormatError(
+                f"this {type(model).__name__} is quantized by {type(quantizer).__name__} too, and config.json has room "
+                "for one method: save it by pr.save_compressed"
+            )
+        quantizer = PantherQuantizer(PantherConfig(modules=specs))
+        model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, _METHOD
+    quantizer.quantization_config.modules = specs
+    model.config.quantization_config = quantizer.quantization_config
+    return model
+
+
+def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the records by the names that this class has: of a model with a head the body is loaded alone, too."""
+    present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    if specs.keys() <= present:
+        return dict(specs)
+    prefix = f"{model.base_model_prefix}."
+    body = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
+    for found in (body, {prefix + name: spec for name, spec in specs.items()}):
+        if found and found.keys() <= present:
+            return {name: _renamed(spec, specs, found, prefix) for name, spec in found.items()}
+    return dict(specs)  # build_modules names what is missing
+
+
+def _renamed(spec: Any, specs: Mapping[str, Any], found: Mapping[str, Any], prefix: str) -> Any:
+    first = spec.get("alias_of") if isinstance(spec, dict) else None
+    if first is None or first in found:
+        return spec
+    return {"alias_of": first.removeprefix(prefix) if first in specs and first.startswith(prefix) else prefix + first}
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
+_auto.register_quantization_config(_METHOD)(PantherConfig)
+_auto.register_quantizer(_METHOD)(PantherQuantizer)

@@ -1,0 +1,222 @@
+"""to_linears_: compressed layers as plain nn.Linear and convolutions, for tools that know no others."""
+
+__all__ = ["LinearPair", "LinearsReport", "ReplacedLayer", "to_linears_"]
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from panther._text import counted, format_table
+from panther.errors import check_device
+from panther.nn._sketched import CompressedModule, keep_own_forward
+from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
+from panther.nn.linear import SKLinear
+from panther.nn.quantized import QuantizedLinear
+
+
+class ReplacedLayer(NamedTuple):
+    """A layer that :func:`to_linears_` replaced."""
+
+    name: str
+    """Its name in the model; a layer that the model has under several names is listed under each."""
+    kind: str
+    """Its class."""
+    became: str
+    """What stands there now."""
+    bytes_before: int
+    """Bytes of the parameters and of the buffers that it saved."""
+    bytes_after: int
+    """Bytes of those that stand there now."""
+
+
+@dataclass(frozen=True)
+class LinearsReport:
+    """What :func:`to_linears_` did; ``print`` shows a table."""
+
+    replaced: tuple[ReplacedLayer, ...]
+    kept: tuple[tuple[str, str], ...]
+    """Names of compressed layers that were left, each with the reason."""
+
+    def __str__(self) -> str:
+        """Return a line for each layer."""
+        lines = [f"replaced {counted(len(self.replaced), 'layer')}, kept {len(self.kept)}"]
+        if self.replaced:
+            heading = ("layer", "kind", "became", "bytes before", "bytes after")
+            rows = [(*layer[:3], f"{layer.bytes_before:,}", f"{layer.bytes_after:,}") for layer in self.replaced]
+            lines.append(format_table([heading, *rows], "<<<>>"))
+        lines += [f"kept: {name}, {reason}" for name, reason in self.kept]
+        return "\n".join(lines)
+
+
+class LinearPair(nn.Sequential):
+    """Two linear layers in a row, the first without bias, in the place of one: ``x -> (x A^T) B^T + bias``.
+
+    Only :attr:`weight` is more than nn.Sequential has, because some models look at the weight of their layers (that of
+    T5 at its dtype), and that torch's own nn.TransformerEncoderLayer calls it in evaluation too.
+    """
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.register_forward_pre_hook(keep_own_forward)
+
+    @property
+    def weight(self) -> Tensor:  # (out, in)
+        """The product of both weights, for inspection; computed at each access."""
+        first, second = self
+        return second.get_parameter("weight") @ first.get_parameter("weight")
+
+
+def to_linears_(model: nn.Module) -> LinearsReport:
+    r"""Replace every compressed layer of a model by plain layers of torch.nn with the same output, in place.
+
+    Tools that look for nn.Linear (torchao, PEFT, exporters, other runtimes) then find them. An
+    :class:`~panther.nn.SKLinear` of rank R becomes ``nn.Linear(in, 2R, bias=False)`` and ``nn.Linear(2R, out)`` in an
+    nn.Sequential, a sketched convolution becomes a convolution to its 2 L K channels and one of width 1, and a
+    :class:`~panther.nn.QuantizedLinear` the nn.Linear of its weight, or the pair of its factors if it has no codes.
+    Nothing else is changed, and outputs are equal up to rounding. Signs of seeded layers become weights like any other:
+    they are stored, and would be trained; to go on training a seeded layer, keep it.
+
+    Args:
+        model: A model, changed in place. If it is a compressed layer itself there is nothing to put another one into:
+            wrap it, as in ``nn.Sequential(layer)``.
+
+    Returns:
+        What was replaced, and what was kept and why.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+        ValueError: If ``model`` is itself a compressed layer.
+
+    Cost: a copy of the factors; where a layer's sketch is larger than its dense weight the pair is, too, and the report
+    shows it.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 4), torch.nn.ReLU())
+        >>> x = torch.randn(2, 256)
+        >>> before = model(x)
+        >>> print(pr.to_linears_(model))
+        replaced 1 layer, kept 0
+        layer  kind      became                         bytes before  bytes after
+        0      SKLinear  Linear(256, 8), Linear(8, 128)         6,688       12,800
+        >>> torch.allclose(model(x), before, atol=1e-5)
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"to_linears_ takes a model, not {type(model).__name__}")
+    if isinstance(model, CompressedModule):
+        raise ValueError(
+            f"to_linears_ replaces layers inside a model, and this is a {type(model).__name__} itself: pass "
+            "nn.Sequential(layer), and take its first entry"
+        )
+    found = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, CompressedModule)
+    ]
+    new: dict[nn.Module, nn.Module] = {}
+    kept: dict[nn.Module, str] = {}
+    shared: dict[tuple[int, ...], Sequence[nn.Parameter]] = {}
+    for _, module in found:  # all are made before the first is replaced
+        if module in new or module in kept:
+            continue
+        if reason := _why_kept(module):
+            kept[module] = reason
+        else:
+            new[module] = _plain(module, shared)
+    replaced = []
+    for name, module in found:
+        if module in kept:
+            continue
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, new[module])
+        replaced.append(
+            ReplacedLayer(name, type(module).__name__, _described(new[module]), _bytes(module), _bytes(new[module]))
+        )
+    return LinearsReport(tuple(replaced), tuple((name, kept[module]) for name, module in found if module in kept))
+
+
+def _why_kept(module: CompressedModule) -> str | None:
+    """Return why a layer cannot be replaced, with the remedy; None if it can."""
+    if not isinstance(module, SKLinear | SKConv1d | SKConv2d | SKConv3d | QuantizedLinear):
+        return f"a {type(module).__name__}, for which no plain layers are known"
+    held = {**module._parameters, **module._buffers, **module.__dict__}
+    if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in module.stored_names()):
+        return "its factors are sharded or parametrized: call unshard_module or remove_parametrizations first"
+    return None
+
+
+def _plain(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -> nn.Module:
+    """Return the plain layers; weights are shared where the factors of compressed layers are."""
+    if isinstance(module, QuantizedLinear) and module.bits is not None:
+        new: nn.Module = module.to_linear()
+        last = new
+    else:
+        new = _conv_pair(module) if isinstance(module, SKConv1d | SKConv2d | SKConv3d) else _linear_pair(module)
+        last = new[1]
+    key = tuple(id(getattr(module, name)) for name in module.stored_names())
+    weights = shared.setdefault(key, [p for name, p in new.named_parameters() if name.endswith("weight")])
+    layers = [layer for layer in new.modules() if "weight" in layer._parameters]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.register_parameter("weight", weight)
+    if module.bias is not None:
+        last.register_parameter("bias", nn.Parameter(module.bias.detach().clone(), module.bias.requires_grad))
+    return new.train(module.training)
+
+
+def _linear_pair(module: SKLinear | QuantizedLinear) -> LinearPair:
+    with torch.no_grad():
+        if isinstance(module, QuantizedLinear):
+            outer, inner = module._factors(module.dtype)
+            trained = module.factor_scales.requires_grad
+        else:
+            U1, U2 = module._dense_sketches()
+            S1, S2, scale, power = module.S1, module.S2, module.scale, _power(module.scale)
+            # Times a power of two the signs stay exact, as a common factor of all of them would not in bfloat16.
+            inner, outer = torch.cat((S1 * (scale / power), U2), 1).mT, torch.cat((U1 * power, S2 * scale)).mT
+            trained = S1.requires_grad
+    rank = len(inner)
+    # On the meta device, because weights are drawn otherwise, which takes time and advances the generator.
+    first = nn.Linear(module.in_features, rank, bias=False, device="meta")
+    second = nn.Linear(rank, module.out_features, bias=module.bias is not None, device="meta")
+    first.weight, second.weight = _parameter(inner, trained), _parameter(outer, trained)
+    return LinearPair(first, second)
+
+
+def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d) -> nn.Sequential:
+    make, groups, rows = module.dense_class, module.groups, module.S.shape[0]
+    with torch.no_grad():
+        power = _power(module.scale)
+        kernel = module.S * (module.scale / power)
+        mix = (module.U * power).unflatten(0, (groups, -1)).mT.reshape(module.out_channels, rows // groups)
+        mix = mix.reshape(*mix.shape, *[1] * module.dim)
+    arguments = (module.kernel_size, module.stride, module.padding, module.dilation, groups)
+    first = make(module.in_channels, rows, *arguments, bias=False, padding_mode=module.padding_mode, device="meta")
+    second = make(rows, module.out_channels, 1, groups=groups, bias=module.bias is not None, device="meta")
+    first.weight, second.weight = (_parameter(t, module.S.requires_grad) for t in (kernel, mix))
+    return nn.Sequential(first, second)
+
+
+def _power(scale: float) -> float:
+    """Return the power of two next to the root of a scale; 1 for that of a fitted layer."""
+    return 2.0 ** round(math.log2(scale) / 2)
+
+
+def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
+    last = tensor.dim() > 3 and tensor.is_contiguous(memory_format=torch.channels_last) and tensor.shape[1] > 1
+    kept = tensor.detach().clone(memory_format=torch.preserve_format if last else torch.contiguous_format)
+    return nn.Parameter(kept, trained)
+
+
+def _described(module: nn.Module) -> str:
+    layers = module if isinstance(module, nn.Sequential) else [module]
+    sizes = ((layer, [*layer.get_parameter("weight").shape[:2]][::-1]) for layer in layers)
+    return ", ".join(f"{type(layer).__name__}({inner}, {outer})" for layer, (inner, outer) in sizes)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in module.state_dict().values())
