@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .distributed import choose_parallelism_strategy, plan_parallelism
     from .nn.io import load_compressed, save_compressed
     from .nn.linear import fuse_
+    from .nn.linears import to_linears_
 
 # PEP 562: modules are imported when they are first used, so that `panther --version` does not wait for torch.
 _MODULES = ("nn", "optim", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors")
@@ -40,6 +41,7 @@ _FUNCTIONS_AND_CLASSES = {
     "plan_parallelism": "distributed",
     "save_compressed": "nn.io",
     "sketch_layers_": "compression",
+    "to_linears_": "nn.linears",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "save_compressed",
     "sketch",
     "sketch_layers_",
+    "to_linears_",
     "train",
 ]
 

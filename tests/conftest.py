@@ -4,6 +4,7 @@ import os
 import resource
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ settings.load_profile("panther")
 LONG_S = 5.0
 _long = []
 SLOW_PAGES = ("train-names.rst", "sketched-convolutions.rst")  # they train; run alone, a page is not deselected
+EXTRA_PAGES = {"transformers.rst": "transformers"}  # pages, and the module without which they are skipped
 
 
 def pytest_collection_modifyitems(items):
@@ -32,6 +34,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker("fuzz")
         if item.path.name in SLOW_PAGES:
             item.add_marker("slow")
+        if module := EXTRA_PAGES.get(item.path.name):
+            item.add_marker("extra")
+            item.add_marker(pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,11 +17,12 @@ import panther
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Lowest first. `panther` itself, the face that gathers the layers, stands above all but the command line; `_version`
-# and `_text` below all. A layer may import itself and every lower one; `kernels` knows nothing of panther.
+# Lowest first. `panther` itself, the face that gathers the layers, stands above all but the adapters and the command
+# line; `_version` and `_text` below all. A layer may import itself and every lower one; `kernels` knows nothing of
+# panther.
 LAYERS = (
     "_version", "_text", "errors", "kernels", "sketch", "linalg", "nn", "optim", "distributed", "train", "compression",
-    "", "cli", "__main__",
+    "", "integrations", "cli", "__main__",
 )  # fmt: skip
 FORBIDDEN = {"kernels": {"_version", "_text", "errors"}}
 

@@ -17,6 +17,6 @@ def check_version(name: str, version: str, *majors: int) -> None:
     if version.partition(".")[0] not in map(str, majors):
         known = " or ".join(f"{major}.x" for major in majors)
         raise ConfigError(
-            f"{name} {version} is installed, and this Panther's adapter is made for {known}: install that version, or a "
-            "newer Panther"
+            f"{name} {version} is installed, and this Panther's adapter is made for {known}: install that "
+            "version, or a newer Panther"
         )

@@ -32,7 +32,7 @@ _METHOD = "panther"
 _VERSION = 1  # of what config.json holds
 
 
-class PantherConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
+class PantherConfig(_configs.QuantizationConfigMixin):
     """The entry ``quantization_config`` of a compressed model's config.
 
     ``AutoModel.from_pretrained(folder, quantization_config=PantherConfig(budget=0.5, calibration=batches))`` loads a
@@ -72,8 +72,8 @@ class PantherConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
             )
         if modules is None and not options:
             raise ConfigError(
-                "PantherConfig needs a size to compress to, as PantherConfig(bits=4.25, calibration=batches): arguments "
-                "are those of pr.compress"
+                "PantherConfig needs a size to compress to, as PantherConfig(bits=4.25, calibration=batches): its "
+                "arguments are those of pr.compress"
             )
         self.quant_method = _METHOD
         self.version = version
@@ -87,7 +87,7 @@ class PantherConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
         return {name: getattr(self, name) for name in names}
 
 
-class PantherQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
+class PantherQuantizer(_quantizers.HfQuantizer):
     """What transformers calls when it loads and saves a compressed model."""
 
     quantization_config: PantherConfig
@@ -132,9 +132,20 @@ class PantherQuantizer(_quantizers.HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Make config.json, which is written afterwards, describe the layers as they are."""
+        """Make config.json, which is written afterwards, describe the layers as they are.
+
+        Factors that layers share get copies: transformers refuses to save memory twice unless it ties it itself.
+        """
         set_quantization_config_(model)
-        return None, {}
+        state, seen = model.state_dict(), set[int]()
+        copies: dict[str, Tensor] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, CompressedModule):
+                for key in (f"{name}.{own}" for own in module.state_dict()):
+                    if state[key].numel() and state[key].data_ptr() in seen:
+                        copies[key] = state[key].clone()
+                    seen.add(state[key].data_ptr())
+        return (state | copies if copies else None), {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """Put back dense layers of the effective weights."""

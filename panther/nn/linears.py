@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import counted, format_table
-from panther.errors import check_device
 from panther.nn._sketched import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.linear import SKLinear
@@ -101,7 +100,7 @@ def to_linears_(model: nn.Module) -> LinearsReport:
         >>> before = model(x)
         >>> print(pr.to_linears_(model))
         replaced 1 layer, kept 0
-        layer  kind      became                         bytes before  bytes after
+        layer  kind      became                          bytes before  bytes after
         0      SKLinear  Linear(256, 8), Linear(8, 128)         6,688       12,800
         >>> torch.allclose(model(x), before, atol=1e-5)
         True
@@ -188,7 +187,8 @@ def _linear_pair(module: SKLinear | QuantizedLinear) -> LinearPair:
 
 
 def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d) -> nn.Sequential:
-    make, groups, rows = module.dense_class, module.groups, module.S.shape[0]
+    make: Any = module.dense_class
+    groups, rows = module.groups, module.S.shape[0]
     with torch.no_grad():
         power = _power(module.scale)
         kernel = module.S * (module.scale / power)
@@ -214,8 +214,9 @@ def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
 
 def _described(module: nn.Module) -> str:
     layers = module if isinstance(module, nn.Sequential) else [module]
-    sizes = ((layer, [*layer.get_parameter("weight").shape[:2]][::-1]) for layer in layers)
-    return ", ".join(f"{type(layer).__name__}({inner}, {outer})" for layer, (inner, outer) in sizes)
+    sizes = ("in_features", "out_features", "in_channels", "out_channels")
+    found = ((layer, [str(getattr(layer, size)) for size in sizes if hasattr(layer, size)]) for layer in layers)
+    return ", ".join(f"{type(layer).__name__}({', '.join(both)})" for layer, both in found)
 
 
 def _bytes(module: nn.Module) -> int:

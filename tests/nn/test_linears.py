@@ -1,0 +1,158 @@
+"""to_linears_: the same output by plain layers, and a report of what was done."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import panther as pr
+from panther.nn import QuantizedLinear, SKConv1d, SKConv2d, SKConv3d, SKLinear
+from panther.nn.linears import LinearPair
+
+PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Some of these sketches are larger than the dense layers.
+pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+
+LAYERS = {
+    "seeded": (lambda dtype: SKLinear(37, 53, num_terms=3, low_rank=5, dtype=dtype), (4, 37)),
+    "packed": (lambda dtype: SKLinear(64, 96, 4, packed=True, dtype=dtype), (2, 3, 64)),
+    "fitted": (lambda dtype: SKLinear.from_linear(nn.Linear(40, 24, dtype=dtype), 7), (5, 40)),
+    "size one": (lambda dtype: SKLinear(1, 1, 1, bias=False, dtype=dtype), (0, 1)),
+    "int4": (lambda dtype: QuantizedLinear(65, 33, 4, group_size=16, low_rank=3, dtype=dtype), (5, 65)),
+    "int8 low rank": (lambda dtype: QuantizedLinear(65, 33, None, low_rank=3, bias=False, dtype=dtype), (65,)),
+    "convolution in groups": (
+        lambda dtype: SKConv2d(
+            6, 10, (3, 4), padding="same", groups=2, low_rank=4, padding_mode="reflect", dtype=dtype
+        ),
+        (2, 6, 9, 9),
+    ),
+    "fitted convolution": (
+        lambda dtype: SKConv2d.from_conv(nn.Conv2d(8, 16, 3, dtype=dtype).to(memory_format=torch.channels_last), 3),
+        (2, 8, 9, 9),
+    ),
+    "one dimension": (lambda dtype: SKConv1d(6, 10, 3, stride=2, padding=1, low_rank=4, dtype=dtype), (2, 6, 9)),
+    "three dimensions": (lambda dtype: SKConv3d(4, 6, 2, low_rank=2, dilation=2, dtype=dtype), (1, 4, 5, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_output_is_the_same_up_to_rounding(name, dtype):
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    model, x = nn.Sequential(make(dtype)), torch.randn(shape, dtype=dtype)
+    expected = model(x)
+    report = pr.to_linears_(model)
+    plain = list(model[0].modules())
+    assert all(isinstance(module, (*PLAIN, nn.Sequential)) for module in plain)
+    assert not list(model.buffers())
+    output = model(x)
+    assert output.dtype is dtype
+    assert output.shape == expected.shape
+    assert (output - expected).double().norm() <= 8 * torch.finfo(dtype).eps * expected.double().norm()
+    assert len(report.replaced) == 1
+    assert not report.kept
+    assert name not in ("int4",) or "Linear(65, 33)" in str(report)
+
+
+def test_signs_of_half_precision_stay_exact():
+    # The scale 1/sqrt(5) rounded to bfloat16 would be a common factor of the whole layer, off by up to 0.4 %.
+    torch.manual_seed(0)
+    layer = SKLinear(256, 256, 5, bias=False)
+    model = nn.Sequential(layer).to(torch.bfloat16)
+    weight = model[0].weight.double()
+    pr.to_linears_(model)
+    ratio = (model[0].weight.double() * weight).sum() / weight.square().sum()
+    assert abs(ratio - 1) < 2.5e-4
+
+
+def test_shared_layers_and_shared_factors_stay_shared():
+    torch.manual_seed(0)
+    layer = SKLinear(32, 32, 4)
+    other = SKLinear.from_linear(nn.Linear(32, 32), 4)
+    third = copy.deepcopy(other)
+    for name in ("S1", "S2", "U1", "U2"):
+        third.register_parameter(name, getattr(other, name))
+    model = nn.ModuleDict({"a": layer, "b": layer, "c": other, "d": third})
+    report = pr.to_linears_(model)
+    assert [entry.name for entry in report.replaced] == ["a", "b", "c", "d"]
+    assert model["a"] is model["b"]
+    assert model["c"][0].weight is model["d"][0].weight
+    assert model["c"][1].weight is model["d"][1].weight
+    assert model["c"][1].bias is not model["d"][1].bias
+
+
+def test_modes_and_flags_are_kept_and_torchs_generator_is_not_touched():
+    model = nn.Sequential(SKLinear(16, 16, 2), SKConv2d(4, 4, 3, low_rank=2)).eval()
+    model[0].requires_grad_(False)
+    state = torch.random.get_rng_state()
+    pr.to_linears_(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model[0].parameters())
+    assert all(parameter.requires_grad for parameter in model[1].parameters())
+
+
+def test_an_encoder_layer_of_torch_calls_the_pair_in_evaluation():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    pr.sketch_layers_(encoder, pr.SketchConfig(low_rank=4), exclude="*self_attn*")
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        expected = encoder(x)
+        pr.to_linears_(encoder)
+        called = []
+        encoder.layers[0].linear1[0].register_forward_hook(lambda *_: called.append(1))
+        torch.testing.assert_close(encoder(x), expected)
+    assert called
+    assert isinstance(encoder.layers[0].linear1, LinearPair)
+
+
+def test_the_pair_looks_like_a_linear_layer_to_models_that_read_its_weight():
+    layer = SKLinear(24, 40, 3)
+    model = nn.Sequential(layer)
+    pr.to_linears_(model)
+    torch.testing.assert_close(model[0].weight, layer.weight)
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_what_cannot_be_replaced_is_kept_and_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(SKLinear(16, 16, 2), SKLinear(16, 16, 2))
+    nn.utils.parametrizations.weight_norm(model[0], "S1")
+    x = torch.randn(3, 16)
+    expected = model(x)
+    report = pr.to_linears_(model)
+    assert [name for name, _ in report.kept] == ["0"]
+    assert "remove_parametrizations" in str(report)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        ("model", TypeError, "takes a model, not str"),
+        (SKLinear(8, 8, 1), ValueError, "nn.Sequential"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(model, error, words):
+    with pytest.raises(error, match=words):
+        pr.to_linears_(model)
+
+
+def test_without_compressed_layers_nothing_happens():
+    model = nn.Sequential(nn.Linear(3, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = pr.to_linears_(model)
+    assert str(report) == "replaced 0 layers, kept 0"
+
+
+def test_meta_device_and_compiled_output():
+    with torch.device("meta"):
+        model = nn.Sequential(SKLinear(64, 32, 4))
+    pr.to_linears_(model)
+    assert model[0][0].weight.is_meta
+    assert model(torch.empty(2, 64, device="meta")).shape == (2, 32)
