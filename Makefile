@@ -88,5 +88,6 @@ clean:
 	touch $@
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) --no-build-isolation -e '.[demo,triton,transformers,tensorboard,mlflow,test,docs,bench,dev]'
+	$(INSTALL) --no-build-isolation \
+	    -e '.[demo,triton,transformers,accelerate,lightning,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp

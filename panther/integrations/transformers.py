@@ -7,16 +7,15 @@ transformers' own config.json and sharded safetensors; config.json says which la
 
 __all__ = ["CompressCallback", "PantherConfig", "PantherQuantizer", "set_quantization_config_"]
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import panther as pr
 from panther.errors import ConfigError, FormatError, require_extra
+from panther.integrations._training import compare_and_log, compress_and_log
 from panther.integrations._versions import check_version
 from panther.nn._sketch_record import read_record
 from panther.nn._sketched import CompressedModule, SketchedModule
@@ -30,7 +29,6 @@ _auto: Any = require_extra("transformers.quantizers.auto", "transformers")
 _configs: Any = require_extra("transformers.utils.quantization_config", "transformers")
 
 check_version("transformers", transformers.__version__, 5)
-_log = logging.getLogger(__name__)
 _METHOD = "panther"
 _VERSION = 1  # of what config.json holds
 
@@ -181,10 +179,9 @@ class PantherQuantizer(_quantizers.HfQuantizer):
 class CompressCallback(transformers.TrainerCallback):
     """For transformers' Trainer: log the sizes of compressed layers, and compress and heal the model after training.
 
-    At the start, where several processes train, the sketches of all are compared; the number of compressed layers, their
-    ranks and their bytes go to the log (logger ``panther.integrations.transformers``, level INFO) and to
-    ``trainer.state.log_history``. At the end, if a size was given, the trained model is compressed, on all processes
-    together, before the Trainer's caller saves it.
+    When training starts, the sketches of all processes are compared, and the number of compressed layers, their ranks
+    and bytes go to the log (logger ``panther.integrations``, level INFO) and to ``trainer.state.log_history``. When it
+    ends, the trained model is compressed if options are given, on all processes together, before it is saved.
 
     Args:
         options: Arguments of :func:`panther.compress` by name, such as ``bits``, ``calibration`` and ``heal``; none
@@ -207,35 +204,14 @@ class CompressCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Compare sketches, and log sizes."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            pr.distributed.verify_sketches(model)
-        self._note(model, state)
+        state.log_history.append(compare_and_log(model) | {"step": state.global_step})
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Compress, if there are options."""
-        if not self.options:
-            return
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        group = {"group": dist.group.WORLD} if several else {}
-        was_training = model.training
-        model.eval()
-        self.report = pr.compress(model, **group | self.options)
-        model.train(was_training)
-        set_quantization_config_(model)
-        self._note(model, state)
-
-    def _note(self, model: nn.Module, state: Any) -> None:
-        layers = [module for module in model.modules() if isinstance(module, CompressedModule)]
-        size = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
-        ranks = [layer.num_terms * layer.low_rank * 2 for layer in layers if isinstance(layer, SketchedModule)]
-        entry = {"compressed_layers": len(layers), "compressed_bytes": size, "step": state.global_step}
-        if ranks:
-            entry |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}
-        if self.report is not None:
-            errors = {"measured_error": self.report.measured_error, "healed_error": self.report.healed_error}
-            entry |= {name: error for name, error in errors.items() if error is not None}
-        state.log_history.append(entry)
-        _log.info("%s", entry)
+        if self.options:
+            self.report, entry = compress_and_log(model, self.options)
+            set_quantization_config_(model)
+            state.log_history.append(entry | {"step": state.global_step})
 
 
 def set_quantization_config_(model: Any) -> Any:

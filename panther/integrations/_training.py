@@ -1,0 +1,58 @@
+"""What the callbacks of all trainers do: compare sketches, log the sizes of compressed layers, compress at the end."""
+
+__all__ = ["compare_and_log", "compress_and_log"]
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+import panther as pr
+from panther.nn._sketched import CompressedModule, SketchedModule
+
+_log = logging.getLogger("panther.integrations")
+
+
+def compare_and_log(model: nn.Module) -> dict[str, Any]:
+    """Check that all processes have the same sketches, and return and log the sizes of compressed layers.
+
+    Raises:
+        SketchMismatchError: On every process, if sketches differ.
+    """
+    if _several():
+        pr.distributed.verify_sketches(model)
+    return _logged(_sizes(model))
+
+
+def compress_and_log(model: nn.Module, options: Mapping[str, Any]) -> tuple[pr.CompressionReport, dict[str, Any]]:
+    """Compress a trained model in evaluation mode, on all processes together, and log its sizes and errors."""
+    group = {"group": dist.group.WORLD} if _several() else {}
+    was_training = model.training
+    model.eval()
+    try:
+        report = pr.compress(model, **group | dict(options))
+    finally:
+        model.train(was_training)
+    errors = {"measured_error": report.measured_error, "healed_error": report.healed_error}
+    return report, _logged(_sizes(model) | {name: error for name, error in errors.items() if error is not None})
+
+
+def _several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _sizes(model: nn.Module) -> dict[str, Any]:
+    layers = [module for module in model.modules() if isinstance(module, CompressedModule)]
+    size = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
+    ranks = [2 * layer.num_terms * layer.low_rank for layer in layers if isinstance(layer, SketchedModule)]
+    found: dict[str, Any] = {"compressed_layers": len(layers), "compressed_bytes": size}
+    if ranks:
+        found |= {"least_rank": min(ranks), "mean_rank": sum(ranks) / len(ranks), "largest_rank": max(ranks)}
+    return found
+
+
+def _logged(entry: dict[str, Any]) -> dict[str, Any]:
+    _log.info("%s", entry)
+    return entry
