@@ -1,12 +1,14 @@
-"""Sketched and quantized layers and their functional forms."""
+"""Sketched, interpolative and quantized layers and their functional forms."""
 
 from . import functional
 from .attention import LearnedLinearAttention, RandMultiHeadAttention, make_performer, sinSRPE
 from .conv import SKConv1d, SKConv2d, SKConv3d
+from .interpolative import InterpolativeLinear
 from .linear import SKLinear, fuse_
 from .quantized import QuantizedLinear
 
 __all__ = [
+    "InterpolativeLinear",
     "LearnedLinearAttention",
     "QuantizedLinear",
     "RandMultiHeadAttention",

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
+from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedLinear
 
 # Only these classes are ever built from a file, each from the arguments of its dense class and those of its own size.
 _CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear)
+    kind.__name__: kind for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear, InterpolativeLinear)
 }
 _LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
 
@@ -162,7 +163,7 @@ def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -
     found: dict[str, Any] = {}
     if isinstance(old, make | make.dense_class):
         found = arguments_of(old, make.dense_arguments)
-    elif make in (SKLinear, QuantizedLinear):  # such as transformers' Conv1D, whose weight is (in, out)
+    elif make.dense_class is nn.Linear:  # such as transformers' Conv1D, whose weight is (in, out)
         shape = tuple(getattr(old._parameters.get("weight"), "shape", ()))
         if shape == (args["out_features"], args["in_features"]):
             shape = shape[::-1]
@@ -231,11 +232,11 @@ def _device_of(old: nn.Module) -> torch.device | str:
 def _mode_of(module: CompressedModule) -> str:
     if isinstance(module, SketchedModule):
         return "fitted" if module.is_fitted else "seeded"
-    return "quantized"
+    return "quantized" if isinstance(module, QuantizedLinear) else "interpolative"
 
 
 def _dtype_of(module: Any) -> torch.dtype:
-    return module.dtype if isinstance(module, QuantizedLinear) else module.sketch_like().dtype
+    return module.sketch_like().dtype if isinstance(module, SketchedModule) else module.dtype
 
 
 def _dtypes_of(module: CompressedModule) -> set[torch.dtype]:

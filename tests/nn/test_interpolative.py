@@ -1,0 +1,244 @@
+"""InterpolativeLinear: the decomposition, and what the layer computes."""
+
+import math
+
+import pytest
+import torch
+from covering import all_pairs
+from tolerances import assert_close
+from torch import nn
+
+from panther.errors import DTypeError, ShapeError
+from panther.nn import InterpolativeLinear
+from panther.nn._fitting import interpolated_rows
+from panther.nn.interpolative import stored_bytes
+
+SIZES = [(64, 48), (48, 64), (50, 50)]  # rows kept, columns kept, columns kept
+
+
+def orthonormal(rows, columns):
+    return torch.linalg.qr(torch.randn(rows, columns, dtype=torch.float64)).Q
+
+
+def kahan(size, sine):
+    """Kahan's matrix: pivoted QR exchanges nothing, and the last column is a combination with coefficients of 1e11."""
+    upper = torch.eye(size) - math.sqrt(1 - sine**2) * torch.triu(torch.ones(size, size), 1)
+    return (sine ** torch.arange(size))[:, None].double() * upper.double()
+
+
+def factors(case):
+    torch.manual_seed(0)
+    if case == "random":
+        return torch.randn(90, 20), torch.randn(20, 70)
+    if case == "graded":
+        values = torch.logspace(0, -6, 20, dtype=torch.float64)
+        return orthonormal(90, 20) * values, values[:, None] * orthonormal(70, 20).mT
+    if case == "deficient":
+        left, right = torch.randn(90, 10), torch.randn(10, 70)
+        return torch.cat((left, left), 1), torch.cat((right, right))
+    if case == "padded":
+        return torch.randn(90, 20) * (torch.arange(20) < 9), torch.randn(20, 70)
+    if case == "duplicates":
+        return torch.randn(15, 20)[torch.randint(15, (90,))], torch.randn(20, 70)
+    if case == "scales":
+        return torch.randn(90, 20) * torch.logspace(12, -12, 90)[:, None], torch.randn(20, 70)
+    if case == "adversarial":
+        return kahan(90, 0.95).mT[:, :89], torch.eye(89, dtype=torch.float64)
+    return {
+        "zero": (torch.zeros(30, 4), torch.zeros(4, 20)),
+        "constant": (torch.ones(30, 4), torch.ones(4, 20)),
+        "one": (torch.randn(90, 1), torch.randn(1, 70)),
+        "single": (torch.randn(1, 1), torch.randn(1, 1)),
+        "square": (torch.randn(20, 20), torch.randn(20, 70)),
+        "huge": (torch.randn(30, 4).double() * 1e200, torch.randn(4, 20) * 1e20),
+    }[case]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["random", "graded", "deficient", "padded", "duplicates", "scales", "adversarial", "zero", "constant", "one",
+     "single", "square", "huge"],
+)  # fmt: skip
+def test_interpolation_is_exact_and_its_coefficients_are_bounded(case):
+    left, right = factors(case)
+    order, skeleton, coefficients = interpolated_rows(left, right)
+    rank = len(right)
+    assert torch.equal(order.sort().values, torch.arange(len(left)))
+    assert skeleton.shape == (rank, right.shape[1])
+    assert coefficients.shape == (len(left) - rank, rank)
+    assert not coefficients.numel() or coefficients.abs().max() <= 2 + 1e-9
+    exact = (left.double() @ right.double())[order]
+    scale = exact.abs().max().clamp_min(1e-300)
+    error = torch.cat((skeleton, coefficients @ skeleton)) / scale - exact / scale
+    assert error.norm() <= 1e-12 * (exact / scale).norm()
+
+
+def test_exchanges_bound_what_pivoted_qr_does_not():
+    left, _ = factors("adversarial")
+    assert torch.linalg.solve(left[:89].mT, left[89]).abs().max() > 1e3
+    _, _, coefficients = interpolated_rows(left, torch.eye(89))
+    assert coefficients.abs().max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "bias", "dtype"),
+    all_pairs(
+        [*SIZES, (1, 1), (1, 31), (31, 1)], [1, 7, 48, 64], [False, True],
+        [torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    ),
+)  # fmt: skip
+def test_forward_is_the_product_of_the_factors(size, rank, bias, dtype):
+    torch.manual_seed(0)
+    rank = min(rank, *size)
+    linear = nn.Linear(*size, bias=bias, dtype=dtype)
+    layer = InterpolativeLinear.from_linear(linear, rank)
+    U, sigma, Vt = torch.linalg.svd(linear.weight.detach().double(), full_matrices=False)
+    truncated = (U[:, :rank] * sigma[:rank]) @ Vt[:rank]
+    assert (layer.weight.double() - truncated).norm() <= 30 * torch.finfo(dtype).eps * truncated.norm()
+    twin = InterpolativeLinear(*size, rank, bias=bias, dtype=torch.float64)
+    twin.load_state_dict(layer.state_dict())  # which casts
+    for batch in (1, 40):
+        x = torch.randn(batch, size[0], dtype=dtype)
+        exact = torch.nn.functional.linear(x.double(), twin.weight, twin.bias)
+        for output in (layer(x), torch.no_grad()(layer)(x)):
+            assert output.dtype is dtype
+            assert_close(output, exact, dtype)
+        assert_close(layer.to_linear()(x), exact, dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_skeleton_is_a_part_of_the_weight(size):
+    torch.manual_seed(0)
+    linear = nn.Linear(*size, dtype=torch.float64)
+    left, right = torch.randn(size[1], 9).double(), torch.randn(9, size[0]).double()
+    linear.weight.data = left @ right
+    layer = InterpolativeLinear(*size, 9, dtype=torch.float64).set_factors_(left, right)
+    if layer.keeps_rows:
+        kept = linear.weight[layer.order < 9]
+        found = layer.skeleton[layer.order[layer.order < 9].long()]
+    else:
+        kept, found = linear.weight[:, layer.order[:9]], layer.skeleton
+    torch.testing.assert_close(found, kept)
+    torch.testing.assert_close(layer.weight, linear.weight, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1, 1), (100, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_at_rest(size, dtype):
+    for rank in {1, min(2, *size), min(size)}:
+        layer = InterpolativeLinear(*size, rank, bias=False, dtype=dtype)
+        assert sum(tensor.nbytes for tensor in layer.state_dict().values()) == stored_bytes(*size, rank, dtype)
+        assert sum(parameter.numel() for parameter in layer.parameters()) == rank * (sum(size) - rank)
+
+
+@pytest.mark.parametrize("size", [(400, 300), (300, 400)])
+def test_a_new_layer_has_the_variance_of_a_dense_one(size):
+    torch.manual_seed(0)
+    weight = InterpolativeLinear(*size, 100).weight
+    assert weight.std().item() == pytest.approx((1 / (3 * size[0])) ** 0.5, rel=0.25)
+    assert (weight @ torch.randn(size[0])).std().item() == pytest.approx(3**-0.5, rel=0.3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients(size):
+    torch.manual_seed(0)
+    layer = InterpolativeLinear.from_linear(nn.Linear(*size, dtype=torch.float64), 6)
+    x = torch.randn(3, size[0], dtype=torch.float64, requires_grad=True)
+    names = list(dict(layer.named_parameters()))
+
+    def forward(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(forward, (x, *layer.parameters()), fast_mode=True)
+    assert torch.autograd.gradgradcheck(forward, (x, *layer.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_can_be_trained(size):
+    torch.manual_seed(0)
+    target = nn.Linear(*size).requires_grad_(False)
+    layer = InterpolativeLinear.from_linear(target, 12)
+    x = torch.randn(500, size[0]) * torch.logspace(0, -2, size[0])
+    error = lambda: (layer(x) - target(x)).square().mean()  # noqa: E731
+    before, order = error().item(), layer.order.clone()
+    optimizer = torch.optim.Adam(layer.parameters(), 3e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        error().backward()
+        optimizer.step()
+    assert error() < 0.75 * before
+    assert torch.equal(layer.order, order)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((0, 3, 1), {}, ShapeError, "in_features=0 must be at least 1"),
+        ((3, 3, 0), {}, ShapeError, "low_rank=0 must be at least 1"),
+        ((5, 3, 4), {}, ShapeError, "low_rank=4 must be at most 3, the smaller of in_features and out_features"),
+        ((3, 3, 1.0), {}, TypeError, "low_rank must be an integer"),
+        ((3, 3, 1), {"bias": "no"}, TypeError, "bias must be True or False"),
+        ((3, 3, 1), {"dtype": torch.int8}, DTypeError, "must be a floating dtype"),
+        ((3, 3, 1), {"device": 1.5}, TypeError, "device must be a torch.device"),
+    ],
+)
+def test_bad_arguments(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        InterpolativeLinear(*arguments, **options)
+
+
+def test_bad_weights_and_factors_change_nothing():
+    layer = InterpolativeLinear(64, 48, 3)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    left, right = torch.randn(48, 3), torch.randn(3, 64)
+    for arguments, error, match in (
+        ((left[1:], right), ShapeError, r"left must have shape \(48, 3\) in this layer, not \(47, 3\)"),
+        ((left, right[:2]), ShapeError, r"right must have shape \(3, 64\)"),
+        ((left, right / 0), ValueError, "right has entries that are NaN or infinite"),
+        (([1], right), TypeError, "left must be a tensor, not list"),
+    ):
+        with pytest.raises(error, match=match):
+            layer.set_factors_(*arguments)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+    with pytest.raises(AttributeError, match="weight of InterpolativeLinear is computed from skeleton, coefficients"):
+        layer.weight = nn.Parameter(torch.zeros(48, 64))
+    with pytest.raises(TypeError, match=r"takes an nn\.Linear, not Conv1d"):
+        InterpolativeLinear.from_linear(nn.Conv1d(3, 3, 1), 1)
+    linear = nn.Linear(5, 5)
+    linear.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        InterpolativeLinear.from_linear(linear, 2)
+    with pytest.raises(ValueError, match="meta device"):
+        InterpolativeLinear.from_linear(linear.to("meta"), 2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inputs_that_do_not_fit(size):
+    layer = InterpolativeLinear(*size, 5)
+    with pytest.raises(ShapeError, match=f"{size[0] - 1} features and the layer takes {size[0]}"):
+        layer(torch.randn(2, size[0] - 1))
+    with pytest.raises(ShapeError, match="has no features"):
+        layer(torch.tensor(1.0))
+    with pytest.raises(DTypeError, match=r"the input is torch.float64 and the layer torch.float32"):
+        layer(torch.randn(2, size[0]).double())
+    with pytest.raises(TypeError, match="must be a tensor, not list"):
+        layer([1.0])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 3), (2, 3, 4)])
+@pytest.mark.parametrize("size", SIZES)
+def test_shapes_of_the_input(size, shape):
+    layer = InterpolativeLinear(*size, 5)
+    x = torch.randn(*shape, size[0])
+    output = layer(x)
+    assert output.shape == (*shape, size[1])
+    assert torch.allclose(output, layer.to_linear()(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inputs_that_are_not_contiguous(size):
+    layer = InterpolativeLinear(*size, 5)
+    x = torch.randn(size[0], 4, 7).permute(1, 2, 0)
+    expected = layer(x.contiguous())
+    for view, wanted in ((x, expected), (x[:, ::3], expected[:, ::3]), (x[1], expected[1])):
+        assert torch.allclose(layer(view), wanted, atol=1e-5)
