@@ -35,7 +35,7 @@ class Plot:
         floor: Smallest error that the file can tell from none.
         only: Columns and the values that rows must have.
         cases: Most panels, the first ones of the file.
-        left_out: Methods that are not drawn.
+        threads: Of the results that are drawn; None are those of the command line.
     """
 
     subject: str
@@ -48,7 +48,7 @@ class Plot:
     floor: float = 1e-16
     only: tuple[tuple[str, str], ...] = ()
     cases: int = 4
-    left_out: tuple[str, ...] = ()
+    threads: int | None = None
 
 
 PLOTS = [
@@ -78,7 +78,7 @@ PLOTS = [
         {"panther": "randomized_svd", "svd_lowrank": "torch.svd_lowrank", "sklearn": "scikit-learn"},
         offset=1.0,
         floor=1e-5,
-        left_out=("panther n_iter=0",),  # it ran after scikit-learn, whose threads were still spinning
+        threads=1,
     ),
     Plot(
         "cqrrpt",
@@ -131,7 +131,7 @@ def _draw_panel(axis: Any, plot: Plot, panel: tuple[str, ...], rows: list[dict[s
     points = defaultdict(list)
     for row in rows:
         family = next((name for name in plot.families if row[plot.method].startswith(name)), None)
-        if family and row[plot.method] not in plot.left_out and row[plot.error]:
+        if family and row[plot.error]:
             points[family].append((float(row["time_ms"]), float(row[plot.error]) - plot.offset))
     for family, found in points.items():
         times, errors = zip(*sorted(found), strict=True)
@@ -286,7 +286,7 @@ if __name__ == "__main__":
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
     for wanted in PLOTS:
-        print(draw(wanted, int(sys.argv[1]) if len(sys.argv) > 1 else 2))
+        print(draw(wanted, wanted.threads or (int(sys.argv[1]) if len(sys.argv) > 1 else 2)))
     print(draw_attention())
     print(draw_compress())
     print(draw_training())
