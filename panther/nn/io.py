@@ -107,8 +107,10 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Turn a model of the original architecture into the saved one, in place.
 
     Modules that the folder names as sketched are replaced, as in the example of :func:`save_compressed`. All weights
-    take the saved dtype and the device they had in ``model`` (the CPU, for a model on the meta device). Everything is
-    checked before anything is changed.
+    take the saved dtype and the device they had in ``model`` (the CPU, for a model on the meta device). A model on the
+    meta device may have no non-persistent buffers of its own, such as tables of positions, because no file has their
+    values; transformers' ``from_pretrained``, with :mod:`panther.integrations.transformers`, computes them. Everything
+    is checked before anything is changed.
 
     Args:
         dir: Folder written by :func:`save_compressed`.
@@ -139,6 +141,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             )
         state[alias] = state[name]
 
+    _check_unsaved(model, manifest["modules"])
     built = load_modules(manifest["modules"], model, state)
     prefixes = tuple(name + "." if name else "" for name in built)
     state = {key: value for key, value in state.items() if not key.startswith(prefixes)}
@@ -285,6 +288,21 @@ def _read_tensors(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor
                 "the file was damaged or changed after it was saved, copy or write it again"
             )
     return tensors
+
+
+def _check_unsaved(model: nn.Module, replaced: Mapping[str, Any]) -> None:
+    """Raise FormatError if the model would be left with a buffer without values."""
+    lost = [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+        if name not in replaced and (buffer := module._buffers.get(key)) is not None and buffer.is_meta
+    ]
+    if lost:
+        raise FormatError(
+            f"the model is on the meta device, and no file has the values of its non-persistent buffers {_some(lost)}: "
+            "build it on the CPU, or load a folder of transformers' save_pretrained with from_pretrained"
+        )
 
 
 def _check_fit(state: dict[str, Tensor], ours: dict[str, Tensor], folder: Path) -> None:

@@ -464,3 +464,22 @@ def test_arguments_in_the_wrong_order(folder):
         pr.load_compressed(model, folder)
     with pytest.raises(FormatError, match=r"panther\.json is a file: give the folder"):
         pr.load_compressed(folder / "panther.json", model)
+
+
+def test_a_meta_model_with_unsaved_buffers_is_refused_and_left_as_it_is(tmp_path):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+            self.linear = nn.Linear(64, 64)
+
+    model = Positions()
+    model.linear = pr.nn.SKLinear(64, 64, 1)
+    pr.save_compressed(model, tmp_path)
+    with torch.device("meta"):
+        empty = Positions()
+    with pytest.raises(FormatError, match=r"non-persistent buffers table: build it on the CPU"):
+        pr.load_compressed(tmp_path, empty)
+    assert type(empty.linear) is nn.Linear
+    loaded = pr.load_compressed(tmp_path, Positions())
+    assert torch.equal(loaded.table, torch.arange(4.0))
