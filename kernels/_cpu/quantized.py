@@ -1,7 +1,7 @@
 """The product with a quantized weight, expanded block by block into memory that is kept, each multiplied at once.
 
-Memory that is new for each call costs more in page faults than the expansion itself. Smaller blocks lose more to the
-calls of operators than they gain by the cache.
+Memory that is new for each call costs more in page faults than the expansion itself. Blocks are larger than the caches:
+at 32 rows of x, the calls of operators and the products with fewer columns cost more than the cache gains.
 """
 
 __all__ = ["quantized_matmul"]
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..reference.codes import MIDDLE, unpack_codes
 
-_BLOCK = 1 << 19  # weights a block: 2 MiB in float32, and half a MiB for their codes, are kept by each thread
+_BLOCK = 1 << 20  # weights a block: 4 MiB in float32, and 2 MiB for their codes, are kept by each thread
 _kept = threading.local()
-_INT8_KERNEL_ROWS = 32  # from there on, an expanded weight and the dense product are as fast
+_INT8_KERNEL_ROWS = 16  # up to there, torch's kernel for 8 bits is the fastest in bfloat16
 
 
 def quantized_matmul(
@@ -26,47 +26,84 @@ def quantized_matmul(
     scales: Tensor,  # (out, groups)
     zeros: Tensor,  # (out, groups) uint8
     group_size: int,
+    bias: Tensor | None = None,  # (out,)
 ) -> Tensor:  # (n, out)
-    """Return ``x Q^T`` with ``Q = scales * (codes - zeros)`` by groups, in the dtype of x and without derivatives.
+    """Return ``x Q^T + bias`` with ``Q = scales * (codes - zeros)`` by groups, in the dtype of x, without derivatives.
 
-    In float32 and float64 the zero points are not taken off the codes, but their product with the sums of x off the
-    output, and the scales of one group a row multiply the output. In half precision the difference of two large sums
-    would lose digits and float16 overflow, so both are applied to the codes; except codes of 8 bits with one group a
-    row in bfloat16, whose zero points are near the middle.
+    With one group a row, the scales multiply the output; with more groups, and in float16, which would overflow, they
+    multiply the weight.
     """
-    n, columns = x.shape
-    rows, groups = scales.shape
-    dtype, middle = x.dtype, MIDDLE if bits == 8 else 0
-    exact = dtype in (torch.float32, torch.float64)
-    late = groups == 1 and (exact or (bits == 8 and dtype is torch.bfloat16))
-    scales = scales.to(dtype if exact or late else torch.float32)
+    if scales.shape[1] > 1:
+        return _scaled_first(x, codes, bits, scales, zeros, group_size, bias)
+    columns, rows = x.shape[1], scales.shape[0]
     # torch's kernel reads beyond its operands for sizes that do not fill its vectors, such as one column.
-    if late and not exact and 0 < n < _INT8_KERNEL_ROWS and columns % 32 == 0 and rows % 32 == 0:
-        y = torch._weight_int8pack_mm(x, codes.view(torch.int8), scales[:, 0])
-        return y.addmm_(_group_sums(x, columns), (scales * (zeros.to(dtype) - middle)).mT, alpha=-1)
+    whole = bits == 8 and columns % 32 == 0 and rows % 32 == 0
+    if x.dtype is torch.bfloat16 and whole and 0 < len(x) < _INT8_KERNEL_ROWS:
+        y = torch._weight_int8pack_mm(x, codes.view(torch.int8), torch.ones_like(scales[:, 0], dtype=x.dtype))
+    elif x.dtype is torch.float16:
+        return _scaled_first(x, codes, bits, scales, zeros, group_size, bias)
+    else:
+        y = x.new_empty(len(x), rows)
+        for block in _blocks(rows, columns):
+            integers = _integers(codes[block], bits, columns, zeros[block], group_size)
+            weight = _memory("weight", x.dtype, integers.numel()).view(-1, columns).copy_(integers)
+            torch.mm(x, weight.mT, out=y[:, block])
+    work = y if y.dtype is torch.float64 else y.float()
+    if bits == 8:
+        # float32 has the digits for this difference: zero points of 8 bits are near the middle, which is off already.
+        middle = zeros.mT.to(work.dtype).sub_(MIDDLE)
+        work.addcmul_(x.sum(1, keepdim=True, dtype=work.dtype), middle, value=-1)
+    scales = scales.mT.to(work.dtype)
+    work = work.mul_(scales) if bias is None else torch.addcmul(bias.to(work.dtype), work, scales)
+    return work.to(x.dtype)
+
+
+def _scaled_first(
+    x: Tensor, codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, group_size: int, bias: Tensor | None
+) -> Tensor:
+    n, columns = x.shape
+    rows, dtype = len(scales), x.dtype
+    # In half precision, a product with a scale that is rounded by itself would lose a digit, and float16 overflow.
+    exact = dtype in (torch.float32, torch.float64)
+    scales = scales.to(dtype if exact else torch.float32)
     y = x.new_empty(n, rows)
-    step = max(1, _BLOCK // columns)
-    for start in range(0, rows, step):
-        block = slice(start, start + step)
-        here = codes[block]
-        entries = here.shape[0] * columns
-        if bits == 8:
-            integers = here.view(torch.int8)
-        else:
-            integers = unpack_codes(here, bits, columns, _memory("codes", torch.uint8, here.shape[0] * (columns + 7)))
-        weight = _memory("weight", scales.dtype, entries).view(-1, columns).copy_(integers)
-        if not (exact or late):
-            _by_groups(Tensor.sub_, weight, zeros[block].to(scales.dtype) - middle, group_size)
-        if not late:
-            _by_groups(Tensor.mul_, weight, scales[block], group_size)
+    for block in _blocks(rows, columns):
+        integers = _integers(codes[block], bits, columns, None if exact else zeros[block], group_size)
+        weight = _memory("weight", scales.dtype, integers.numel()).view(-1, columns).copy_(integers)
+        if bits == 8 and not exact:
+            _by_groups(Tensor.sub_, weight, zeros[block].to(scales.dtype).sub_(MIDDLE), group_size)
+        _by_groups(Tensor.mul_, weight, scales[block], group_size)
         if weight.dtype is not dtype:
-            weight = _memory("rounded", dtype, entries).view(-1, columns).copy_(weight)
-        torch.mm(x, weight.mT, out=y[:, block])
-    if late:
-        y.mul_(scales[:, 0])
-    if exact or late:
-        y.addmm_(_group_sums(x, group_size), (scales * (zeros.to(dtype) - middle)).mT, alpha=-1)
+            weight = _memory("rounded", dtype, integers.numel()).view(-1, columns).copy_(weight)
+        if bias is None:
+            torch.mm(x, weight.mT, out=y[:, block])
+        else:
+            torch.addmm(bias[block], x, weight.mT, out=y[:, block])
+    if exact:
+        # Off the output by the sums of x, as these are few; in half precision the difference would lose digits.
+        offsets = scales * (zeros.to(dtype).sub_(MIDDLE) if bits == 8 else zeros)
+        y.addmm_(_group_sums(x, group_size), offsets.mT, alpha=-1)
     return y
+
+
+def _blocks(rows: int, columns: int) -> list[slice]:
+    """Return blocks of about the same size: a product with few rows takes as long as one with many."""
+    count = max(1, -(-rows * columns // _BLOCK))
+    step = -(-rows // count)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _integers(
+    codes: Tensor, bits: int, columns: int, zeros: Tensor | None, group_size: int
+) -> Tensor:  # (rows, in) int8
+    """Return the codes less the zero points given; of 8 bits, which may not fit then, less the middle."""
+    if bits == 8:
+        return codes.view(torch.int8)
+    memory = _memory("codes", torch.uint8, 2 * len(codes) * (columns + 7))
+    integers = unpack_codes(codes, bits, columns, memory).view(torch.int8)
+    if zeros is not None:
+        _by_groups(Tensor.sub_, integers, zeros.view(torch.int8), group_size)
+    return integers
 
 
 def _memory(name: str, dtype: torch.dtype, entries: int) -> Tensor:
@@ -76,16 +113,18 @@ def _memory(name: str, dtype: torch.dtype, entries: int) -> Tensor:
     if kept is None or kept.numel() < size:
         with torch.inference_mode(False):  # memory of inference mode could not be written to outside of it
             kept = torch.empty(size, dtype=torch.uint8, device="cpu")
-        if entries <= 2 * _BLOCK:  # a row of more columns than that is not kept
+        if entries <= 4 * _BLOCK:  # a row of more columns than that is not kept
             setattr(_kept, name, kept)
     return kept[:size].view(dtype)
 
 
 def _by_groups(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, values: Tensor, group_size: int) -> None:
     """Apply an operation in place to a matrix and the number of each group of its columns."""
+    if values.shape[1] == 1:
+        operation(weight, values)
+        return
     whole = weight.shape[1] // group_size
-    if whole:
-        operation(weight[:, : whole * group_size].unflatten(1, (whole, group_size)), values[:, :whole, None])
+    operation(weight[:, : whole * group_size].unflatten(1, (whole, group_size)), values[:, :whole, None])
     if whole < values.shape[1]:  # the last group is smaller
         operation(weight[:, whole * group_size :], values[:, whole:])
 

@@ -53,7 +53,7 @@ def unpack_codes(
 ) -> Tensor:  # (rows, bytes) -> (rows, columns), uint8
     """Return the codes (rows, columns) that :func:`pack_codes` packed.
 
-    ``work`` is memory to use, uint8 of one dimension and at least ``rows * (columns + 7)`` entries.
+    ``work`` is memory to use, uint8 of one dimension and at least ``2 * rows * (columns + 7)`` entries.
 
     Example:
         >>> unpack_codes(torch.tensor([[49, 2]], dtype=torch.uint8), 4, 3)
@@ -64,6 +64,8 @@ def unpack_codes(
     parts = _parts(bits)
     if torch.compiler.is_compiling():
         return _unpacked_for_compilers(packed, parts, columns)
+    if _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):
+        return _unpacked_by_words(packed, parts, columns, work)
     padded = max(8 // width * -(-columns * width // 8) for width, _ in parts)
     rows = packed.shape[0]
     codes = packed.new_empty(rows, padded) if work is None else work[: rows * padded].view(rows, padded)
@@ -87,6 +89,39 @@ def unpack_codes(
                 bits_there &= (1 << width) - 1
             run |= bits_there.bitwise_left_shift_(shift)
     return codes[:, :columns]
+
+
+def _has_words(packed: Tensor) -> bool:
+    """Return whether rows can be viewed as integers of 64 bits."""
+    return packed.stride(1) == 1 and packed.stride(0) % 8 == 0 and packed.storage_offset() % 8 == 0
+
+
+def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: int, work: Tensor | None) -> Tensor:
+    """Return the codes by operations on eight bytes at once, whose time is that of the rows and not of the bytes.
+
+    What a shift moves from one byte into the next is masked away.
+    """
+    rows = len(packed)
+    size = rows * columns
+    if work is None:
+        work = packed.new_empty(size if len(parts) == 1 else 2 * size)
+    codes, start = work[:size], 0
+    for width, low in parts:
+        length = columns * width // 8
+        words = packed[:, start : start + length].view(torch.int64)
+        start += length
+        part = work[size : 2 * size] if low else codes
+        runs = part.view(torch.int64).view(rows, 8 // width, length // 8)
+        if width == 4:
+            runs[:, 0] = words
+            torch.bitwise_right_shift(words, 4, out=runs[:, 1])
+        else:
+            shifts = torch.arange(0, 8, width, device=packed.device)
+            torch.bitwise_right_shift(words[:, None], shifts[:, None], out=runs)
+        runs &= int.from_bytes(bytes([(1 << width) - 1] * 8))
+        if low:
+            codes.add_(part, alpha=1 << low)
+    return codes.view(rows, columns)
 
 
 def _unpacked_for_compilers(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:

@@ -44,6 +44,8 @@ def test_codes_are_packed_and_unpacked_exactly(bits, columns):
     assert packed.shape == (5, code_bytes(columns, bits))
     assert code_bytes(columns, bits) < columns * bits / 8 + bits.bit_count() + 1e-9
     assert torch.equal(unpack_codes(packed, bits, columns), codes)
+    shifted = torch.cat((packed.new_empty(5, 1), packed), 1)[:, 1:]  # no whole words
+    assert torch.equal(unpack_codes(shifted, bits, columns), codes)
 
 
 @pytest.mark.parametrize(

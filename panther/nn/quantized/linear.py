@@ -109,16 +109,15 @@ class QuantizedLinear(QuantizedMatrix):
             raise DTypeError(f"the input is {dtype} and the layer {self.dtype}: cast one of them")
         if not x.is_nested and x.dim() and x.shape[-1] != self.in_features:
             raise ShapeError(f"the input has {x.shape[-1]} features and the layer takes {self.in_features}")
-        if self.bits is not None:
-            if self._is_plain_inference(input):
-                return self._inferred(x, bias)
-            output = F.linear(x, self._expanded(dtype), bias)
-            if self.low_rank:
-                left, right = self._factors(dtype)
-                output = output + F.linear(F.linear(x, right), left)
-            return output
-        left, right = self._factors(dtype)
-        return F.linear(F.linear(x, right), left, bias)
+        if self._is_plain_inference(input):
+            return self._inferred(x, bias)
+        output = None if self.bits is None else F.linear(x, self._expanded(dtype), bias)
+        if self.low_rank:
+            left, right = self._factors(dtype)
+            correction = F.linear(F.linear(x, right), left, bias if output is None else None)
+            output = correction if output is None else output + correction
+        assert output is not None  # the constructor refuses a layer without either
+        return output
 
     def _is_plain_inference(self, x: Tensor) -> bool:
         """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor on the CPU."""
@@ -133,12 +132,19 @@ class QuantizedLinear(QuantizedMatrix):
     def _inferred(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without expanding the whole weight."""
         rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        output = quantized_matmul(rows, self.codes, self.bits, self.scales, self.zeros, self.group_size)
+        if self.bits is not None:
+            output = quantized_matmul(rows, self.codes, self.bits, self.scales, self.zeros, self.group_size, bias)
         if self.low_rank:
-            left, right = self._factors(x.dtype)
-            output.addmm_(rows @ right.mT, left.mT)
-        if bias is not None:
-            output += bias
+            if x.dtype is torch.float16:
+                left, right = self._factors(x.dtype)
+                inner = rows @ right.mT
+            else:  # scales take fewer operations on the few numbers between the factors
+                left, right = self.left.to(x.dtype), self.right.to(x.dtype)
+                inner = (rows @ right.mT).mul_(self.factor_scales)
+            if self.bits is not None:
+                output.addmm_(inner, left.mT)
+            else:
+                output = F.linear(inner, left, bias)
         return output if x.dim() == 2 else output.reshape(*x.shape[:-1], self.out_features)
 
     @classmethod
