@@ -41,7 +41,8 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--calibration", str, texts, metavar="TEXT")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
     text = (
-        "what layers may become: dense, low_rank, int8_low_rank, int8 to int2, int4+low_rank (default: dense low_rank)"
+        "what layers may become: dense, low_rank, interpolative, int8_low_rank, int8 to int2, int4+low_rank "
+        "(default: dense low_rank)"
     )
     parser.add_argument("--forms", nargs="+", metavar="FORM", help=text)
     parser.add_argument("--method", choices=_METHODS, default=_METHODS[0], help="how to fit (default: %(default)s)")

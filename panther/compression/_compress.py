@@ -22,6 +22,7 @@ from panther.compression.forms.options import (
     DEFAULT_FORMS,
     DENSE,
     INT8_LOW_RANK,
+    INTERPOLATIVE,
     KNOWN_FORMS,
     LOW_RANK,
     Forms,
@@ -72,7 +73,8 @@ def compress(
     r"""Compress a trained model in place: replace dense layers by smaller ones that give nearly the same output.
 
     Weights of nn.Linear, nn.Conv2d and transformers' Conv1D become fitted :class:`~panther.nn.SKLinear` and
-    :class:`~panther.nn.SKConv2d`, or :class:`~panther.nn.QuantizedLinear` with ``forms``. A few unlabelled batches show
+    :class:`~panther.nn.SKConv2d`, or with ``forms`` :class:`~panther.nn.QuantizedLinear` and
+    :class:`~panther.nn.InterpolativeLinear`. A few unlabelled batches show
     which directions of each layer's input occur and how the model's output depends on each layer: with A the second
     moment of the inputs (about their mean, where there is a bias) and G that of gradients of random directions of the
     output, W is approximated in the norm :math:`\operatorname{tr}(G \Delta A \Delta^T)`, and bytes go where
@@ -88,10 +90,11 @@ def compress(
         max_bytes: Bytes that all tensors of the whole model may take when saved.
         max_error: Relative error of the output that the held-out batches may show; the smallest budget is searched.
         forms: What a layer may become; of all, that which gains most per byte is chosen for each. ``"dense"``: it stays
-            as it is. ``"low_rank"``: factors in its dtype. ``"int8_low_rank"``: factors in 8 bits. ``"int8"``,
+            as it is. ``"low_rank"``: factors in its dtype. ``"interpolative"``: the same matrix as some of its rows or
+            columns and the others' coefficients, in fewer numbers. ``"int8_low_rank"``: factors in 8 bits. ``"int8"``,
             ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of so many bits, rounded with error
             feedback in the norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction of what they
-            leave. Convolutions take the first two only.
+            leave. Convolutions take ``"dense"`` and ``"low_rank"`` only.
         rank_multiple: What ranks are multiples of, even, because aligned products are faster; a weight with room for
             fewer than eight of it has even ranks.
         group_size: Columns of a quantized weight that share a scale; None is a whole row.
@@ -174,7 +177,8 @@ def compress(
         seed = runner.agreed(check_seed(seed))
         healed, write_ = None, None
         with calibrating(model, seed):
-            smallest = known.smallest_bytes if known.widths or INT8_LOW_RANK in known.names else None
+            linear_only = {INT8_LOW_RANK, INTERPOLATIVE}.intersection(known.names) or known.widths
+            smallest = known.smallest_bytes if linear_only else None
             survey = select_targets(model, include, exclude, seeded=method == "random", smallest=smallest).check()
             if method in _CALIBRATED:  # svd and random look at the weights only
                 survey = survey_targets(runner, survey, gradients=method == "two_sided").check()

@@ -1,10 +1,11 @@
 """Sketched and quantized layers in the place of dense ones: from fits, in sequence, or from a seed alone."""
 
 __all__ = [
-    "Replacement", "convert", "convert_all", "convert_in_sequence", "convert_quantized", "convert_seeded",
-    "inherit_flags",
+    "Replacement", "convert", "convert_all", "convert_in_sequence", "convert_interpolative", "convert_quantized",
+    "convert_seeded", "inherit_flags",
 ]  # fmt: skip
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 
 from panther.compression.fits import Fit, factor, metric_of, wide_dtype
 from panther.compression.forms.fitting import Fits
-from panther.compression.forms.options import DENSE, LOW_RANK, Choice, Option
+from panther.compression.forms.options import DENSE, INTERPOLATIVE, LOW_RANK, Choice, Option
 from panther.compression.forms.quantization import QuantizedWeight
 from panther.compression.forms.quantized import QuantizedFit, fit_quantized
 from panther.compression.moments import gather_drift
 from panther.compression.runner import Runner
 from panther.compression.targets import Survey, Target, replace_modules
 from panther.errors import PerformanceWarning
-from panther.nn import QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last
 from panther.nn._fitting import split_factors
 from panther.nn._sketched import CompressedModule
@@ -74,6 +75,8 @@ def _convert_fitted(
         return {}
     if option.form == LOW_RANK:
         return convert(target, fit, option.rank or 0, seed)
+    if option.form == INTERPOLATIVE:
+        return convert_interpolative(target, fit, option.rank or 0)
     return convert_quantized(
         target,
         option.rank or 0,
@@ -95,6 +98,27 @@ def convert(target: Target, found: Fit, rank: int, seed: int) -> Replacement:
 
     def make(module: nn.Module) -> SKLinear | SKConv2d:
         return _conv(module, left, right, seed) if isinstance(module, nn.Conv2d) else _linear(module, left, right, seed)
+
+    return _replacement(target, make, change)
+
+
+def convert_interpolative(target: Target, found: Fit, rank: int) -> Replacement:
+    """Make an interpolative layer for each of the target's, which share skeleton, coefficients and order."""
+    # One is made first, because the bias is to be exact for its numbers as they are rounded.
+    like = target.weight
+    first = InterpolativeLinear(target.inner, target.outer, rank, bias=False, device=like.device, dtype=like.dtype)
+    first.set_factors_(found.left[0, :, :rank], found.right[0, :rank])
+    change: Tensor | float = 0.0
+    if found.means is not None:
+        left, right = copy.deepcopy(first).double().factors()
+        change = (found.means[1][0] - left @ (right @ found.means[0][0])).detach()
+
+    def make(module: nn.Module) -> InterpolativeLinear:
+        biased = getattr(module, "bias", None) is not None
+        layer = InterpolativeLinear(target.inner, target.outer, rank, bias=biased, device=like.device, dtype=like.dtype)
+        for name in first.stored_names():
+            setattr(layer, name, getattr(first, name))
+        return layer
 
     return _replacement(target, make, change)
 

@@ -64,7 +64,8 @@ class LayerReport:
     kind: str
     shape: tuple[int, ...]
     form: str
-    """``"dense"``, ``"low_rank"``, ``"int8_low_rank"``, or the width, as in ``"int4"`` and ``"int4+low_rank"``."""
+    """``"dense"``, ``"low_rank"``, ``"interpolative"``, ``"int8_low_rank"``, or the width, as in ``"int4"`` and
+    ``"int4+low_rank"``."""
     bits: float
     """Bits of a weight on average, scales and factors included."""
     rank: int | None

@@ -20,6 +20,7 @@ from panther.integrations._versions import check_version
 from panther.nn._sketch_record import read_record
 from panther.nn._sketched import CompressedModule, SketchedModule
 from panther.nn._specs import build_modules, module_specs
+from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedLinear
 
@@ -129,6 +130,8 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     module.pack_()
             elif isinstance(module, QuantizedLinear) and module.record.tolist() != module._form:
                 raise FormatError(f"layer {name!r} was saved in another form than config.json says: save it again")
+            elif isinstance(module, InterpolativeLinear):
+                module.check_record()
         set_quantization_config_(model)
         return model
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from panther._text import counted, format_table
 from panther.nn._sketched import CompressedModule, keep_own_forward
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
+from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.quantized import QuantizedLinear
 
@@ -75,7 +76,8 @@ def to_linears_(model: nn.Module) -> LinearsReport:
     Tools that look for nn.Linear (torchao, PEFT, exporters, other runtimes) then find them. An
     :class:`~panther.nn.SKLinear` of rank R becomes ``nn.Linear(in, 2R, bias=False)`` and ``nn.Linear(2R, out)`` in an
     nn.Sequential, a sketched convolution becomes a convolution to its 2 L K channels and one of width 1, and a
-    :class:`~panther.nn.QuantizedLinear` the nn.Linear of its weight, or the pair of its factors if it has no codes.
+    :class:`~panther.nn.QuantizedLinear` the nn.Linear of its weight, or the pair of its factors if it has no codes. An
+    :class:`~panther.nn.InterpolativeLinear` becomes two of its rank, which together take more numbers than it.
     Nothing else is changed, and outputs are equal up to rounding. Signs of seeded layers become weights like any other:
     they are stored, and would be trained; to go on training a seeded layer, keep it.
 
@@ -141,7 +143,7 @@ def to_linears_(model: nn.Module) -> LinearsReport:
 
 def _why_kept(module: CompressedModule) -> str | None:
     """Return why a layer cannot be replaced, with the remedy; None if it can."""
-    if not isinstance(module, SKLinear | SKConv1d | SKConv2d | SKConv3d | QuantizedLinear):
+    if not isinstance(module, SKLinear | SKConv1d | SKConv2d | SKConv3d | QuantizedLinear | InterpolativeLinear):
         return f"a {type(module).__name__}, for which no plain layers are known"
     held = {**module._parameters, **module._buffers, **module.__dict__}
     if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in module.stored_names()):
@@ -167,11 +169,14 @@ def _plain(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -
     return new.train(module.training)
 
 
-def _linear_pair(module: SKLinear | QuantizedLinear) -> LinearPair:
+def _linear_pair(module: SKLinear | QuantizedLinear | InterpolativeLinear) -> LinearPair:
     with torch.no_grad():
         if isinstance(module, QuantizedLinear):
             outer, inner = module._factors(module.dtype)
             trained = module.factor_scales.requires_grad
+        elif isinstance(module, InterpolativeLinear):
+            outer, inner = (factor.clone() for factor in module.factors())
+            trained = module.skeleton.requires_grad
         else:
             U1, U2 = module._dense_sketches()
             S1, S2, scale, power = module.S1, module.S2, module.scale, _power(module.scale)

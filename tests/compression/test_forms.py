@@ -16,10 +16,11 @@ from panther.compression.forms.quantized import fit_quantized
 from panther.compression.moments import Moments
 from panther.compression.targets import select_targets
 from panther.errors import CompressionError, PerformanceWarning
-from panther.nn import QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv2d, SKLinear
 
 every = dict.fromkeys(KNOWN_FORMS)
-linear_kinds = (nn.Linear, SKLinear, QuantizedLinear)
+kinds = {"dense": nn.Linear, "low_rank": SKLinear, "interpolative": InterpolativeLinear}
+linear_kinds = (*kinds.values(), QuantizedLinear)
 
 
 def network():
@@ -73,9 +74,11 @@ def test_options_take_what_layers_store():
         for option in options:
             if option.form in ("dense", "low_rank"):
                 continue
-            layer = QuantizedLinear(
-                target.inner, target.outer, option.bits, group_size=20, low_rank=option.rank or 0, bias=False
-            )
+            size = {"low_rank": option.rank or 0, "bias": False}
+            if option.form == "interpolative":
+                layer = InterpolativeLinear(target.inner, target.outer, **size)
+            else:
+                layer = QuantizedLinear(target.inner, target.outer, option.bits, group_size=20, **size)
             assert option.bytes == sum(tensor.nbytes for tensor in layer.state_dict().values())
 
 
@@ -118,7 +121,8 @@ def test_uniform_is_one_form_everywhere():
     ("size", "options"),
     [
         (4.25, {}), (3.0, {"sequential": True}), (4.25, {"method": "activation"}), (4.25, {"method": "svd"}),
-        (5.0, {"forms": "int4"}), (4.0, {"forms": "int8_low_rank"}), (4.25, {"group_size": None}),
+        (5.0, {"forms": "int4"}), (4.0, {"forms": "int8_low_rank"}), (20.0, {"forms": "interpolative"}),
+        (20.0, {"forms": "interpolative", "sequential": True}), (4.25, {"group_size": None}),
     ],
 )  # fmt: skip
 def test_bits_are_kept(size, options):
@@ -135,7 +139,7 @@ def test_bits_are_kept(size, options):
     stored = sum(t.nbytes for t in model.state_dict().values())
     assert report.bytes_after == stored
     for layer, module in zip(report.layers, (m for m in model if isinstance(m, linear_kinds)), strict=True):
-        assert type(module) is {"dense": nn.Linear, "low_rank": SKLinear}.get(layer.form, QuantizedLinear)
+        assert type(module) is kinds.get(layer.form, QuantizedLinear)
         tensors = {name: t for name, t in module.state_dict().items() if name not in ("bias", "sketch_seed")}
         assert layer.bytes_after == sum(t.nbytes for t in tensors.values())
         assert layer.bits == pytest.approx(8 * layer.bytes_after / (layer.bytes_before / 4))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.nn import QuantizedLinear, SKConv1d, SKConv2d, SKConv3d, SKLinear
+from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv1d, SKConv2d, SKConv3d, SKLinear
 from panther.nn.linears import LinearPair
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -22,6 +22,7 @@ LAYERS = {
     "size one": (lambda dtype: SKLinear(1, 1, 1, bias=False, dtype=dtype), (0, 1)),
     "int4": (lambda dtype: QuantizedLinear(65, 33, 4, group_size=16, low_rank=3, dtype=dtype), (5, 65)),
     "int8 low rank": (lambda dtype: QuantizedLinear(65, 33, None, low_rank=3, bias=False, dtype=dtype), (65,)),
+    "interpolative": (lambda dtype: InterpolativeLinear.from_linear(nn.Linear(40, 24, dtype=dtype), 7), (5, 40)),
     "convolution in groups": (
         lambda dtype: SKConv2d(
             6, 10, (3, 4), padding="same", groups=2, low_rank=4, padding_mode="reflect", dtype=dtype

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from panther.compression.fits import Fit, factor, leading_components, metric_of, wide_dtype
-from panther.compression.forms.options import INT8_LOW_RANK, LOW_RANK, Forms, Option, Options
+from panther.compression.forms.options import INT8_LOW_RANK, INTERPOLATIVE, LOW_RANK, Forms, Option, Options
 from panther.compression.forms.quantized import QuantizedFit, fit_quantized, planned_widths, sensitivity
 from panther.compression.moments import Moments, check_calibration, gather_moments, split_passes
 from panther.compression.runner import Runner
@@ -125,6 +125,10 @@ def _stored_components(forms: Forms, target: Target, share: float) -> int:
         ranks = forms.ranks(target, name)
         if name == LOW_RANK:
             most = max(most, leading_components(target, ranks[-1], share * ranks[-1]), ranks[0])
+        elif name == INTERPOLATIVE and ranks:
+            half = (target.inner + target.outer) / 2
+            uniform = half - max(half**2 - share * target.dense_numbers, 0.0) ** 0.5  # of r (inner + outer - r) numbers
+            most = max(most, leading_components(target, ranks[-1], uniform), ranks[0])
         elif name == INT8_LOW_RANK and ranks:
             uniform = share * target.dense_bytes / (target.inner + target.outer)
             most = max(most, leading_components(target, ranks[-1], uniform), ranks[0])
@@ -146,7 +150,7 @@ def _scored(options: Sequence[Option], fit: Fit, quantized: Mapping[int, Quantiz
         rank = option.rank or 0
         if rank >= len(found.tails):
             continue
-        loss = found.tails[rank] + (0.0 if option.form == LOW_RANK else found.rounding[rank])
+        loss = found.tails[rank] + (0.0 if option.form in (LOW_RANK, INTERPOLATIVE) else found.rounding[rank])
         error = (found.local_tails[rank].item() / whole) ** 0.5 if whole > 0 else 0.0
         scored.append(replace(option, loss=loss.item() * scale, error=error))
     return sorted(scored, key=lambda option: (option.bytes, option.loss))

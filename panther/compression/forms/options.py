@@ -7,8 +7,8 @@ this greedy choice is optimal except for the last step; the hull ends in the den
 """
 
 __all__ = [
-    "DEFAULT_FORMS", "DENSE", "INT8_LOW_RANK", "KNOWN_FORMS", "LOW_RANK", "Choice", "Forms", "Option", "Options",
-    "choose_global", "choose_uniform", "least_bytes", "quantized_bytes", "total_bytes", "total_loss",
+    "DEFAULT_FORMS", "DENSE", "INT8_LOW_RANK", "INTERPOLATIVE", "KNOWN_FORMS", "LOW_RANK", "Choice", "Forms", "Option",
+    "Options", "choose_global", "choose_uniform", "least_bytes", "quantized_bytes", "total_bytes", "total_loss",
 ]  # fmt: skip
 
 from bisect import bisect_right
@@ -20,6 +20,7 @@ from torch import nn
 
 from panther.compression.targets import LEAST_RANK, Target
 from panther.errors import CompressionError
+from panther.nn import interpolative
 from panther.nn.quantized import stored_bytes
 
 _FRACTION_STEPS = 50  # halvings of the kept fraction, to the resolution of a float
@@ -28,9 +29,11 @@ _LARGEST_CORRECTION = 64  # rank: what rounding leaves is nearly white, and a hi
 _WIDTHS = (8, 6, 5, 4, 3, 2)
 
 DENSE, LOW_RANK, INT8_LOW_RANK, CORRECTED = "dense", "low_rank", "int8_low_rank", "+low_rank"
+INTERPOLATIVE = "interpolative"
 
 KNOWN_FORMS = (
-    DENSE, LOW_RANK, INT8_LOW_RANK, *(f"int{bits}" for bits in _WIDTHS), *(f"int{bits}{CORRECTED}" for bits in _WIDTHS),
+    DENSE, LOW_RANK, INTERPOLATIVE, INT8_LOW_RANK, *(f"int{bits}" for bits in _WIDTHS),
+    *(f"int{bits}{CORRECTED}" for bits in _WIDTHS),
 )  # fmt: skip
 
 DEFAULT_FORMS = (DENSE, LOW_RANK)
@@ -111,7 +114,9 @@ class Forms:
             return [Option(DENSE, target.dense_bytes, error=0.0)]
         if name == LOW_RANK:
             return [Option(LOW_RANK, target.bytes(rank), rank) for rank in self.ranks(target, name)]
-        if bits is not None and not name.endswith(CORRECTED):
+        if name == INTERPOLATIVE:
+            several = [Option(name, interpolative_bytes(target, rank), rank) for rank in self.ranks(target, name)]
+        elif bits is not None and not name.endswith(CORRECTED):
             several = [Option(name, quantized_bytes(target, bits, self.group_size, 0), None, bits)]
         else:
             several = [
@@ -125,7 +130,7 @@ class Forms:
         least = min(target.inner, target.outer)
         if name == LOW_RANK:
             largest = target.largest_rank
-        elif name == INT8_LOW_RANK and _is_linear(target):
+        elif name in (INT8_LOW_RANK, INTERPOLATIVE) and _is_linear(target):
             largest = least
         elif name.endswith(CORRECTED) and _is_linear(target):
             largest = min(least, _LARGEST_CORRECTION)
@@ -155,6 +160,11 @@ def _is_linear(target: Target) -> bool:
 def quantized_bytes(target: Target, bits: int | None, group_size: int | None, rank: int) -> int:
     """Return the bytes of a quantized form of a weight on disk."""
     return stored_bytes(target.inner, target.outer, bits, group_size=group_size, low_rank=rank)
+
+
+def interpolative_bytes(target: Target, rank: int) -> int:
+    """Return the bytes of an interpolative form of a weight on disk."""
+    return interpolative.stored_bytes(target.inner, target.outer, rank, target.weight.dtype)
 
 
 def choose_uniform(options: Options, limit: int) -> Choice:
