@@ -62,7 +62,7 @@ def unpack_codes(
     if bits == 8:
         return packed ^ MIDDLE
     parts = _parts(bits)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():  # vmap knows no ``out``
         return _unpacked_for_compilers(packed, parts, columns)
     if _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):
         return _unpacked_by_words(packed, parts, columns, work)
@@ -125,7 +125,7 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
 
 
 def _unpacked_for_compilers(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
-    """Return the codes by operations without ``out``, which compilers fuse."""
+    """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them."""
     codes, start = None, 0
     for width, shift in parts:
         length = -(-columns * width // 8)

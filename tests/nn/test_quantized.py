@@ -256,6 +256,8 @@ def test_inputs_that_do_not_fit():
     layer = QuantizedLinear(100, 60)
     with pytest.raises(ShapeError, match="99 features and the layer takes 100"):
         layer(torch.randn(2, 99))
+    with pytest.raises(ShapeError, match="the input has no dimension and the layer takes 100"):
+        layer(torch.tensor(1.0))
     with pytest.raises(DTypeError, match=r"the input is torch.float64 and the layer torch.float32"):
         layer(torch.randn(2, 100).double())
     with pytest.raises(TypeError, match="must be a tensor, not list"):
@@ -279,3 +281,10 @@ def test_inputs_that_are_not_contiguous():
     with torch.no_grad():
         for view, wanted in ((x, expected), (x[:, ::3], expected[:, ::3]), (x[1], expected[1])):
             assert torch.allclose(layer(view), wanted, atol=1e-5)
+
+
+def test_sparse_inputs():
+    layer = QuantizedLinear(100, 60, bias=False)
+    x = torch.eye(3, 100)
+    with torch.no_grad():
+        assert torch.allclose(layer(x.to_sparse()), layer(x), atol=1e-6)

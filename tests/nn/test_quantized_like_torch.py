@@ -67,6 +67,19 @@ def test_torch_func(form, grad):
     assert torch.allclose(grads["bias"][2], model.bias.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_ensembles(form):
+    models, x = [layer(form), layer(form)], torch.randn(3, 64)
+    models[1].reset_parameters()
+    with torch.no_grad():
+        models[1].bias += 1
+        state = torch.func.stack_module_state(models)
+        call = lambda parameters, buffers: torch.func.functional_call(models[0], (parameters, buffers), (x,))  # noqa: E731
+        outputs = torch.vmap(call)(*state)
+        for output, model in zip(outputs, models, strict=True):
+            assert torch.allclose(output, model(x), atol=1e-5)
+
+
 def test_input_by_name():
     model, x = layer(FORMS[0]), torch.randn(3, 64)
     assert torch.equal(model(input=x), model(x))

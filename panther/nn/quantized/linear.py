@@ -3,6 +3,7 @@
 __all__ = ["QuantizedLinear"]
 
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,7 @@ from panther.kernels._cpu.quantized import quantized_matmul
 from panther.kernels.ops._library import autocast
 from panther.nn._fitting import fittable
 from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.packed import PackedCodes, why_not_packed
 
 
 class QuantizedLinear(QuantizedMatrix):
@@ -81,6 +83,8 @@ class QuantizedLinear(QuantizedMatrix):
     dense_class = nn.Linear
     dense_arguments = ("in_features", "out_features", "bias")
     size_arguments = ("bits", "group_size", "low_rank")
+    packed_copy = False
+    _packed: PackedCodes | None = None
 
     def __init__(
         self,
@@ -107,8 +111,9 @@ class QuantizedLinear(QuantizedMatrix):
         dtype = x.dtype
         if dtype is not self.dtype and not _is_autocasting(x.device.type):
             raise DTypeError(f"the input is {dtype} and the layer {self.dtype}: cast one of them")
-        if not x.is_nested and x.dim() and x.shape[-1] != self.in_features:
-            raise ShapeError(f"the input has {x.shape[-1]} features and the layer takes {self.in_features}")
+        if not x.is_nested and x.shape[-1:] != (self.in_features,):
+            features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
+            raise ShapeError(f"the input has {features} and the layer takes {self.in_features}")
         if self._is_plain_inference(input):
             return self._inferred(x, bias)
         output = None if self.bits is None else F.linear(x, self._expanded(dtype), bias)
@@ -121,7 +126,9 @@ class QuantizedLinear(QuantizedMatrix):
 
     def _is_plain_inference(self, x: Tensor) -> bool:
         """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor on the CPU."""
-        if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_nested or not x.is_cpu:
+        if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
+            return False
+        if x.is_nested or x.layout is not torch.strided:
             return False
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return False
@@ -132,7 +139,9 @@ class QuantizedLinear(QuantizedMatrix):
     def _inferred(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without expanding the whole weight."""
         rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        if self.bits is not None:
+        if self.packed_copy and PackedCodes.serves(rows, self.codes, self.zeros, self.scales):
+            output = self._packed_codes().product(rows, bias)
+        elif self.bits is not None:
             output = quantized_matmul(rows, self.codes, self.bits, self.scales, self.zeros, self.group_size, bias)
         if self.low_rank:
             if x.dtype is torch.float16:
@@ -146,6 +155,50 @@ class QuantizedLinear(QuantizedMatrix):
             else:
                 output = F.linear(inner, left, bias)
         return output if x.dim() == 2 else output.reshape(*x.shape[:-1], self.out_features)
+
+    def hold_packed_(self, hold: bool = True) -> Self:
+        """Hold a second copy of codes of 4 bits, for torch's own kernel: in bfloat16, few rows, without gradients.
+
+        With up to 32 rows in bfloat16 on a CPU the layer is then three to ten times as fast, as it no longer expands
+        its weight: of 4096 to 4096 features, faster than nn.Linear for up to 8 rows. The copy takes as many bytes as
+        the codes. It is made in the first such call and whenever the tensors changed since; it is not saved, and a
+        copy of the layer makes its own. Writes to ``codes.data`` and the like go unnoticed: call this again after
+        those.
+
+        Raises:
+            ValueError: If the kernel does not take the layer: bits other than 4, groups other than 32, 64, 128 or 256
+                columns, a last group that is smaller, or outputs that are not a multiple of 16.
+
+        Example:
+            >>> import torch
+            >>> layer = QuantizedLinear(256, 128, dtype=torch.bfloat16).hold_packed_()
+            >>> x = torch.randn(1, 256, dtype=torch.bfloat16)
+            >>> with torch.no_grad():
+            ...     torch.allclose(layer(x), layer.to_linear()(x), atol=0.05)
+            True
+        """
+        self._packed = None
+        if hold and (reason := why_not_packed(self.codes, self.bits, self.group_size, self.in_features)):
+            raise ValueError(f"torch's kernel does not take this layer: {reason}")
+        self.packed_copy = hold
+        return self
+
+    def _packed_codes(self) -> PackedCodes:
+        tensors = self.codes, self.zeros, self.scales
+        packed = self._packed
+        if packed is None or not packed.follows(*tensors):
+            with torch.inference_mode(False), torch.no_grad():
+                packed = self._packed = PackedCodes(*tensors, self.group_size or self.in_features)
+        return packed
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Drop the packed copy, which does not move along."""
+        self._packed = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the packed copy: its order depends on the processor."""
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
 
     @classmethod
     def from_linear(

@@ -1,0 +1,63 @@
+"""A second copy of codes of 4 bits, in the order that torch's own kernel reads: products with few rows in bfloat16."""
+
+__all__ = ["PackedCodes", "why_not_packed"]
+
+import torch
+from torch import Tensor
+
+from panther.kernels.reference.codes import unpack_codes
+
+_GROUP_SIZES = (32, 64, 128, 256)  # those that the kernel takes
+_MOST_ROWS = 32  # beyond it, an expanded weight is faster
+_MIDDLE = 8  # what the kernel takes off the codes
+
+
+def why_not_packed(codes: Tensor | None, bits: int | None, group_size: int | None, columns: int) -> str | None:
+    """Return why torch's kernel does not take a layer; None if it does."""
+    if codes is None or bits != 4:
+        return f"it has codes of 4 bits and this layer bits={bits}"
+    if group_size not in _GROUP_SIZES or columns % group_size:
+        return f"its groups are whole, of {_GROUP_SIZES} columns, and here group_size={group_size} of {columns} columns"
+    if len(codes) % 16:
+        return f"the outputs must be a multiple of 16, and here are {len(codes)}"
+    return None
+
+
+class PackedCodes:
+    """Codes as torch's kernel for 4 bits reads them, with scales and zero points, all of one version of the tensors."""
+
+    def __init__(self, codes: Tensor, zeros: Tensor, scales: Tensor, group_size: int) -> None:
+        self._versions = _versions(codes, zeros, scales)
+        self._group_size = group_size
+        integers = unpack_codes(codes, 4, scales.shape[1] * group_size).to(torch.int32)
+        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+        steps = scales.detach().mT.float()
+        # The kernel would round scale * zero point to bfloat16, an error that all columns of a group share.
+        self._scales = torch.stack((steps, torch.zeros_like(steps)), -1).to(torch.bfloat16)
+        self._offsets = steps * (zeros.mT.float() - _MIDDLE)
+
+    def follows(self, codes: Tensor, zeros: Tensor, scales: Tensor) -> bool:
+        """Return whether these are the tensors that this was made of, unchanged."""
+        return self._versions == _versions(codes, zeros, scales)
+
+    @staticmethod
+    def serves(x: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> bool:
+        """Return whether the kernel is fast for this input, takes these scales, and versions are counted."""
+        if x.dtype is not torch.bfloat16 or scales.dtype is not torch.bfloat16 or not 0 < len(x) <= _MOST_ROWS:
+            return False
+        if any(tensor.is_inference() for tensor in (codes, zeros, scales)):
+            return False
+        return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # elsewhere it is slow
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (n, in) -> (n, out)
+        """Return ``x Q^T + bias``, without gradients."""
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._codes, self._group_size, self._scales).float()
+        sums = x.unflatten(1, (-1, self._group_size)).sum(-1, dtype=torch.float32)
+        y.addmm_(sums, self._offsets, alpha=-1)
+        if bias is not None:
+            y += bias
+        return y.to(x.dtype)
+
+
+def _versions(*tensors: Tensor) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
