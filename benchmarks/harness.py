@@ -5,7 +5,17 @@ the two times of one round. With one CPU thread the time is this process's CPU t
 lengthen; with several threads, which wait for each other, it is wall time; on a GPU the time between two device events.
 """
 
-__all__ = ["Timing", "figure", "interleave", "keep_freed_memory", "main", "print_table", "read_csv", "write_csv"]
+__all__ = [
+    "Timing",
+    "commit",
+    "figure",
+    "interleave",
+    "keep_freed_memory",
+    "main",
+    "print_table",
+    "read_csv",
+    "write_csv",
+]
 
 import argparse
 import contextlib
@@ -187,7 +197,7 @@ def write_csv(subject: str, rows: Sequence[Mapping[str, Any]], *, device: str) -
     Each CPU has a file of its own for each number of threads. Rows of that file that were measured with other settings
     of the allocator stay.
     """
-    stamp: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": _commit()}
+    stamp: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit()}
     stamp |= hardware.stamp() if device == "cpu" else {"device": torch.cuda.get_device_name()}
     stamp |= {"torch": torch.__version__, "python": platform.python_version()}
     RESULTS.mkdir(exist_ok=True)
@@ -219,7 +229,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @functools.cache  # before anything is written: the results themselves make the tree dirty
-def _commit() -> str:
+def commit() -> str:
+    """Return the commit that is measured, with ``-dirty`` if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()

