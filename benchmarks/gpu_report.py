@@ -21,6 +21,7 @@ COLUMNS = (
 STAMP = ("card", "driver", "torch", "triton", "python", "date", "commit")
 _TABLES = {
     "sklinear": "SKLinear",
+    "quantized": "Products with quantized weights",
     "hadamard": "Walsh-Hadamard transform",
     "sparse": "Sparse sketches",
     "attention": "Causal linear attention",

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the scripts beside t
 import torch
 from gpu_kernels import attention_problems, hadamard_problems, sparse_problems, windowed_problems
 from gpu_layers import sklinear_problems
+from gpu_quantized import quantized_problems
 from gpu_report import Recorder, markdown, read_rows, stamp
 from gpu_roofline import ceilings
 from gpu_timing import DeviceLostError, Problem, Timer, check_device, measure
@@ -38,14 +39,16 @@ TESTS = ("tests/kernels", "tests/sketch", "tests/nn", "tests/linalg")
 SECTIONS = {
     "tests": 0.4,
     "roofline": 0.45,
-    "sklinear": 0.7,
-    "attention": 0.79,
-    "windowed": 0.88,
-    "hadamard": 0.94,
+    "sklinear": 0.66,
+    "quantized": 0.75,
+    "attention": 0.83,
+    "windowed": 0.9,
+    "hadamard": 0.95,
     "sparse": 1.0,
 }
 _PROBLEMS = {
     "sklinear": sklinear_problems,
+    "quantized": quantized_problems,
     "attention": attention_problems,
     "windowed": windowed_problems,
     "hadamard": hadamard_problems,

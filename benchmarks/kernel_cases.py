@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from panther.kernels._triton import attention, hadamard, signs, sketched, sparse, windowed_attention
+from panther.kernels._triton import attention, hadamard, quantized, signs, sketched, sparse, windowed_attention
+from panther.kernels.reference.codes import code_bytes
 from torch import Tensor
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -90,6 +91,21 @@ def windowed(D: int, E: int, m: int, causal: bool, scaled: bool = True, window: 
     return launch
 
 
+def quantized_product(rows: int, K: int, N: int, bits: int, rank: int = 0, group_size: int = 128) -> Launch:
+    """Multiply by a quantized weight, with a correction and a bias if it has a rank."""
+
+    def launch(t: torch.dtype) -> None:
+        groups, ends = -(-K // group_size), (None, None, None)
+        if rank:
+            ends = (meta(rows, rank, dtype=t), meta(N, rank, dtype=torch.int8), meta(N, dtype=t))  # type: ignore[assignment]
+        quantized.quantized_matmul(
+            meta(rows, K, dtype=t), meta(N, code_bytes(K, bits), dtype=torch.uint8), bits, meta(N, groups, dtype=BF16),
+            meta(N, groups, dtype=torch.uint8), group_size, *ends,
+        )  # fmt: skip
+
+    return launch
+
+
 def transform(N: int, columns: int, batch: int = 4096) -> Launch:
     return lambda t: hadamard.hadamard_transform(meta(batch, N, columns, dtype=t))
 
@@ -136,6 +152,11 @@ CASES = [
     Case("windowed D 128 m 128, not scaled", windowed(128, 128, 128, causal=True, scaled=False), precisions=FULL),
     Case("windowed D 256 m 256, not causal", windowed(256, 256, 256, causal=False), precisions=FULL),
     Case("windowed D 33 E 17 m 20, window 24", windowed(33, 17, 20, causal=True, window=24), (F16, F32), FULL),
+    Case("quantized int4 batch 1, rank 32", quantized_product(1, 4096, 4096, 4, rank=32)),
+    Case("quantized int4 batch 512, rank 32", quantized_product(512, 4096, 4096, 4, rank=32), ALL, FULL),
+    Case("quantized int8 batch 16, whole rows", quantized_product(16, 4096, 4096, 8, group_size=4096), precisions=FULL),
+    Case("quantized int3 batch 512", quantized_product(512, 4096, 4096, 3), precisions=FULL),
+    Case("quantized int7, odd sizes", quantized_product(70, 1001, 777, 7, rank=5, group_size=33), ALL, FULL),
     Case("hadamard 2^10", transform(1 << 10, 1), ALL, FULL),
     Case("hadamard 2^3", transform(1 << 3, 1), precisions=FULL),
     Case("hadamard 2^14", transform(1 << 14, 1), precisions=FULL),

@@ -8,6 +8,7 @@ __all__ = [
     "normal_block",
     "pack_signs",
     "philox_4x32",
+    "quantized_matmul",
     "sign_block",
     "sketched_matmul",
     "uniform_block",
@@ -23,6 +24,7 @@ if __name__ != "kernels":
     from .ops.attention import causal_linear_attention
     from .ops.hadamard import hadamard_transform
     from .ops.philox import normal_block, sign_block, uniform_block, word_block
+    from .ops.quantized import quantized_matmul
     from .ops.sketched import sketched_matmul
     from .ops.sparse import csr_matmul
     from .ops.windowed_attention import windowed_linear_attention

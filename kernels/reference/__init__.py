@@ -4,6 +4,7 @@ from .attention import causal_linear_attention
 from .hadamard import hadamard_transform
 from .packing import pack_signs, unpack_signs
 from .philox import philox_4x32, random_block
+from .quantized import quantized_matmul
 from .sketched import sketched_matmul
 from .sparse import csr_matmul, csr_tensor
 from .windowed_attention import windowed_linear_attention
@@ -15,6 +16,7 @@ __all__ = [
     "hadamard_transform",
     "pack_signs",
     "philox_4x32",
+    "quantized_matmul",
     "random_block",
     "sketched_matmul",
     "unpack_signs",

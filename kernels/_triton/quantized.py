@@ -1,0 +1,138 @@
+"""The product with a weight of 2 to 8 bits an entry and its low-rank correction, expanded in registers.
+
+A program owns a tile of outputs, loads codes of ``BN`` rows and ``BK`` columns, turns them into numbers and multiplies:
+the weight is never written expanded. Where there are few rows of x, the columns are split over programs, and torch adds
+the parts in their order. The correction takes the product of x with its right factor, which is small, from outside.
+"""
+
+__all__ = ["quantized_matmul"]
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._device import dot_operand, dot_precision, multiprocessors, pipeline_stages
+
+# Columns that a program takes at least, so that a split does not cost more than it gains.
+_LEAST_SPLIT = 256
+
+
+@triton.jit
+def _part(codes, n, k, N, K, row_bytes, start, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the codes of one width (BN, BK), see ``pack_codes``: byte b holds columns b, length + b, ..."""
+    length = tl.cdiv(K * WIDTH, 8)
+    place = k // length
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    at = codes + n[:, None].to(tl.int64) * row_bytes + start + (k - place * length)[None, :]
+    found = tl.load(at, mask=inside, other=0).to(tl.int32)
+    return ((found >> (place * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << SHIFT
+
+
+@triton.jit
+def _numbers(
+    codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return ``scale (code - zero)`` in float32; WHOLE says that all columns of the tile are in one group."""
+    if BITS == 8:
+        q = _part(codes, n, k, N, K, row_bytes, 0, 8, 0) ^ 128
+    else:
+        start = 0
+        if BITS & 4:
+            q = _part(codes, n, k, N, K, row_bytes, start, 4, 0)
+            start += tl.cdiv(K * 4, 8)
+            if BITS & 2:
+                q += _part(codes, n, k, N, K, row_bytes, start, 2, 4)
+                start += tl.cdiv(K * 2, 8)
+        else:
+            q = _part(codes, n, k, N, K, row_bytes, start, 2, 0)
+            start += tl.cdiv(K * 2, 8)
+        if BITS & 1:
+            q += _part(codes, n, k, N, K, row_bytes, start, 1, BITS & 6)
+    if WHOLE:
+        at = n.to(tl.int64) * groups + tl.min(k, 0) // group_size
+        s = tl.load(scales + at, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        z = tl.load(zeros + at, mask=n < N, other=0).to(tl.float32)[:, None]
+    else:
+        inside = (n[:, None] < N) & (k[None, :] < K)
+        at = n[:, None].to(tl.int64) * groups + (k // group_size)[None, :]
+        s = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+    return (q.to(tl.float32) - z) * s
+
+
+@triton.jit
+def _quantized_kernel(
+    x, codes, scales, zeros, inner, left, bias, out, M, N, K, R, row_bytes, groups, group_size, split_k, part_stride,
+    sx_m, sx_k,
+    BITS: tl.constexpr, WHOLE: tl.constexpr, ENDS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    split = tl.program_id(2)
+    acc = tl.zeros((BM, BN), tl.float32)
+    stop = tl.minimum((split + 1) * split_k, K)
+    for k0 in range(split * split_k, stop, BK):
+        k = k0 + tl.arange(0, BK)
+        inside = (m[:, None] < M) & (k[None, :] < K)
+        a = tl.load(x + m[:, None].to(tl.int64) * sx_m + k[None, :] * sx_k, mask=inside, other=0.0)
+        w = _numbers(codes, scales, zeros, n, k, N, K, row_bytes, groups, group_size, BITS, WHOLE).to(a.dtype)
+        acc = tl.dot(dot_operand(a), tl.trans(dot_operand(w)), acc, input_precision=PRECISION)
+    if ENDS:  # the only part: correction and bias are added here
+        for r0 in range(0, R, BR):
+            r = r0 + tl.arange(0, BR)
+            rows = (m[:, None] < M) & (r[None, :] < R)
+            a = tl.load(inner + m[:, None].to(tl.int64) * R + r[None, :], mask=rows, other=0.0)
+            rows = (n[:, None] < N) & (r[None, :] < R)
+            b = tl.load(left + n[:, None].to(tl.int64) * R + r[None, :], mask=rows, other=0)
+            b = b.to(tl.float32).to(a.dtype)  # by way of float32, as the interpreter does not know int8 as bfloat16
+            acc = tl.dot(dot_operand(a), tl.trans(dot_operand(b)), acc, input_precision=PRECISION)
+        if HAS_BIAS:
+            acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at = out + split.to(tl.int64) * part_stride + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def quantized_matmul(
+    x: Tensor,  # (rows, in)
+    codes: Tensor,  # (out, bytes), see pack_codes
+    bits: int,
+    scales: Tensor,  # (out, groups)
+    zeros: Tensor,  # (out, groups) uint8
+    group_size: int,
+    inner: Tensor | None = None,  # (rows, r): x times the right factor and the scales of the correction
+    left: Tensor | None = None,  # (out, r) int8
+    bias: Tensor | None = None,  # (out,)
+) -> Tensor:  # (rows, out)
+    """Return ``x Q^T + inner left^T + bias`` with ``Q = scales * (codes - zeros)`` by groups."""
+    (M, K), (N, row_bytes), groups = x.shape, codes.shape, scales.shape[1]
+    out = x.new_empty(M, N)
+    if not out.numel():
+        return out
+    rank = 0 if inner is None else inner.shape[1]
+    # Widths of two or three parts, ragged groups and float32 hold more in registers, and would spill in larger tiles.
+    simple = bits in (2, 4, 8) and group_size % 64 == 0 and x.dtype.itemsize == 2
+    BM, BN, BK = (16 if M <= 16 else 64), 64, (64 if simple else 32)
+    warps = 4 if (BM, BK) == (64, 64) else 8
+    tiles = triton.cdiv(M, BM) * triton.cdiv(N, BN)
+    wanted = max(1, min(multiprocessors(x.device) // tiles, K // _LEAST_SPLIT))
+    split_k = triton.cdiv(triton.cdiv(K, wanted), BK) * BK
+    splits = triton.cdiv(K, split_k)
+    parts = out if splits == 1 else x.new_empty(splits, M, N, dtype=torch.float32)
+    # A tensor in the place of what is missing: it is never read.
+    operands = (x, codes, scales, zeros, x if inner is None else inner, codes if left is None else left)
+    _quantized_kernel[(triton.cdiv(M, BM), triton.cdiv(N, BN), splits)](
+        *operands, x if bias is None else bias, parts, M, N, K, rank, row_bytes, groups, group_size, split_k, M * N,
+        x.stride(0), x.stride(1),
+        BITS=bits, WHOLE=group_size % BK == 0, ENDS=splits == 1, HAS_BIAS=bias is not None,
+        PRECISION=dot_precision(x.dtype), BM=BM, BN=BN, BK=BK, BR=16, num_warps=warps, num_stages=pipeline_stages(3),
+    )  # fmt: skip
+    if splits == 1:
+        return out
+    total = parts.sum(0)
+    if inner is not None and left is not None:
+        total.addmm_(inner.float(), left.float().mT)
+    if bias is not None:
+        total += bias
+    return out.copy_(total)

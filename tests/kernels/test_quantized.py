@@ -1,0 +1,94 @@
+"""The product with a quantized weight: the Triton kernel in the interpreter against float64, and the operator."""
+
+import pytest
+import torch
+from panther.kernels import quantized_matmul, reference
+from panther.kernels.reference.codes import pack_codes
+from tolerances import KERNEL_RMS, rms_error
+
+# rows, in, out, group size, rank: size one, odd sizes, several tiles each way, split columns, groups of all kinds.
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (3, 70, 130, 32, 0),
+    (65, 33, 5, 7, 3),
+    (2, 700, 66, 700, 17),
+    (17, 256, 65, 128, 20),
+    (1, 601, 3, 64, 0),
+]
+
+
+def operands(rows, columns, outputs, group_size, rank, bits, dtype):
+    generator = torch.Generator().manual_seed(rows + columns + bits)
+
+    def integers(top, *shape):
+        return torch.randint(top, shape, generator=generator)
+
+    groups = -(-columns // group_size)
+    codes = integers(2**bits, outputs, columns).to(torch.uint8)
+    scales = torch.rand(outputs, groups, generator=generator).to(torch.bfloat16)
+    zeros = integers(2**bits, outputs, groups).to(torch.uint8)
+    x = torch.randn(rows, columns, generator=generator).to(dtype)
+    inner = left = bias = None
+    if rank:
+        inner = torch.randn(rows, rank, generator=generator).to(dtype)
+        left = (integers(255, outputs, rank) - 127).to(torch.int8)
+        bias = torch.randn(outputs, generator=generator).to(dtype)
+    return (x, pack_codes(codes, bits), bits, scales, zeros, group_size, inner, left, bias), codes
+
+
+def exact(args, codes):
+    x, _, _, scales, zeros, group_size, inner, left, bias = args
+    s, z = (t.double().repeat_interleave(group_size, 1)[:, : codes.shape[1]] for t in (scales, zeros))
+    y = x.double() @ ((codes.double() - z) * s).mT
+    return y if inner is None else y + inner.double() @ left.double().mT + bias.double()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_and_reference_against_float64(shape, bits, monkeypatch):
+    pytest.importorskip("triton")
+    from panther.kernels._triton import quantized
+
+    for dtype in (torch.float32, torch.bfloat16 if bits % 2 else torch.float16):
+        args, codes = operands(*shape, bits, dtype)
+        expected = exact(args, codes)
+        tolerance = 2e-2 if dtype is torch.bfloat16 else KERNEL_RMS[dtype]  # the interpreter truncates
+        for product in (quantized.quantized_matmul, reference.quantized_matmul):
+            y = product(*args)
+            assert y.dtype is dtype
+            assert rms_error(y, expected) < tolerance
+
+
+def test_strided_input_and_no_rows():
+    pytest.importorskip("triton")
+    from panther.kernels._triton import quantized
+
+    args, codes = operands(40, 300, 20, 64, 4, 4, torch.float32)
+    x = torch.randn(300, 80).mT[::2]
+    args = (x, *args[1:])
+    assert rms_error(quantized.quantized_matmul(*args), exact(args, codes)) < KERNEL_RMS[torch.float32]
+    assert quantized.quantized_matmul(x[:0], *args[1:6]).shape == (0, 20)
+
+
+def test_the_operator_takes_the_reference_on_a_cpu_and_has_a_fake():
+    args, codes = operands(3, 70, 13, 32, 2, 3, torch.float64)
+    torch.testing.assert_close(quantized_matmul(*args), exact(args, codes))
+    torch.library.opcheck(
+        torch.ops.panther.quantized_matmul.default, args, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_demanded_triton_refuses_float64(monkeypatch):
+    pytest.importorskip("triton")
+    from panther.kernels import _backend
+
+    monkeypatch.setenv("PANTHER_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _backend.backend.cache_clear()
+    try:
+        args, _ = operands(3, 70, 13, 32, 2, 3, torch.float64)
+        with pytest.raises(RuntimeError, match="takes float32, float16 and bfloat16, not"):
+            quantized_matmul(*args)
+    finally:
+        monkeypatch.undo()
+        _backend.backend.cache_clear()
