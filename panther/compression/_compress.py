@@ -2,46 +2,35 @@
 
 __all__ = ["compress", "sketch_layers_"]
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from panther.compression.config import HealConfig, SketchConfig
-from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded, inherit_flags
-from panther.compression.forms.allocation import Allocation, allocated, byte_limit, model_bytes
+from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded
+from panther.compression.forms.allocation import Allocation, allocated, allocated_fast, byte_limit
+from panther.compression.forms.arguments import CALIBRATED, check_model, check_options, checked_forms
 from panther.compression.forms.fitting import Fits, fit_targets
-from panther.compression.forms.options import (
-    DEFAULT_FORMS,
-    DENSE,
-    INT8_LOW_RANK,
-    INTERPOLATIVE,
-    KNOWN_FORMS,
-    LOW_RANK,
-    Forms,
-    Option,
-    total_loss,
-)  # fmt: skip
+from panther.compression.forms.latency import check_wish, choose_in_time
+from panther.compression.forms.options import INT8_LOW_RANK, INTERPOLATIVE, LOW_RANK, Option, total_loss
+from panther.compression.forms.timing import timed_layers
+from panther.compression.install import install_layers
 from panther.compression.measurement import Measured, measure
-from panther.compression.report import CompressionReport, HealResult, layer_reports
+from panther.compression.report import CompressionReport
 from panther.compression.runner import Loss, Runner, calibrating
 from panther.compression.survey import survey_targets
-from panther.compression.targets import Selector, Survey, replace_modules, select_targets, swap_modules
-from panther.errors import CompressionError, NumericalWarning, PerformanceWarning, check_size
+from panther.compression.targets import Selector, replace_modules, select_targets
+from panther.errors import NumericalWarning, check_size
 from panther.sketch import check_seed
 
-_METHODS = ("two_sided", "activation", "svd", "random")
-_CALIBRATED = ("two_sided", "activation")
 # A held-out error above so much, and above so many times the predicted one, is of batches that differ from the others.
 _DOUBTFUL, _FAR = 0.05, 10.0
-_SLOWER = 0.8  # of the dense layer's speed: below it a layer is warned about, as one near 1 can be noise
 
 
 def compress(
@@ -52,7 +41,10 @@ def compress(
     bits: float | None = None,
     max_bytes: int | None = None,
     max_error: float | None = None,
-    forms: str | Sequence[str] = DEFAULT_FORMS,
+    speedup: float | None = None,
+    max_latency_ms: float | None = None,
+    forms: str | Sequence[str] | None = None,
+    allow_slower: bool | None = None,
     rank_multiple: int = 8,
     group_size: int | None = 128,
     include: Selector | Sequence[Selector] | None = None,
@@ -83,18 +75,26 @@ def compress(
     Args:
         model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
         budget: Bytes of the eligible layers' weights to keep, as a fraction in (0, 1]; layers that stay dense count in
-            full, biases do not count. Give this, or ``bits``, ``max_bytes`` or ``max_error``.
+            full, biases do not count. Give this, or one of the next five.
         calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
             is fed to the model, a tuple or list as its arguments, a dict as its keywords.
         bits: The same as an average of bits for each eligible weight, scales and factors included.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
         max_error: Relative error of the output that the held-out batches may show; the smallest budget is searched.
-        forms: What a layer may become; of all, that which gains most per byte is chosen for each. ``"dense"``: it stays
-            as it is. ``"low_rank"``: factors in its dtype. ``"interpolative"``: the same matrix as some of its rows or
-            columns and the others' coefficients, in fewer numbers. ``"int8_low_rank"``: factors in 8 bits. ``"int8"``,
-            ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of so many bits, rounded with error
-            feedback in the norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction of what they
-            leave. Convolutions take ``"dense"`` and ``"low_rank"`` only.
+        speedup: How many times faster the whole model is to be, on the first held-out batch. Each form of each layer is
+            timed on what the layer reads in it; the forms of the least loss are chosen, whatever their bytes.
+        max_latency_ms: The same as milliseconds of that batch, with torch's present number of threads.
+        forms: What a layer may become; of all, that which gains most per byte, or second, is chosen for each.
+            ``"dense"``: it stays as it is. ``"low_rank"``: factors in its dtype. ``"interpolative"``: the same matrix
+            as some of its rows or columns and the others' coefficients, in fewer numbers. ``"int8_low_rank"``: factors
+            in 8 bits. ``"int8"``, ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of so many bits,
+            rounded with error feedback in the norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction
+            of what they leave. Convolutions take ``"dense"`` and ``"low_rank"`` only. None is these two,
+            ``"interpolative"`` and all plain widths.
+        allow_slower: Whether layers may take forms that were measured below 0.8 of the dense layer's speed. None: those
+            that ``forms`` names; without ``forms``, all of them where the size cannot be reached without them, or where
+            they halve the held-out error, or the bytes for ``max_error``, which is a note in the report. False: never.
+            Without batches or ``measure_speed`` nothing is timed, and None is True.
         rank_multiple: What ranks are multiples of, even, because aligned products are faster; a weight with room for
             fewer than eight of it has even ranks.
         group_size: Columns of a quantized weight that share a scale; None is a whole row.
@@ -126,46 +126,51 @@ def compress(
         A report of every layer, with totals, errors and speed; ``print`` shows it.
 
     Raises:
-        CompressionError: If no layer is eligible, the budget is infeasible (the message names the smallest feasible
+        CompressionError: If no layer is eligible, the size or speed is infeasible (the message names the best feasible
             one), the batches are too few, all alike or have NaN, or the model does not run on them.
         ValueError: If an option is unknown or out of range, or options exclude each other.
         DistributedError: If ranks that heal together differ, or are not all ranks.
 
     Warns:
-        PerformanceWarning: If layers got slower.
+        PerformanceWarning: If layers got slower, and that was not allowed by name.
         NumericalWarning: If the output has no gradient, so that ``"two_sided"`` becomes ``"activation"``; if layers
             have more inputs than the batches have positions, or read constants; if the held-out error is far above
             the predicted one.
 
     Cost: forward and backward over the batches for each pass, and with global forms a forward of one batch for each
-    layer; n^2 and m^2 numbers in float64 for an (m, n) weight within a pass, one SVD a weight, and for each of up to
-    four widths ``2 m n (m + n)`` flops a weight. Peak memory, besides that of the model's own forward and backward, is
-    logged beforehand (logger ``panther.compression``, level INFO) and in the report.
+    layer; for times a fraction of a second for each form of each shape of layer; n^2 and m^2 numbers in float64 for an
+    (m, n) weight within a pass, one SVD a weight, and for each of up to four widths ``2 m n (m + n)`` flops a weight.
+    Peak memory, besides that of the model's own forward and backward, is logged beforehand (logger
+    ``panther.compression``, level INFO) and in the report.
 
     Example:
         >>> import torch, panther as pr
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         >>> batches = list(torch.randn(512, 64).split(64))
-        >>> report = pr.compress(model, budget=0.5, calibration=batches, seed=0, measure_speed=False)
+        >>> options = {"calibration": batches, "seed": 0, "measure_speed": False}
+        >>> report = pr.compress(model, budget=0.5, forms="low_rank", **options)
         >>> report.eligible_ratio <= 0.5, type(model[0]).__name__
         (True, 'SKLinear')
 
         In at most 4.5 bits a weight, each layer in the form that suits it:
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-        >>> forms = ("int8_low_rank", "int5", "int4", "int3", "int4+low_rank")
-        >>> report = pr.compress(model, bits=4.5, calibration=batches, forms=forms, seed=0, measure_speed=False)
-        >>> max(layer.bits for layer in report.layers) <= 6, type(model[0]).__name__
-        (True, 'QuantizedLinear')
+        >>> report = pr.compress(model, bits=4.5, **options)
+        >>> [layer.form for layer in report.layers], type(model[0]).__name__
+        (['int4', 'int5'], 'QuantizedLinear')
 
     References: Eckart and Young, 1936, doi:10.1007/BF02288367; the weighted form in Y.-C. Hsu et al., "Language model
     compression with weighted low-rank factorization", ICLR 2022, arXiv:2207.00112; Kronecker factors in J. Martens and
     R. Grosse, ICML 2015, arXiv:1503.05671.
     """
-    _check_model(model)
-    _check_options(budget, bits, max_bytes, max_error, method, allocate, loss_fn, sequential, calibration, heal)
-    known = _checked_forms(forms, rank_multiple, group_size, method)
+    check_model(model)
+    size: dict[str, Any] = {"budget": budget, "bits": bits, "max_bytes": max_bytes}
+    sizes = {**size, "max_error": max_error, "speedup": speedup, "max_latency_ms": max_latency_ms}
+    check_options(sizes, method, allocate, loss_fn, sequential, calibration, heal, measure_speed, allow_slower)
+    known = checked_forms(forms, rank_multiple, group_size, method)
+    in_time = speedup is not None or max_latency_ms is not None
+    wary = allow_slower is None and forms is None
     if statistics_memory_bytes is not None:
         check_size("statistics_memory_bytes", statistics_memory_bytes, least=1)
     if heal is not None:
@@ -180,18 +185,34 @@ def compress(
             linear_only = {INT8_LOW_RANK, INTERPOLATIVE}.intersection(known.names) or known.widths
             smallest = known.smallest_bytes if linear_only else None
             survey = select_targets(model, include, exclude, seeded=method == "random", smallest=smallest).check()
-            if method in _CALIBRATED:  # svd and random look at the weights only
+            if method in CALIBRATED:  # svd and random look at the weights only
                 survey = survey_targets(runner, survey, gradients=method == "two_sided").check()
             # Losses of different layers can be compared through the output's gradients alone.
             allocate = (allocate or "global") if survey.gradients else "uniform"
+            for target in survey.targets:
+                known.options(target)  # raises before anything is timed, if the weight can take none of the forms
+            wish = None
+            if in_time or allow_slower is False or (wary and measure_speed and runner.held_out):
+                known = replace(
+                    known, times=timed_layers(runner, survey.targets, known), slower=allow_slower is not False
+                )
+            if in_time:
+                known = replace(known, by_time=True)
+                wish = check_wish(runner, survey, known, speedup, max_latency_ms)
             options = {target: known.options(target) for target in survey.targets}
-            limit = byte_limit(model, options, budget=budget, bits=bits, max_bytes=max_bytes)
+            limit = byte_limit(model, options, slower=known.slower, **size)
             fits = Fits(options=options) if method == "random" else fit_targets(
                 runner, survey, known, limit, memory=statistics_memory_bytes, keep=sequential, healing=heal is not None,
                 seed=seed,
             )  # fmt: skip
-            allocation = allocated(runner, survey, fits, allocate, limit, max_error, seed)
-            replacement, notes = convert_all(survey, fits, allocation.choice, seed), [*survey.notes, *allocation.notes]
+            if wish is not None:
+                allocation = choose_in_time(runner, survey, fits, known, allocate, wish, seed)
+            elif wary and known.times:
+                allocation = allocated_fast(runner, survey, fits, known, allocate, limit, max_error, seed)
+            else:
+                allocation = allocated(runner, survey, fits, allocate, limit, max_error, seed)
+            replacement = convert_all(survey, fits, allocation.choice, seed)
+            notes = [*survey.notes, *allocation.notes]
             if sequential:
                 refitted = convert_in_sequence(runner, survey, fits, allocation.choice, seed)
                 if max_error is not None:
@@ -203,6 +224,10 @@ def compress(
                         f"layers are fitted independently, because fitting them in sequence has an error of {error:.3g}"
                     )
             measured = measure(runner, survey.targets, replacement, speed=measure_speed)
+            if wish is not None and measured.speedup is not None and measured.speedup < wish.speedup:
+                notes.append(
+                    f"{wish.setting} was met when forms were chosen, and missed when the model was timed again"
+                )
             notes += (doubts := _doubts(fits, allocation, measured))
             if doubts:
                 warnings.warn("; ".join(doubts), NumericalWarning, stacklevel=2)
@@ -212,7 +237,9 @@ def compress(
                 notes.append(f"healing diverged and ended at step {healed.steps}: use a lower learning_rate")
         elif heal is not None:
             notes.append("nothing was compressed, so there is nothing to heal")
-        return _finish(model, survey, fits, allocation, replacement, measured, healed, write_, notes, method, seed)
+        return install_layers(
+            model, survey, fits, allocation, replacement, measured, healed, write_, notes, method, seed, allow_slower
+        )
 
 
 def sketch_layers_(
@@ -248,7 +275,7 @@ def sketch_layers_(
         >>> type(model[0]).__name__, report.skipped[0].name
         ('SKLinear', '2')
     """
-    _check_model(model)
+    check_model(model)
     if not isinstance(config, SketchConfig):
         raise TypeError(f"config must be a SketchConfig, not {type(config).__name__}")
     seed = check_seed(seed)
@@ -258,64 +285,9 @@ def sketch_layers_(
         replacement |= convert_seeded(target, config.num_terms, config.low_rank, config.init, own)
     choice = {target: Option(LOW_RANK, target.bytes(config.rank), config.rank) for target in survey.targets}
     allocation, notes = Allocation(choice, "fixed"), list(survey.notes)
-    return _finish(model, survey, Fits(), allocation, replacement, Measured(), None, None, notes, config.init, seed)
-
-
-def _finish(
-    model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
-    healed: HealResult | None, write_: Callable[[], None] | None, notes: list[str], method: str, seed: int,
-) -> CompressionReport:  # fmt: skip
-    """Put the new layers into the model, and return the report."""
-    # With nested tensors torch would read `weight` of a sketched layer, which forms the dense matrix.
-    encoders = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.TransformerEncoder)
-        and module.use_nested_tensor
-        and not replacement.keys().isdisjoint(module.modules())
-    }
-    notes += [
-        f"use_nested_tensor is off in {repr(name) if name else 'the model'}: with it torch reads the dense weight of "
-        "sketched layers where padding is masked"
-        for name in encoders
-    ]
-    with replace_modules(model, replacement):
-        bytes_after = model_bytes(model)
-    report = CompressionReport(
-        layers=layer_reports(allocation.choice, replacement, measured),
-        skipped=survey.skipped,
-        method=method,
-        allocate=allocation.allocate,
-        notes=tuple(notes),
-        bytes_before=model_bytes(model),
-        bytes_after=bytes_after,
-        predicted_error=total_loss(allocation.choice) ** 0.5 if fits.comparable else None,
-        measured_error=measured.error,
-        uniform_error=allocation.uniform_error,
-        healed=healed,
-        measured_speedup=measured.speedup,
-        passes=fits.passes,
-        extra_bytes=max(fits.extra_bytes, 0 if healed is None else fits.healing_bytes + healed.kept_bytes),
-        seed=seed,
+    return install_layers(
+        model, survey, Fits(), allocation, replacement, Measured(), None, None, notes, config.init, seed
     )
-    slow = {layer.names[0]: layer.speedup or 0.0 for layer in report.slower}
-    if any(speedup < _SLOWER for speedup in slow.values()):
-        names = sorted(slow, key=slow.__getitem__)
-        warnings.warn(
-            f"{len(slow)} of {len(report.layers)} layers are slower than their dense originals ({', '.join(names[:5])}"
-            f"{', ...' if len(slow) > 5 else ''}), the slowest at {slow[names[0]]:.2f} of their speed: exclude them, "
-            "or see `speedup` in the report",
-            PerformanceWarning,
-            stacklevel=3,
-        )
-    # Last, and only assignments: any earlier failure, also a warning turned into an error, leaves the model unchanged.
-    if write_ is not None:
-        write_()
-    inherit_flags(replacement)
-    swap_modules(model, replacement)
-    for encoder in encoders.values():
-        encoder.use_nested_tensor = False
-    return report
 
 
 def _doubts(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:
@@ -329,72 +301,3 @@ def _doubts(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]
             "the others: give more batches, in random order"
         )
     return doubts
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        instance = f"the class {model.__name__}: pass an instance of it" if isinstance(model, type) else None
-        raise TypeError(f"the model must be an nn.Module, not {instance or f'a {type(model).__name__}'}")
-    if isinstance(model, (DistributedDataParallel, DataParallel)):
-        raise CompressionError(
-            f"the model is wrapped in {type(model).__name__}, which holds on to the old parameters: compress "
-            "model.module, and wrap it again"
-        )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "full_tensor"):  # a DTensor, known by its method: torch may be built without them
-            raise CompressionError(
-                f"{name!r} is a DTensor, on a device mesh: compress the model before it is sharded, or compress "
-                "panther.distributed.unshard_module(model)"
-            )
-
-
-def _checked_forms(forms: Any, rank_multiple: int, group_size: int | None, method: str) -> Forms:
-    names = (forms,) if isinstance(forms, str) else tuple(forms)
-    for name in names:
-        if name not in KNOWN_FORMS:
-            close = get_close_matches(str(name), KNOWN_FORMS, 1)
-            guess = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ValueError(f"form {name!r} is unknown{guess}: use some of {', '.join(map(repr, KNOWN_FORMS))}")
-    if not set(names) - {DENSE}:
-        raise ValueError(f"forms={names} has no form but 'dense', which changes nothing: add one, such as 'low_rank'")
-    if method == "random" and not {DENSE, LOW_RANK}.issuperset(names):
-        raise ValueError("method='random' makes seeded sketches only: leave forms out, or use another method")
-    if check_size("rank_multiple", rank_multiple, least=2) % 2:
-        raise ValueError(f"rank_multiple={rank_multiple} must be even, because a low-rank layer has two halves")
-    if group_size is not None:
-        check_size("group_size", group_size, least=1)
-    return Forms(tuple(dict.fromkeys(names)), rank_multiple, group_size)
-
-
-def _check_options(
-    budget: Any, bits: Any, max_bytes: Any, max_error: Any, method: str, allocate: str | None, loss_fn: Any,
-    sequential: bool, calibration: Any, heal: Any,
-) -> None:  # fmt: skip
-    for name, value, known in (("method", method, _METHODS), ("allocate", allocate or "global", ("global", "uniform"))):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
-    sizes = {"budget": budget, "bits": bits, "max_bytes": max_bytes, "max_error": max_error}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    if len(given) != 1:
-        raise ValueError(
-            f"exactly one of budget, bits, max_bytes and max_error must be given, not {' and '.join(given) or 'none'}: "
-            "budget=0.5 keeps half of the eligible layers' bytes"
-        )
-    for name, value in given.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(
-                f"{name} must be a number, not {type(value).__name__}: give one, such as budget=0.5 or bits=4.25"
-            )
-        if not 0 < value < math.inf or (name == "budget" and value > 1):
-            rule = "a fraction in (0, 1]" if name == "budget" else "positive and finite"
-            raise ValueError(f"{name}={value!r} must be {rule}")
-    if calibration is None and (method in _CALIBRATED or max_error is not None or heal is not None):
-        asker = f"method={method!r}" if method in _CALIBRATED else "max_error" if max_error is not None else "heal"
-        raise ValueError(f"{asker} needs calibration=, a list of batches: or use method='svd' with a budget")
-    if method != "two_sided" and (allocate == "global" or loss_fn is not None):
-        asker = "allocate='global'" if allocate == "global" else "loss_fn"
-        raise ValueError(f"{asker} needs method='two_sided', the only one that uses the output's gradients")
-    if sequential and method not in _CALIBRATED:
-        raise ValueError(f"sequential=True fits layers to their inputs, which method={method!r} does not: leave it out")
-    if heal is not None and not isinstance(heal, HealConfig):
-        raise TypeError(f"heal must be a HealConfig, not {type(heal).__name__}")

@@ -2,7 +2,7 @@
 
 __all__ = [
     "Replacement", "convert", "convert_all", "convert_in_sequence", "convert_interpolative", "convert_quantized",
-    "convert_seeded", "inherit_flags",
+    "convert_seeded", "inherit_flags", "random_layer",
 ]  # fmt: skip
 
 import copy
@@ -140,11 +140,7 @@ def convert_quantized(
             change = change - left @ (scales * (right @ mean))
 
     def make(module: nn.Module) -> QuantizedLinear:
-        like = module.get_parameter("weight")
-        layer = QuantizedLinear(
-            target.inner, target.outer, bits, group_size=group_size, low_rank=rank,
-            bias=getattr(module, "bias", None) is not None, device=like.device, dtype=like.dtype,
-        )  # fmt: skip
+        layer = _quantized(target, module, rank, bits, group_size)
         if weight is not None:
             layer.set_codes_(weight.codes, weight.scales, weight.zeros)
         if factors is not None:
@@ -163,6 +159,28 @@ def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, see
         return SKLinear.from_linear(_as_linear(module), num_terms, low_rank, init=init, seed=seed)
 
     return _replacement(target, make)
+
+
+def random_layer(target: Target, module: nn.Module, option: Option, group_size: int | None) -> nn.Module:
+    """Make a layer of random numbers in a form, as fast as a fitted one, and with outputs as large as its inputs."""
+    like, rank, dtype = target.weight, option.rank or 0, wide_dtype(target)
+    if option.form == LOW_RANK:
+        left = torch.randn(target.groups, target.outer, rank, dtype=dtype, device=like.device) / rank**0.5
+        right = torch.randn(target.groups, rank, target.inner, dtype=dtype, device=like.device) / target.inner**0.5
+        return _conv(module, left, right, 0) if isinstance(module, nn.Conv2d) else _linear(module, left, right, 0)
+    if option.form == INTERPOLATIVE:
+        biased = getattr(module, "bias", None) is not None
+        return InterpolativeLinear(target.inner, target.outer, rank, bias=biased, device=like.device, dtype=like.dtype)
+    return _quantized(target, module, rank, option.bits, group_size)
+
+
+def _quantized(
+    target: Target, module: nn.Module, rank: int, bits: int | None, group_size: int | None
+) -> QuantizedLinear:
+    return QuantizedLinear(
+        target.inner, target.outer, bits, group_size=group_size, low_rank=rank,
+        bias=getattr(module, "bias", None) is not None, device=target.weight.device, dtype=target.weight.dtype,
+    )  # fmt: skip
 
 
 def _replacement(

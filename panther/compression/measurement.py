@@ -1,10 +1,8 @@
 """Errors and speed of new layers against the ones they replace, on the held-out batches."""
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "measure", "model_speed"]
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.conversion import Replacement
+from panther.compression.forms.timing import compared
 from panther.compression.runner import Runner, counted, relative_error, squares
 from panther.compression.survey import hooked
 from panther.compression.targets import Target, replace_modules
 from panther.errors import CompressionError
 
-_ROUNDS = 7
+_MODEL_S = 2.0  # for the speed of the model, but three rounds at least
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Measured:
         error: Relative error of the model's output.
         errors: That of each target's own output; None where it was never called.
         speedup: How many times faster the model is.
+        latency_s: Seconds that it takes for the first held-out batch.
         speedups: How many times faster each new layer is.
         times: Seconds that it takes for its input in the first held-out batch.
     """
@@ -37,6 +37,7 @@ class Measured:
     error: float | None = None
     errors: Mapping[Target, float | None] = field(default_factory=dict)
     speedup: float | None = None
+    latency_s: float | None = None
     speedups: Mapping[Target, float] = field(default_factory=dict)
     times: Mapping[Target, float] = field(default_factory=dict)
 
@@ -49,10 +50,12 @@ def measure(runner: Runner, targets: Sequence[Target], replacement: Replacement,
     (error,) = runner.errors([partial(_all_replaced, runner.model, replaced, replacement)], "error")
     errors, timings = _measure_layers(runner, replaced, replacement, speed=speed)
     errors = {target: errors.get(target, 0.0) for target in targets}
+    dense_s, speedup = model_speed(runner, replacement) if speed and replacement else (None, None)
     return Measured(
         error,
         errors,
-        _model_speedup(runner, replacement) if speed and replacement else None,
+        speedup,
+        dense_s / speedup if dense_s and speedup else None,
         {target: ratio for target, (ratio, _) in timings.items()},
         {target: seconds for target, (_, seconds) in timings.items()},
     )
@@ -88,7 +91,8 @@ def _measure_layers(
         sums_of[target][1] += squares(counted(output, rows))
         if speed and target not in timings:
             # `forward`, because calling the module would call this hook again.
-            timings[target] = _timed(lambda: module.forward(x), lambda: new(x), x.device)
+            old_s, speedup = compared(lambda: module.forward(x), lambda: new(x), x.device)
+            timings[target] = speedup, old_s / speedup
 
     with hooked(targets, hook):
         for batch in runner.over(runner.held_out, "layers' errors"):
@@ -100,33 +104,18 @@ def _measure_layers(
 
 
 @torch.no_grad()
-def _model_speedup(runner: Runner, replacement: Replacement) -> float:
-    """Return how many times faster the model runs the first held-out batch with its new layers."""
+def model_speed(runner: Runner, replacement: Replacement) -> tuple[float, float]:
+    """Return the model's seconds for the first held-out batch, and how many times faster it is with new layers.
+
+    Both are means over the ranks of the group.
+    """
     batch = runner.held_out[0]
 
-    def new() -> None:
-        with replace_modules(runner.model, replacement):
-            runner.output(batch)
+    def run() -> None:
+        runner.output(batch)
 
-    return _timed(lambda: runner.output(batch), new, runner.device, rounds=3)[0]
-
-
-def _timed(
-    old: Callable[[], Any], new: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS
-) -> tuple[float, float]:
-    """Return the medians over rounds of the ratio of the two times, and of the new one in seconds."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    def timed(call: Callable[[], Any]) -> float:
-        begin = now()
-        call()
-        return now() - begin
-
-    old(), new()  # the first calls allocate, and compile kernels on a GPU
-    # The ratio within a round, because a shared machine gets slower and faster over the rounds.
-    times = [(timed(old), max(timed(new), 1e-9)) for _ in range(rounds)]
-    return statistics.median(before / after for before, after in times), statistics.median(after for _, after in times)
+    figures = compared(run, run, runner.device, _MODEL_S, partial(replace_modules, runner.model, replacement))
+    table = torch.tensor(figures, dtype=torch.float64)
+    runner.mean_([table])
+    dense_s, speedup = table.tolist()
+    return dense_s, speedup

@@ -133,7 +133,9 @@ class CompressionReport:
     """The same with uniform forms and ranks, where both were tried."""
     healed: HealResult | None = None
     measured_speedup: float | None = None
-    """Speed-up of the whole model, on a held-out batch."""
+    """Speed-up of the whole model, on the first held-out batch."""
+    measured_latency_s: float | None = None
+    """Seconds that the compressed model takes for it."""
     passes: int = 0
     """Passes over the calibration batches that the moments took."""
     extra_bytes: int = 0
@@ -190,7 +192,8 @@ class CompressionReport:
             lines.append(f"relative error of the output  {found}")
         if self.measured_speedup is not None:
             slower = f", slower layers: {len(self.slower)} of {len(self.layers)}" if self.slower else ""
-            lines.append(f"speed-up of the model  {self.measured_speedup:.2f}{slower}")
+            latency = "" if self.measured_latency_s is None else f", {1e3 * self.measured_latency_s:.3g} ms a batch"
+            lines.append(f"speed-up of the model  {self.measured_speedup:.2f}{latency}{slower}")
         lines += [f"note: {note}" for note in self.notes]
         rows: list[tuple[str, ...]] = [
             (

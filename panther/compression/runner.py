@@ -6,11 +6,11 @@ __all__ = [
 ]  # fmt: skip
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from panther.errors import CompressionError
 
+_Item = TypeVar("_Item")
 Loss = Callable[[Tensor, Any], Tensor]
 
 _OUTPUTS = ("logits", "last_hidden_state")
@@ -131,8 +132,8 @@ class Runner:
             )
         return mask.to(self.device, torch.bool)
 
-    def over(self, batches: Sequence[Any], description: str) -> Iterable[Any]:
-        """Return the batches, under a progress bar if progress is shown and tqdm is installed."""
+    def over(self, batches: Collection[_Item], description: str) -> Iterable[_Item]:
+        """Return batches or other items, under a progress bar if progress is shown and tqdm is installed."""
         try:
             from tqdm import tqdm
         except ModuleNotFoundError:
@@ -155,6 +156,13 @@ class Runner:
                 moved = tensor.to(self.device)  # NCCL reduces GPU tensors only
                 dist.all_reduce(moved, group=self.group)
                 tensor.copy_(moved)
+
+    def mean_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace float64 tensors by their mean over the ranks of the group."""
+        self.sum_(tensors)
+        if self.group is not None:
+            for tensor in tensors:
+                tensor /= dist.get_world_size(self.group)
 
     def spare_bytes(self, most: int) -> int:
         """Return half of the memory that is free on the device, up to ``most``, the least of all ranks.

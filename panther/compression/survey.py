@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from panther.compression.runner import Runner, rows_of
-from panther.compression.targets import SkippedLayer, Survey, Target
+from panther.compression.targets import GEOMETRY, SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
-
-_GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
 
 def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey:
@@ -135,4 +133,4 @@ def input_key(module: nn.Module, x: Tensor) -> Any:
     # `_version` (private) counts writes: an address alone is the same after one. Tensors of inference mode have none.
     version = 0 if x.is_inference() else x._version
     # Two convolutions of one input can unfold it differently.
-    return x.data_ptr(), x.shape, x.stride(), version, *(getattr(module, name, None) for name in _GEOMETRY)
+    return x.data_ptr(), x.shape, x.stride(), version, *(getattr(module, name, None) for name in GEOMETRY)

@@ -1,7 +1,7 @@
 """Selection of the layers to compress, with the reason for every layer that is kept dense."""
 
 __all__ = [
-    "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules",
+    "GEOMETRY", "LEAST_RANK", "Selector", "SkippedLayer", "Survey", "Target", "is_conv1d", "replace_modules",
     "select_targets", "swap_modules",
 ]  # fmt: skip
 
@@ -24,6 +24,7 @@ Selector = type | str | Callable[[nn.Module, str], bool]
 """A type (with its subclasses), a glob of names such as ``"encoder.*.up"``, or a function of module and name."""
 
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
+GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 _DONE, _QUANTIZED = "is sketched already", "is quantized already"
 # torch has no public question for "has this module hooks"; these are where it keeps them.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from compressing import assert_untouched, batches_of, error, quick, state_of
+from compressing import assert_untouched, batches_of, error, low_rank, quick, state_of
 from fake import fake_group
 from ranks import on_ranks
 from torch import nn
@@ -36,7 +36,7 @@ def test_methods_keep_more_the_more_they_look_at():
     errors = {}
     for method in ("two_sided", "activation", "svd", "random"):
         other = copy.deepcopy(model)
-        report = pr.compress(other, 0.4, batches, method=method, **quick)
+        report = pr.compress(other, 0.4, batches, method=method, **low_rank)
         assert report.eligible_bytes_after <= 0.4 * report.eligible_bytes_before
         assert report.bytes_after < report.bytes_before
         errors[method] = error(other, exact, x)
@@ -47,7 +47,7 @@ def test_methods_keep_more_the_more_they_look_at():
 def test_report():
     model, batches = network(), batches_of()
     exact = copy.deepcopy(model)
-    report = pr.compress(model, 0.5, batches, **quick)
+    report = pr.compress(model, 0.5, batches, **low_rank)
     numbers = sum(layer.bytes_after for layer in report.layers) / 4
     sketched = [module for module in model.modules() if isinstance(module, SKLinear)]
     dense = [module for module in model.modules() if type(module) is nn.Linear]
@@ -68,7 +68,7 @@ def test_report():
 
 
 def test_report_is_written(tmp_path):
-    report = pr.compress(network(), 0.5, batches_of(), **quick)
+    report = pr.compress(network(), 0.5, batches_of(), **low_rank)
     data = json.loads(report.to_json(tmp_path / "report.json").read_text())
     assert data["ratio"] == report.ratio
     assert data["layers"][0]["rank"] == report.layers[0].rank
@@ -81,7 +81,7 @@ def test_it_is_a_function_of_the_seed_and_leaves_the_generator_alone():
     for _ in range(2):
         model = network()
         state = torch.get_rng_state()
-        pr.compress(model, 0.5, batches, **quick)
+        pr.compress(model, 0.5, batches, **low_rank)
         assert torch.equal(torch.get_rng_state(), state)
         states.append(model.state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
@@ -89,8 +89,8 @@ def test_it_is_a_function_of_the_seed_and_leaves_the_generator_alone():
 
 def test_global_ranks_are_used_unless_uniform_ones_are_better():
     model, batches = network(), batches_of()
-    report = pr.compress(copy.deepcopy(model), 0.5, batches, **quick)
-    uniform = pr.compress(copy.deepcopy(model), 0.5, batches, allocate="uniform", **quick)
+    report = pr.compress(copy.deepcopy(model), 0.5, batches, **low_rank)
+    uniform = pr.compress(copy.deepcopy(model), 0.5, batches, allocate="uniform", **low_rank)
     assert report.uniform_error == pytest.approx(uniform.measured_error)
     assert report.allocate == "global"
     assert report.measured_error < uniform.measured_error
@@ -100,7 +100,7 @@ def test_sequential_fits_to_what_layers_read():
     errors = {}
     for sequential in (False, True):
         model, batches = network(), batches_of(1280)
-        errors[sequential] = pr.compress(model, 0.35, batches, sequential=sequential, **quick).measured_error
+        errors[sequential] = pr.compress(model, 0.35, batches, sequential=sequential, **low_rank).measured_error
     assert errors[True] < errors[False]
 
 
@@ -108,7 +108,7 @@ def test_passes_do_not_change_the_result():
     results = []
     for memory in (1, 10**9):
         model = network()
-        report = pr.compress(model, 0.5, batches_of(), statistics_memory_bytes=memory, **quick)
+        report = pr.compress(model, 0.5, batches_of(), statistics_memory_bytes=memory, **low_rank)
         results.append((report.passes, model.state_dict()))
     assert [passes for passes, _ in results] == [4, 1]
     for key, value in results[0][1].items():
@@ -116,27 +116,27 @@ def test_passes_do_not_change_the_result():
 
 
 def test_the_memory_stated_has_new_layers_and_healing_in_it():
-    plain = pr.compress(network(), 0.5, batches_of(), **quick)
+    plain = pr.compress(network(), 0.5, batches_of(), **low_rank)
     new, dense = plain.eligible_bytes_after, plain.eligible_bytes_before
-    healed = pr.compress(network(), 0.5, batches_of(), heal=pr.HealConfig(max_steps=1), **quick)
+    healed = pr.compress(network(), 0.5, batches_of(), heal=pr.HealConfig(max_steps=1), **low_rank)
     assert healed.extra_bytes >= 7 * new  # the layers, and what AdamW, clipping and the best point hold
-    assert pr.compress(network(), calibration=batches_of(), max_error=0.2, **quick).extra_bytes >= 2 * dense
-    assert pr.compress(network(), 0.5, method="svd", **quick).extra_bytes > 2 * new
+    assert pr.compress(network(), calibration=batches_of(), max_error=0.2, **low_rank).extra_bytes >= 2 * dense
+    assert pr.compress(network(), 0.5, method="svd", **low_rank).extra_bytes > 2 * new
 
 
 def test_max_bytes_and_max_error():
     model, batches = network(), batches_of()
     whole = sum(4 * parameter.numel() for parameter in model.parameters())
     small = copy.deepcopy(model)
-    report = pr.compress(small, calibration=batches, max_bytes=int(0.6 * whole), **quick)
+    report = pr.compress(small, calibration=batches, max_bytes=int(0.6 * whole), **low_rank)
     assert 0.55 * whole < report.bytes_after <= 0.6 * whole
-    close = pr.compress(copy.deepcopy(model), calibration=batches, max_error=0.05, **quick)
-    loose = pr.compress(copy.deepcopy(model), calibration=batches, max_error=0.2, **quick)
+    close = pr.compress(copy.deepcopy(model), calibration=batches, max_error=0.05, **low_rank)
+    loose = pr.compress(copy.deepcopy(model), calibration=batches, max_error=0.2, **low_rank)
     assert close.measured_error <= 0.05
     assert 0.1 < loose.measured_error <= 0.2
     assert loose.bytes_after < close.bytes_after
     for largest in (0.1, 0.25):  # sequential fits are no better here, and must not go beyond it
-        report = pr.compress(network(), calibration=batches, max_error=largest, sequential=True, **quick)
+        report = pr.compress(network(), calibration=batches, max_error=largest, sequential=True, **low_rank)
         assert report.measured_error <= largest
 
 
@@ -149,7 +149,7 @@ def test_a_loss_decides_what_matters():
     first = {}
     for name, loss_fn in (("output", None), ("loss", lambda out, batch: out[:, :4].square().sum())):
         other = copy.deepcopy(model)
-        pr.compress(other, 0.3, batches, loss_fn=loss_fn, **quick)
+        pr.compress(other, 0.3, batches, loss_fn=loss_fn, **low_rank)
         with torch.no_grad():
             first[name] = (other(x) - exact)[:, :4].norm().item()
     assert first["loss"] < 0.8 * first["output"]
@@ -164,7 +164,7 @@ def test_convolutions():
     )  # fmt: skip
     batches = list(torch.randn(120, 3, 12, 12).split(8))
     exact = model.eval()(batches[0]).detach()
-    report = pr.compress(model, 0.5, batches, **quick)
+    report = pr.compress(model, 0.5, batches, **low_rank)
     assert {layer.kind for layer in report.layers} == {"Conv2d", "Linear"}
     assert any(isinstance(module, SKConv2d) for module in model)
     assert report.eligible_ratio <= 0.5
@@ -189,7 +189,7 @@ def test_shared_weights():
     torch.manual_seed(0)
     model = Model()
     batches = list(torch.randint(0, 40, (60, 7)).split(10))
-    report = pr.compress(model, 0.5, batches, allocate="uniform", **quick)
+    report = pr.compress(model, 0.5, batches, allocate="uniform", **low_rank)
     assert model.a.S1 is model.b.S1
     assert model.a.U2 is model.b.U2
     assert model.a.bias is not model.b.bias
@@ -201,7 +201,7 @@ def test_shared_weights():
 
 def test_a_frozen_model_and_half_precision():
     model = network(dtype=torch.bfloat16).requires_grad_(False)
-    report = pr.compress(model, 0.5, batches_of(dtype=torch.bfloat16), **quick)
+    report = pr.compress(model, 0.5, batches_of(dtype=torch.bfloat16), **low_rank)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert report.measured_error < 0.3
@@ -210,7 +210,7 @@ def test_a_frozen_model_and_half_precision():
 
 def test_save_and_load(tmp_path):
     model = network()
-    pr.compress(model, 0.5, batches_of(), **quick)
+    pr.compress(model, 0.5, batches_of(), **low_rank)
     pr.save_compressed(model, tmp_path)
     again = pr.load_compressed(tmp_path, network())
     x = batches_of()[0]
@@ -233,19 +233,19 @@ def test_batches_of_every_kind():
         "loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.cat(x)), batch_size=64),
     }
     for batches in sets.values():
-        assert pr.compress(Two(), 0.5, batches, **quick).measured_error < 0.3
+        assert pr.compress(Two(), 0.5, batches, **low_rank).measured_error < 0.3
     labelled = [(b, torch.zeros(len(b), dtype=torch.long)) for b in x]
-    report = pr.compress(Two(), 0.5, labelled, forward_fn=lambda model, batch: model(batch[0]), **quick)
+    report = pr.compress(Two(), 0.5, labelled, forward_fn=lambda model, batch: model(batch[0]), **low_rank)
     assert report.measured_error < 0.3
 
 
 def test_the_callers_modes_do_not_matter():
     expected = network()
-    pr.compress(expected, 0.5, batches_of(), **quick)
+    pr.compress(expected, 0.5, batches_of(), **low_rank)
     for mode in (torch.no_grad, torch.inference_mode):
         model = network()
         with mode():
-            assert pr.compress(model, 0.5, batches_of(), **quick).method == "two_sided"
+            assert pr.compress(model, 0.5, batches_of(), **low_rank).method == "two_sided"
         assert all(map(torch.equal, model.parameters(), expected.parameters()))
         model(batches_of()[0]).sum().backward()
 
@@ -254,9 +254,9 @@ def test_a_compiled_model():
     model = torch.compile(network(), fullgraph=True, backend="eager")
     x = batches_of()[0]
     model(x)
-    report = pr.compress(model, 0.5, batches_of(), **quick)
+    report = pr.compress(model, 0.5, batches_of(), **low_rank)
     expected = network()
-    assert report.measured_error == pr.compress(expected, 0.5, batches_of(), **quick).measured_error
+    assert report.measured_error == pr.compress(expected, 0.5, batches_of(), **low_rank).measured_error
     torch.testing.assert_close(model(x), expected(x))
 
 
@@ -271,22 +271,22 @@ def test_layers_called_by_keyword_and_under_checkpointing():
             return checkpoint(self.net[1:], x, use_reentrant=False)
 
     model, plain = Odd(), network()
-    report = pr.compress(model, 0.5, batches_of(), **quick)
-    assert report.measured_error == pr.compress(plain, 0.5, batches_of(), **quick).measured_error
+    report = pr.compress(model, 0.5, batches_of(), **low_rank)
+    assert report.measured_error == pr.compress(plain, 0.5, batches_of(), **low_rank).measured_error
 
 
 def test_float64_stays_float64():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 48)).double()
     model[0].weight.data = torch.randn(48, 4).double() @ torch.randn(4, 48).double()
-    assert pr.compress(model, 0.5, batches_of(dtype=torch.float64), **quick).measured_error < 1e-13
+    assert pr.compress(model, 0.5, batches_of(dtype=torch.float64), **low_rank).measured_error < 1e-13
 
 
 def test_a_model_that_gives_zeros():
     model = network()
     nn.init.zeros_(model[6].weight)
     nn.init.zeros_(model[6].bias)
-    report = pr.compress(model, 0.5, batches_of(), **quick)
+    report = pr.compress(model, 0.5, batches_of(), **low_rank)
     assert report.measured_error == 0
     assert [entry.reason.partition(":")[0] for entry in report.skipped] == ["has no gradient"] * 3
 
@@ -302,17 +302,17 @@ def test_where_there_is_no_gradient_inputs_alone_decide():
             return self.layer(x)
 
     with pytest.warns(NumericalWarning, match="method='two_sided' is not possible: the output has no gradient"):
-        report = pr.compress(Rounded(), 0.5, batches_of(), **quick)
+        report = pr.compress(Rounded(), 0.5, batches_of(), **low_rank)
     assert report.allocate == "uniform"
     assert "no gradient" in report.notes[0]
-    other = pr.compress(Rounded(), 0.5, batches_of(), method="activation", **quick)
+    other = pr.compress(Rounded(), 0.5, batches_of(), method="activation", **low_rank)
     assert report.measured_error == pytest.approx(other.measured_error)
 
 
 def test_healing_through_compress():
     model, batches = network(), batches_of(1280)
     exact, x = copy.deepcopy(model), torch.cat(batches[4::5])
-    report = pr.compress(model, 0.25, batches, heal=pr.HealConfig(max_steps=150, learning_rate=2e-3), **quick)
+    report = pr.compress(model, 0.25, batches, heal=pr.HealConfig(max_steps=150, learning_rate=2e-3), **low_rank)
     assert report.healed_error < 0.9 * report.measured_error
     assert report.healed_error == pytest.approx(error(model, exact(x).detach(), x), rel=1e-4)
     assert report.healed.steps == 150
@@ -320,7 +320,7 @@ def test_healing_through_compress():
 
 def test_no_data():
     model = network()
-    report = pr.compress(model, 0.5, method="svd", **quick)
+    report = pr.compress(model, 0.5, method="svd", **low_rank)
     assert report.eligible_ratio <= 0.5
     assert report.measured_error is None
     for index, rank in ((0, report.layers[0].rank), (2, report.layers[1].rank)):
@@ -407,7 +407,7 @@ def test_a_model_on_a_mesh_is_refused():
         (network, batches_of, {"budget": 0.0}, ValueError, r"budget=0.0 must be a fraction in \(0, 1\]"),
         (network, batches_of, {"budget": 1.5}, ValueError, r"budget=1.5 must be a fraction in \(0, 1\]"),
         (network, batches_of, {"budget": [0.5]}, TypeError, "budget must be a number, not list: give one"),
-        (network, batches_of, {"budget": None}, ValueError, "exactly one of budget, bits, max_bytes and max_error"),
+        (network, batches_of, {"budget": None}, ValueError, "exactly one of budget, bits, max_bytes, max_error, speedup and max_latency_ms"),
         (network, batches_of, {"max_bytes": 10}, ValueError, "exactly one of .* not budget and max_bytes"),
         (network, batches_of, {"budget": 0.01}, CompressionError, "smallest feasible budget is 0.0"),
         (network, batches_of, {"method": "qr"}, ValueError, "method='qr' is unknown: use one of 'two_sided'"),
@@ -443,7 +443,7 @@ def test_bad_input_leaves_the_model_as_it_was(build, calibration, options, error
     model = build()
     before = state_of(model)
     with pytest.raises(error, match=message):
-        pr.compress(model, **{"budget": 0.5, "calibration": calibration(), **quick, **options})
+        pr.compress(model, **{"budget": 0.5, "calibration": calibration(), **low_rank, **options})
     assert_untouched(model, before)
 
 
@@ -459,7 +459,7 @@ def test_an_interruption_leaves_the_model_as_it_was(calls):
     model = Interrupted(network())
     model.left, before, fast = calls, state_of(model), torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(KeyboardInterrupt):
-        pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(max_steps=20, train="all"), **quick)
+        pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(max_steps=20, train="all"), **low_rank)
     assert_untouched(model, before)
     assert torch.backends.mha.get_fastpath_enabled() is fast
 
@@ -477,7 +477,7 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
 def test_what_forwards_count_is_put_back():
     model = Counting()
     last = model.last
-    pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(max_steps=2), **quick)
+    pr.compress(model, 0.5, batches_of(), heal=pr.HealConfig(max_steps=2), **low_rank)
     assert model.calls == model.last == 0
     assert model.last is last
 
@@ -488,30 +488,30 @@ def test_a_class_is_not_a_model():
 
 
 def test_a_glob_that_matches_nothing_is_noted():
-    report = pr.compress(network(), 0.5, method="svd", include=["0", "9"], exclude="head.*", **quick)
+    report = pr.compress(network(), 0.5, method="svd", include=["0", "9"], exclude="head.*", **low_rank)
     assert [note.partition(" ")[0] for note in report.notes] == ["include='9'", "exclude='head.*'"]
 
 
 def test_a_lazy_layer_is_not_given_its_weights_by_calibration():
     model = nn.Sequential(nn.Linear(48, 48), nn.LazyLinear(48))
     with pytest.raises(CompressionError, match=r"'1.weight' .* has no values yet, .*: run the model on a batch first"):
-        pr.compress(model, 0.5, batches_of(), **quick)
+        pr.compress(model, 0.5, batches_of(), **low_rank)
     assert type(model[1]) is nn.LazyLinear
     assert model[1].has_uninitialized_params()
 
 
 def test_the_smallest_max_bytes_that_is_named_is_feasible():
     with pytest.raises(CompressionError) as caught:
-        pr.compress(network(), calibration=batches_of(), max_bytes=10, **quick)
+        pr.compress(network(), calibration=batches_of(), max_bytes=10, **low_rank)
     named = int(str(caught.value).partition("max_bytes is ")[2].partition(", or")[0].replace(",", ""))
-    assert pr.compress(network(), calibration=batches_of(), max_bytes=named, **quick).bytes_after == named
+    assert pr.compress(network(), calibration=batches_of(), max_bytes=named, **low_rank).bytes_after == named
     with pytest.raises(CompressionError):
-        pr.compress(network(), calibration=batches_of(), max_bytes=named - 1, **quick)
+        pr.compress(network(), calibration=batches_of(), max_bytes=named - 1, **low_rank)
 
 
 def test_the_smallest_budget_that_is_named_is_feasible_whatever_the_rounding():
     model = nn.Sequential(nn.Linear(125, 100, bias=False))  # 0.036 * 50,000 is 1,799.99... in floating point
-    assert pr.compress(model, 0.036, method="svd", **quick).layers[0].rank == 2
+    assert pr.compress(model, 0.036, method="svd", **low_rank).layers[0].rank == 2
 
 
 def test_what_is_left_and_why():
@@ -535,7 +535,7 @@ def test_what_is_left_and_why():
         "thin": nn.Linear(64, 2), "gru": nn.GRU(64, 64), "one_d": nn.Conv1d(8, 8, 3), "ok": nn.Linear(64, 64),
         "sketched": SKLinear(256, 256, 4),
     }  # fmt: skip
-    report = pr.compress(nn.ModuleDict(layers), 0.5, method="svd", **quick)
+    report = pr.compress(nn.ModuleDict(layers), 0.5, method="svd", **low_rank)
     assert [layer.names for layer in report.layers] == [("ok",)]
     reasons = {entry.name.partition(".")[0]: entry.reason for entry in report.skipped}
     for name, part in {
@@ -547,14 +547,14 @@ def test_what_is_left_and_why():
     }.items():  # fmt: skip
         assert reasons[name].startswith(part), (name, reasons[name])
     again = nn.ModuleDict({"sub": Own(64, 64), "ok": nn.Linear(64, 64)})
-    report = pr.compress(again, 0.5, method="svd", include=[Own], **quick)
+    report = pr.compress(again, 0.5, method="svd", include=[Own], **low_rank)
     assert [layer.names for layer in report.layers] == [("sub",)]
     assert report.skipped[0].reason == "is not included"
     attention = nn.ModuleDict({"mha": nn.MultiheadAttention(64, 4), "ok": nn.Linear(64, 64)})
-    report = pr.compress(attention, 0.5, method="svd", include=nn.Linear, **quick)
+    report = pr.compress(attention, 0.5, method="svd", include=nn.Linear, **low_rank)
     reasons = {entry.name: entry.reason for entry in report.skipped}
     assert reasons["mha.out_proj"] == "belongs to nn.MultiheadAttention, which reads its weight and never calls it"
-    globs = pr.compress(network(), 0.5, method="svd", include=["[02]", "6"], exclude="6", **quick)
+    globs = pr.compress(network(), 0.5, method="svd", include=["[02]", "6"], exclude="6", **low_rank)
     assert [layer.names[0] for layer in globs.layers] == ["0", "2"]
 
 
@@ -564,16 +564,16 @@ def test_calibration_that_says_nothing_is_refused(value):
     model = network()
     before = state_of(model)
     with pytest.raises(CompressionError, match=r"reads one input only at all \d+ positions of the calibration batches"):
-        pr.compress(model, 0.5, batches.get(value, [torch.full((8, 48), 3.0)] * 3), **quick)
+        pr.compress(model, 0.5, batches.get(value, [torch.full((8, 48), 3.0)] * 3), **low_rank)
     assert_untouched(model, before)
 
 
 def test_calibration_that_says_too_little_is_warned_of():
     with pytest.warns(NumericalWarning, match=r"more inputs than calibration positions: 2 of 4 \('2' has 96 and was"):
-        report = pr.compress(network(), 0.5, batches_of(80, size=8), **quick)
+        report = pr.compress(network(), 0.5, batches_of(80, size=8), **low_rank)
     assert any(note.startswith("layers with more inputs than") for note in report.notes)
     model = nn.ModuleList([nn.Linear(48, 48), nn.Linear(48, 48)])
-    options = {"forward_fn": lambda model, x: model[0](x) + model[1](torch.ones(3, 48)).sum(0), **quick}
+    options = {"forward_fn": lambda model, x: model[0](x) + model[1](torch.ones(3, 48)).sum(0), **low_rank}
     with pytest.warns(NumericalWarning, match=r"read one input only in all calibration batches .*: 1 of 2 \('1'\)"):
         pr.compress(model, 0.5, batches_of(), **options)
 
@@ -585,21 +585,21 @@ def test_a_held_out_error_far_above_the_predicted_one_is_warned_of():
     narrow = list(((U[:, :6] * sigma[:6]) @ V[:6]).split(64))
     model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
     with pytest.warns(NumericalWarning, match=r"on the held-out batches, where .* was predicted from the others: give"):
-        pr.compress(model, 0.5, [*narrow, other], **quick)
+        pr.compress(model, 0.5, [*narrow, other], **low_rank)
 
 
 def test_what_is_compressed_already_is_said():
     model = network()
-    report = pr.compress(model, 0.5, batches_of(), include="[02]", **quick)
+    report = pr.compress(model, 0.5, batches_of(), include="[02]", **low_rank)
     assert not any("already" in note for note in report.notes)
-    report = pr.compress(model, 0.5, batches_of(), allocate="uniform", **quick)
+    report = pr.compress(model, 0.5, batches_of(), allocate="uniform", **low_rank)
     assert any(
         note.startswith("layers that were compressed already: 2; they stay as they are") for note in report.notes
     )
     assert [layer.names[0] for layer in report.layers] == ["4", "6"]
     before = state_of(model)
     with pytest.raises(CompressionError, match=r"compressed already, in 4 layers, .*compress the original model again"):
-        pr.compress(model, 0.5, batches_of(), **quick)
+        pr.compress(model, 0.5, batches_of(), **low_rank)
     assert_untouched(model, before)
 
 
@@ -608,7 +608,7 @@ def test_what_is_compressed_already_is_said():
 def test_quantised_layers_are_left():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model[2] = torch.ao.nn.quantized.dynamic.Linear(64, 64)
-    report = pr.compress(model, 0.5, method="svd", **quick)
+    report = pr.compress(model, 0.5, method="svd", **low_rank)
     assert report.skipped[0].name == "2"
     assert report.skipped[0].reason.startswith("is quantized")
 
@@ -626,7 +626,7 @@ def test_a_layer_that_got_slower_is_warned_of():
 def test_budget_one_keeps_everything():
     model, batches = network(), batches_of()
     before = state_of(model)
-    report = pr.compress(model, 1.0, batches, **quick)
+    report = pr.compress(model, 1.0, batches, **low_rank)
     assert all(layer.rank is None for layer in report.layers)
     assert report.measured_error == 0
     assert_untouched(model, before)
@@ -643,7 +643,7 @@ def test_a_transformer_encoder(padded):
         mask[:, 7:] = True
     batches = [{"src": x, "src_key_padding_mask": mask} for x in torch.randn(48, 9, 64).split(4)]
     exact = model(**batches[0])
-    report = pr.compress(model, 0.5, batches, mask_fn=lambda batch: ~batch["src_key_padding_mask"], **quick)
+    report = pr.compress(model, 0.5, batches, mask_fn=lambda batch: ~batch["src_key_padding_mask"], **low_rank)
     assert {layer.names[0] for layer in report.layers} == {f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)}
     assert {entry.name for entry in report.skipped if "self_attn" in entry.name} >= {"layers.0.self_attn.out_proj"}
     assert any("use_nested_tensor is off" in note for note in report.notes)
@@ -657,7 +657,7 @@ def test_training_everything_while_healing_measures_against_the_original():
     model, batches = network(), batches_of(1280)
     exact, x = copy.deepcopy(model), torch.cat(batches[4::5])
     config = pr.HealConfig(max_steps=100, learning_rate=2e-3, train="all")
-    report = pr.compress(model, 0.25, batches, heal=config, **quick)
+    report = pr.compress(model, 0.25, batches, heal=config, **low_rank)
     assert not torch.equal(model[5].weight, exact[5].weight)
     assert report.healed_error == pytest.approx(error(model, exact(x).detach(), x), rel=1e-4)
     assert report.healed_error < report.measured_error
@@ -679,7 +679,7 @@ def test_ranks_that_each_feed_a_part(method):
         model = network()
         own = parts[dist.get_rank()]
         heal = pr.HealConfig(max_steps=4) if method == "two_sided" else None
-        options = {"method": method, "heal": heal, "group": dist.group.WORLD, "measure_speed": False}
+        options = {"method": method, "heal": heal, "group": dist.group.WORLD, **low_rank, "seed": None}
         torch.manual_seed(dist.get_rank())  # seed=None: the first rank's is taken
         report = pr.compress(model, 0.5, own, **options)
         return model.state_dict(), report.measured_error, [layer.rank for layer in report.layers], report.healed_error
@@ -689,13 +689,13 @@ def test_ranks_that_each_feed_a_part(method):
     assert (first[3] is None) == (method == "activation")
     assert all(torch.equal(first[0][key], second[0][key]) for key in first[0])
     single = network()
-    report = pr.compress(single, 0.5, every, method=method, **quick)
+    report = pr.compress(single, 0.5, every, method=method, **low_rank)
     if method == "activation":
         assert first[2] == [layer.rank for layer in report.layers]
         assert first[1] == pytest.approx(report.measured_error, rel=1e-3)
         x = every[4]
         theirs = network()
-        pr.compress(theirs, 0.5, every, method=method, **quick)
+        pr.compress(theirs, 0.5, every, method=method, **low_rank)
         theirs.load_state_dict(first[0])
         torch.testing.assert_close(theirs(x), single(x), rtol=1e-3, atol=1e-3)
     else:

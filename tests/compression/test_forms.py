@@ -267,7 +267,11 @@ def test_odd_and_dead_layers():
         ({"forms": "int4", "bits": 40}, CompressionError, "bits=40 is above the 32 of the dense weights"),
         ({"forms": "int4", "bits": 0}, ValueError, "bits=0 must be positive and finite"),
         ({"forms": "int4", "bits": "4"}, TypeError, "bits must be a number, not str"),
-        ({"bits": 4, "budget": 0.5}, ValueError, "exactly one of budget, bits, max_bytes and max_error"),
+        (
+            {"bits": 4, "budget": 0.5},
+            ValueError,
+            "exactly one of budget, bits, max_bytes, max_error, speedup and max_latency_ms",
+        ),
         ({"forms": "int4", "bits": 5, "method": "random"}, ValueError, "method='random' makes seeded sketches only"),
         ({"budget": 0.5, "rank_multiple": 3}, ValueError, "rank_multiple=3 must be even"),
         ({"budget": 0.5, "group_size": 0}, ValueError, "group_size=0"),

@@ -83,7 +83,14 @@ def output(model, batch):
 
 def compressed(family, **more):
     model = fresh(family, layers=more.pop("layers", 2))
-    options = {"budget": 0.5, "calibration": batches(family), "seed": 0, "measure_speed": False} | more
+    options = {
+        "budget": 0.5,
+        "calibration": batches(family),
+        "forms": ("dense", "low_rank"),
+        "seed": 0,
+        "measure_speed": False,
+    }
+    options |= more
     return model, pr.compress(model, **options)
 
 
@@ -197,7 +204,7 @@ def test_a_healed_model_is_closer_and_saves(tmp_path):
 
 def test_half_precision_is_kept(tmp_path):
     model = fresh("bert").to(torch.bfloat16)
-    report = pr.compress(model, budget=0.5, calibration=batches("bert"), seed=0, measure_speed=False)
+    report = pr.compress(model, 0.5, batches("bert"), forms="low_rank", seed=0, measure_speed=False)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert report.measured_error < 0.3
     pr.save_compressed(model, tmp_path)
@@ -216,7 +223,7 @@ def test_a_tied_masked_language_model(tmp_path):
         return make(config).eval()
 
     model = new(0)
-    report = pr.compress(model, budget=0.5, calibration=batches("bert"), seed=0, measure_speed=False)
+    report = pr.compress(model, 0.5, batches("bert"), forms="low_rank", seed=0, measure_speed=False)
     left = {entry.name: entry.reason for entry in report.skipped}
     assert left["cls.predictions.decoder"].startswith("shares its weight with 'bert.embeddings.word_embeddings'")
     pr.save_compressed(model, tmp_path)

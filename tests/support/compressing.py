@@ -3,6 +3,7 @@
 import torch
 
 quick = {"measure_speed": False, "seed": 0}
+low_rank = {**quick, "forms": ("dense", "low_rank")}
 
 
 def batches_of(n=640, width=48, size=64, seed=1, dtype=torch.float32):

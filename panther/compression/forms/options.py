@@ -1,20 +1,14 @@
-r"""The forms that a weight can take, each with its bytes and its loss, and the choice of one for every weight.
-
-*Global*: each option of each weight has a predicted squared effect on the output. From the smallest option on, bytes go
-to whichever weight gains most per byte. Gains fall along each weight's lower convex hull over all its options, on which
-this greedy choice is optimal except for the last step; the hull ends in the dense weight, which loses nothing.
-*Uniform*: the same form, and the same kept fraction, everywhere.
-"""
+"""The forms that a weight can take, each with its bytes, its time where that was measured, and its loss."""
 
 __all__ = [
-    "DEFAULT_FORMS", "DENSE", "INT8_LOW_RANK", "INTERPOLATIVE", "KNOWN_FORMS", "LOW_RANK", "Choice", "Forms", "Option",
-    "Options", "choose_global", "choose_uniform", "least_bytes", "quantized_bytes", "total_bytes", "total_loss",
+    "DEFAULT_FORMS", "DENSE", "INT8_LOW_RANK", "INTERPOLATIVE", "KNOWN_FORMS", "LOW_RANK", "SLOWER", "Choice", "Forms",
+    "Option", "Options", "Times", "least_bytes", "quantized_bytes", "total_bytes", "total_loss",
 ]  # fmt: skip
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -23,7 +17,6 @@ from panther.errors import CompressionError
 from panther.nn import interpolative
 from panther.nn.quantized import stored_bytes
 
-_FRACTION_STEPS = 50  # halvings of the kept fraction, to the resolution of a float
 _FINE = 8  # multiples of a rank that a weight must have room for; smaller weights have even ranks
 _LARGEST_CORRECTION = 64  # rank: what rounding leaves is nearly white, and a higher one costs more than it saves
 _WIDTHS = (8, 6, 5, 4, 3, 2)
@@ -36,8 +29,15 @@ KNOWN_FORMS = (
     *(f"int{bits}{CORRECTED}" for bits in _WIDTHS),
 )  # fmt: skip
 
-DEFAULT_FORMS = (DENSE, LOW_RANK)
-"""The forms of :func:`panther.compress` where none are named."""
+DEFAULT_FORMS = (DENSE, LOW_RANK, INTERPOLATIVE, *(f"int{bits}" for bits in _WIDTHS))
+"""The forms of :func:`panther.compress` where none are named.
+
+Not the corrected ones and low rank in 8 bits: on the models that were measured they were hardly ever on the hull, and
+they take an SVD for each width.
+"""
+
+SLOWER = 0.8  # of the dense layer's speed: below it a form is slower, as one near 1 can be noise
+_SAME_TIME = 1.02  # between widths: what lies within is noise
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Option:
         bits: Width of the codes, where the weight is quantized.
         loss: Predicted squared effect on the model's output; zero where nothing was fitted.
         error: Predicted relative error of the layer's own output; None where nothing was fitted.
+        time_s: Seconds that the layers of this weight take in one batch; None where they were not timed.
     """
 
     form: str
@@ -59,6 +60,32 @@ class Option:
     bits: int | None = None
     loss: float = 0.0
     error: float | None = None
+    time_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Measured times of a weight's layers in one batch.
+
+    Attributes:
+        dense_s: Seconds of the dense layers.
+        curves: For each form, the ranks at which it was timed, in rising order (0 where it has none), and the seconds.
+    """
+
+    dense_s: float
+    curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]
+
+    def of(self, option: Option) -> float:
+        """Return the seconds of an option, interpolated linearly between the ranks that were timed."""
+        if option.form == DENSE:
+            return self.dense_s
+        ranks, times = self.curves[option.form]
+        rank = option.rank or 0
+        place = min(max(bisect_left(ranks, rank), 1), len(ranks) - 1)
+        if not place:
+            return times[0]
+        share = (rank - ranks[place - 1]) / (ranks[place] - ranks[place - 1])
+        return times[place - 1] + share * (times[place] - times[place - 1])
 
 
 Options = Mapping[Target, Sequence[Option]]
@@ -76,11 +103,18 @@ class Forms:
         names: Some of ``KNOWN_FORMS``.
         rank_multiple: What ranks are multiples of, except for weights too small for eight of it, whose ranks are even.
         group_size: Columns of a quantized weight that share a scale; None is the whole row.
+        times: Times of each target; empty where they were not measured.
+        slower: Whether there are options that were measured below ``SLOWER`` of the dense layer's speed.
+        by_time: Whether the choice is by time, for which an option is of use only if it is faster than dense, and a
+            width only if no larger one is as fast.
     """
 
     names: tuple[str, ...] = DEFAULT_FORMS
     rank_multiple: int = 8
     group_size: int | None = 128
+    times: Mapping[Target, Times] = field(default_factory=dict)
+    slower: bool = True
+    by_time: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -89,7 +123,11 @@ class Forms:
 
     def quantizes(self, target: Target) -> bool:
         """Return whether a weight can be quantized."""
-        return bool(self.widths) and _is_linear(target)
+        return bool(self.widths_of(target))
+
+    def widths_of(self, target: Target) -> tuple[int, ...]:
+        """Return the widths that a weight can have, the least first."""
+        return tuple(sorted({option.bits for option in self.options(target) if option.bits is not None}))
 
     def options(self, target: Target) -> list[Option]:
         """Return the options of a weight that are no larger than it, the smallest first, without their losses.
@@ -106,7 +144,37 @@ class Forms:
                     f"{self.names} has neither: add 'low_rank', or pass exclude={target.kind!r}"
                 )
         found = [option for name in names for option in self._of_form(target, name)]
+        if self.times:
+            found = self._timed(target, found)
         return sorted(found, key=lambda option: option.bytes)
+
+    def _timed(self, target: Target, options: Sequence[Option]) -> list[Option]:
+        """Return the options that are fast enough, with their times; the dense weight alone if there is none."""
+        times = self.times[target]
+        timed = [replace(option, time_s=times.of(option)) for option in options]
+        if not self.slower:
+            timed = self.without_slower(target, timed)
+        if self.by_time:
+            timed = [option for option in timed if option.form == DENSE or (option.time_s or 0.0) < times.dense_s]
+            fastest: dict[str, float] = {}  # of the larger widths, with a correction and without one
+            for name in sorted({option.form for option in timed if option.bits is not None}, reverse=True):
+                kind = CORRECTED if name.endswith(CORRECTED) else ""
+                time_s = times.curves[name][1][0]
+                if time_s * _SAME_TIME >= fastest.get(kind, math.inf):
+                    timed = [option for option in timed if option.form != name]
+                fastest[kind] = min(time_s, fastest.get(kind, math.inf))
+        return timed or [self._dense(target)]
+
+    def is_slower(self, target: Target, option: Option) -> bool:
+        """Return whether an option was measured below ``SLOWER`` of the dense layer's speed."""
+        return option.time_s is not None and option.time_s * SLOWER > self.times[target].dense_s
+
+    def without_slower(self, target: Target, options: Sequence[Option]) -> list[Option]:
+        """Return the other options; the dense weight alone if there is none."""
+        return [option for option in options if not self.is_slower(target, option)] or [self._dense(target)]
+
+    def _dense(self, target: Target) -> Option:
+        return Option(DENSE, target.dense_bytes, error=0.0, time_s=self.times[target].dense_s)
 
     def _of_form(self, target: Target, name: str) -> list[Option]:
         bits = _width(name)
@@ -167,98 +235,6 @@ def interpolative_bytes(target: Target, rank: int) -> int:
     return interpolative.stored_bytes(target.inner, target.outer, rank, target.weight.dtype)
 
 
-def choose_uniform(options: Options, limit: int) -> Choice:
-    """Give every weight the same form and the same fraction, the largest with which all fit into ``limit`` bytes.
-
-    Of several forms it is the one of the least loss. Where a weight does not have the form, it takes another one.
-    """
-    forms = [{option.form for option in several} - {DENSE} for several in options.values()]
-    # Those that all weights have, except that a convolution has none of the quantized ones.
-    names = sorted({name for several in forms for name in several})
-    shared = [name for name in names if all(name in several or several <= {LOW_RANK} for several in forms)]
-    found = [_uniform(options, limit, name) for name in shared or names or (DENSE,)]
-    fitting = [choice for choice in found if total_bytes(choice) <= limit]
-    if not fitting:
-        return {target: several[0] for target, several in options.items()}
-    return min(fitting, key=lambda choice: (total_loss(choice), sum((o.error or 0.0) ** 2 for o in choice.values())))
-
-
-def _uniform(options: Options, limit: int, name: str) -> Choice:
-    allowed = {}
-    for target, several in options.items():
-        same = [option for option in several if option.form in (name, DENSE)]
-        allowed[target] = same if any(option.form == name for option in same) else several
-    sizes = {target: [option.bytes for option in several] for target, several in allowed.items()}
-
-    def at(fraction: float) -> Choice:
-        return {
-            target: several[max(bisect_right(sizes[target], fraction * target.dense_bytes) - 1, 0)]
-            for target, several in allowed.items()
-        }
-
-    low, high = 0.0, 1.0
-    if total_bytes(at(high)) <= limit:
-        return at(high)
-    for _ in range(_FRACTION_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if total_bytes(at(middle)) <= limit else (low, middle)
-    return at(low)
-
-
-def choose_global(options: Options, limit: int) -> Choice:
-    """Return the options of the least total loss within ``limit`` bytes."""
-    steps = []  # gain per byte, target and option
-    for target, several in options.items():
-        for option, better in pairwise(_hull(several)):
-            steps.append((_gain(option, better), target, better))
-    chosen = {target: several[0] for target, several in options.items()}
-    left = limit - total_bytes(chosen)
-    stopped = set()
-    for _, target, option in sorted(steps, key=lambda step: -step[0]):
-        if target in stopped:
-            continue
-        cost = option.bytes - chosen[target].bytes
-        if cost <= left:
-            chosen[target], left = option, left - cost
-        else:
-            stopped.add(target)  # later steps of its hull begin where this one ends
-    # Bytes remain where the hull's steps were too large: they are spent on the options between.
-    while True:
-        gains = [
-            (_gain(now, option), target, option)
-            for target, now in chosen.items()
-            for option in options[target]
-            if 0 < option.bytes - now.bytes <= left and option.loss < now.loss
-        ]
-        if not gains:
-            return chosen
-        _, target, option = max(gains, key=lambda gain: gain[0])
-        left -= option.bytes - chosen[target].bytes
-        chosen[target] = option
-
-
-def _gain(option: Option, better: Option) -> float:
-    return (option.loss - better.loss) / (better.bytes - option.bytes)
-
-
-def _hull(options: Sequence[Option]) -> list[Option]:
-    """Return the lower convex hull of options sorted by size, along which the gain per byte falls."""
-    hull: list[Option] = []
-    for option in options:
-        if hull and (option.bytes <= hull[-1].bytes or option.loss > hull[-1].loss):
-            continue
-        while len(hull) > 1:
-            first, last = hull[-2:]
-            # Not the ratios: with losses of zero they are the same.
-            if (first.loss - last.loss) * (option.bytes - last.bytes) > (last.loss - option.loss) * (
-                last.bytes - first.bytes
-            ):
-                break
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
 def total_loss(choice: Choice) -> float:
     """Return the predicted squared effect of all weights together."""
     return sum(option.loss for option in choice.values())
@@ -271,4 +247,4 @@ def total_bytes(choice: Choice) -> int:
 
 def least_bytes(options: Options) -> int:
     """Return the bytes of all weights in their smallest form."""
-    return sum(several[0].bytes for several in options.values())
+    return sum(min(option.bytes for option in several) for several in options.values())

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from panther.compression.fits import Fit, Metric, factor
-from panther.compression.forms.options import Forms, Option, choose_global, choose_uniform, quantized_bytes
+from panther.compression.forms.choice import choose_global, choose_uniform
+from panther.compression.forms.options import Forms, Option, quantized_bytes
 from panther.compression.forms.quantization import QuantizedWeight, quantize_weight
 from panther.compression.targets import Target
 
@@ -74,19 +75,19 @@ def planned_widths(
     ``sensitivities`` and a factor of four for each bit, and only the widths next to those of the global and of the
     uniform choice by these estimates are fitted.
     """
-    widths = forms.widths
     if limit is None:
-        return dict.fromkeys(sensitivities, widths)
+        return {target: forms.widths_of(target) for target in sensitivities}
     options = {target: _estimated(forms, target, value) for target, value in sensitivities.items()}
     planned: dict[Target, set[int]] = {target: set() for target in sensitivities}
     for choice in (choose_global(options, limit), choose_uniform(options, limit)):
         for target, option in choice.items():
+            widths = forms.widths_of(target)
             index = len(widths) if option.bits is None else widths.index(option.bits)
             planned[target].update(widths[max(index - 1, 0) : index + 2])
     return {target: tuple(sorted(several)) for target, several in planned.items()}
 
 
 def _estimated(forms: Forms, target: Target, value: float) -> list[Option]:
-    sizes = {bits: quantized_bytes(target, bits, forms.group_size, 0) for bits in forms.widths}
+    sizes = {bits: quantized_bytes(target, bits, forms.group_size, 0) for bits in forms.widths_of(target)}
     found = [Option(f"int{bits}", size, None, bits, value * _LOSS_PER_BIT**-bits) for bits, size in sizes.items()]
     return [*(option for option in found if option.bytes < target.dense_bytes), Option("dense", target.dense_bytes)]

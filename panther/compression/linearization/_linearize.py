@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.compression._compress import _check_model
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
+from panther.compression.forms.arguments import check_model
 from panther.compression.linearization.fitting import FitConfig, Quality, fit, quality
 from panther.compression.linearization.report import LinearizationReport, LinearizedLayer
 from panther.compression.linearization.samples import Recorder, record, split_layers
 from panther.compression.linearization.survey import Found, find_attention, make_attention
-from panther.compression.measurement import _model_speedup
+from panther.compression.measurement import model_speed
 from panther.compression.runner import Runner, calibrating
 from panther.compression.targets import Selector, SkippedLayer, replace_modules, swap_modules
 from panther.errors import CompressionError, check_size
@@ -104,7 +104,7 @@ def linearize_(
     ICLR 2024, arXiv:2402.04347; M. Zhang et al., "LoLCATs: on low-rank linearizing of large language models", ICLR
     2025, arXiv:2410.10254.
     """
-    _check_model(model)
+    check_model(model)
     for name, size in (("num_features", num_features), ("window", window), ("steps", steps)):
         check_size(name, size, least=1)
     check_size("samples_memory_bytes", samples_memory_bytes, least=1)
@@ -135,7 +135,7 @@ def linearize_(
                     del replacement[found.modules[name]], new[name]
                 _check_found(found, results.reasons)
                 (error,) = runner.errors([partial(replace_modules, model, replacement)], "error")
-                speedup = _model_speedup(runner, replacement) if measure_speed else None
+                speedup = model_speed(runner, replacement)[1] if measure_speed else None
             _cast(replacement, new)
             if heal is not None:
                 healed, write_ = healing.heal(runner, replacement, heal, seed=seed)

@@ -1,0 +1,76 @@
+"""New layers put into the model, and the report of what was done."""
+
+__all__ = ["install_layers"]
+
+import warnings
+from collections.abc import Callable
+
+from torch import nn
+
+from panther.compression.conversion import Replacement, inherit_flags
+from panther.compression.forms.allocation import Allocation, model_bytes
+from panther.compression.forms.fitting import Fits
+from panther.compression.forms.options import SLOWER, total_loss
+from panther.compression.measurement import Measured
+from panther.compression.report import CompressionReport, HealResult, layer_reports
+from panther.compression.targets import Survey, replace_modules, swap_modules
+from panther.errors import PerformanceWarning
+
+
+def install_layers(
+    model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
+    healed: HealResult | None, write_: Callable[[], None] | None, notes: list[str], method: str, seed: int,
+    allow_slower: bool | None = None,
+) -> CompressionReport:  # fmt: skip
+    """Put the new layers into the model, and return the report."""
+    # With nested tensors torch would read `weight` of a sketched layer, which forms the dense matrix.
+    encoders = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoder)
+        and module.use_nested_tensor
+        and not replacement.keys().isdisjoint(module.modules())
+    }
+    notes += [
+        f"use_nested_tensor is off in {repr(name) if name else 'the model'}: with it torch reads the dense weight of "
+        "sketched layers where padding is masked"
+        for name in encoders
+    ]
+    with replace_modules(model, replacement):
+        bytes_after = model_bytes(model)
+    report = CompressionReport(
+        layers=layer_reports(allocation.choice, replacement, measured),
+        skipped=survey.skipped,
+        method=method,
+        allocate=allocation.allocate,
+        notes=tuple(notes),
+        bytes_before=model_bytes(model),
+        bytes_after=bytes_after,
+        predicted_error=total_loss(allocation.choice) ** 0.5 if fits.comparable else None,
+        measured_error=measured.error,
+        uniform_error=allocation.uniform_error,
+        healed=healed,
+        measured_speedup=measured.speedup,
+        measured_latency_s=measured.latency_s,
+        passes=fits.passes,
+        extra_bytes=max(fits.extra_bytes, 0 if healed is None else fits.healing_bytes + healed.kept_bytes),
+        seed=seed,
+    )
+    slow = {layer.names[0]: layer.speedup or 0.0 for layer in report.slower}
+    if not allow_slower and any(speedup < SLOWER for speedup in slow.values()):
+        names = sorted(slow, key=slow.__getitem__)
+        warnings.warn(
+            f"{len(slow)} of {len(report.layers)} layers are slower than their dense originals ({', '.join(names[:5])}"
+            f"{', ...' if len(slow) > 5 else ''}), the slowest at {slow[names[0]]:.2f} of their speed: "
+            "allow_slower=False keeps such layers dense, and allow_slower=True accepts them",
+            PerformanceWarning,
+            stacklevel=3,
+        )
+    # Last, and only assignments: any earlier failure, also a warning turned into an error, leaves the model unchanged.
+    if write_ is not None:
+        write_()
+    inherit_flags(replacement)
+    swap_modules(model, replacement)
+    for encoder in encoders.values():
+        encoder.use_nested_tensor = False
+    return report
