@@ -37,14 +37,20 @@ def add_parser(commands: Any) -> None:
     add_option(size, "--bits", positive_float, "bits of an eligible weight on average, such as 4.25", metavar="BITS")
     add_option(size, "--max-bytes", positive, "bytes that the whole model may take")
     add_option(size, "--max-error", positive_float, "relative error that the output may have, such as 0.1", metavar="X")
+    add_option(size, "--speedup", positive_float, "times as fast as it is the model is to be, such as 1.5", metavar="X")
+    add_option(size, "--max-latency-ms", positive_float, "milliseconds that a batch may take", metavar="MS")
     texts = "a text file, one sample a line, or module:function, which returns batches"
     add_option(parser, "--calibration", str, texts, metavar="TEXT")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
     text = (
         "what layers may become: dense, low_rank, interpolative, int8_low_rank, int8 to int2, int4+low_rank "
-        "(default: dense low_rank)"
+        "(default: the first three, and int8 to int2)"
     )
     parser.add_argument("--forms", nargs="+", metavar="FORM", help=text)
+    parser.add_argument(
+        "--allow-slower", action=argparse.BooleanOptionalAction,
+        help="whether layers may get slower (default: if --forms names what they become, or much is lost otherwise)",
+    )  # fmt: skip
     parser.add_argument("--method", choices=_METHODS, default=_METHODS[0], help="how to fit (default: %(default)s)")
     parser.add_argument(
         "--allocate", choices=("global", "uniform"), help="how to share the budget (default: by method)"
@@ -115,8 +121,13 @@ def _check_inputs(args: argparse.Namespace) -> None:
 
 
 def _check_calibrated(args: argparse.Namespace, calibration: Any) -> None:
-    if calibration is None and (args.method in _CALIBRATED or args.max_error or args.heal):
-        asker = "--max-error" if args.max_error else "--heal" if args.heal else f"--method {args.method}"
+    askers = ("max_error", "speedup", "max_latency_ms", "heal")
+    asker = next((f"--{name.replace('_', '-')}" for name in askers if getattr(args, name)), None)
+    if args.allow_slower is False:
+        asker = asker or "--no-allow-slower"
+    if args.method in _CALIBRATED:
+        asker = asker or f"--method {args.method}"
+    if calibration is None and asker:
         raise PantherError(
             f"{asker} needs --calibration, a text file or module:function: without it there is --method svd with "
             "--budget"
@@ -173,7 +184,8 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
 
 def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) -> "pr.CompressionReport":
     """Compress in place; warnings become notes, a line each."""
-    names = ("bits", "max_bytes", "max_error", "include", "exclude", "method", "allocate", "sequential", "seed")
+    sizes = ("bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
+    names = (*sizes, "allow_slower", "include", "exclude", "method", "allocate", "sequential", "seed")
     options = {name: getattr(args, name) for name in names}
     if args.forms is not None:
         options["forms"] = args.forms

@@ -127,7 +127,8 @@ def refusal(capsys, *args, status=2):
 
 def test_a_folder_of_transformers(bert, here, transformers, capsys):
     command = ["compress", str(bert), "--budget", "0.5", "--calibration", "text.txt", "--out", "small", "--max-length"]
-    assert main([*command, "64", "--heal", "3", "--report", "report.json", "--plot", "report.svg"]) == 0
+    command = [*command, "64", "--forms", "low_rank", "--allow-slower"]
+    assert main([*command, "--heal", "3", "--report", "report.json", "--plot", "report.svg"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("whole model")
     assert "kept dense: embeddings.word_embeddings (Embedding)" in out
@@ -222,7 +223,7 @@ def test_a_function_that_returns_a_model(models, monkeypatch, capsys):
 
 
 def test_a_function_that_returns_a_model_and_batches(models, capsys, monkeypatch):
-    assert main(["compress", "my_models:both", "--budget", "0.5", "--out", "small"]) == 0
+    assert main(["compress", "my_models:both", "--budget", "0.5", "--forms", "low_rank", "--out", "small"]) == 0
     assert str(models) not in sys.path
     lines = capsys.readouterr().out.splitlines()[-2:]
     monkeypatch.syspath_prepend(models)
