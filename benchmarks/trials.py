@@ -85,7 +85,8 @@ def compare(task: Task, budgets: Sequence[float] = BUDGETS, bound_at: float | No
         start = time.process_time()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)  # small layers, and a question of size
-            report = pr.compress(model, budget=budget, calibration=task.calibration, heal=heal, seed=0, **options)
+            options = {"forms": ("dense", "low_rank"), "heal": heal, "seed": 0} | options
+            report = pr.compress(model, budget=budget, calibration=task.calibration, **options)
         for note in report.notes:
             print(f"note: {note}")
         return model.eval(), time.process_time() - start

@@ -158,7 +158,7 @@ def compress(
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         >>> report = pr.compress(model, bits=4.5, **options)
         >>> [layer.form for layer in report.layers], type(model[0]).__name__
-        (['int4', 'int5'], 'QuantizedLinear')
+        (['int4', 'int4'], 'QuantizedLinear')
 
     References: Eckart and Young, 1936, doi:10.1007/BF02288367; the weighted form in Y.-C. Hsu et al., "Language model
     compression with weighted low-rank factorization", ICLR 2022, arXiv:2207.00112; Kronecker factors in J. Martens and

@@ -11,10 +11,9 @@ from torch import nn
 
 import panther as pr
 from panther.compression.forms.allocation import byte_limit
+from panther.compression.forms.choice import choose_global, choose_uniform
 from panther.compression.forms.options import (
     Forms,
-    choose_global,
-    choose_uniform,
     least_bytes,
     total_bytes,
     total_loss,
@@ -23,7 +22,8 @@ from panther.compression.targets import select_targets
 from panther.errors import CompressionError
 from tests.support.compressing import quick
 
-even = Forms(rank_multiple=2)
+LOW_RANK_FORMS = ("dense", "low_rank")
+even = Forms(LOW_RANK_FORMS, rank_multiple=2)
 
 
 def targets_of(*shapes):
@@ -79,7 +79,7 @@ def test_fuzz_budgets_are_kept(shapes, budget, decay):
     dense = sum(target.dense_bytes for target in targets)
     limit = int(budget * dense)
     tails = tails_of(targets, decay)
-    for forms in (even, Forms()):
+    for forms in (even, Forms(LOW_RANK_FORMS)):
         options = options_of(tails, forms)
         if least_bytes(options) > limit:
             continue
