@@ -57,6 +57,7 @@ class InterpolativeLinear(CompressedModule):
         coefficients: The Parameter C, (out - r, r) for rows and (r, in - r) for columns.
         order: int32. Of columns (in,), which input comes in which place; of rows (out,), the place of each output.
         bias: A Parameter (out,), or None.
+        keeps_rows: Whether the skeleton consists of rows: whether ``out < in``.
 
     Raises:
         ShapeError: If a size is out of range.
@@ -104,6 +105,7 @@ class InterpolativeLinear(CompressedModule):
         self.in_features = columns = check_size("in_features", in_features, least=1)
         self.out_features = rows = check_size("out_features", out_features, least=1)
         self.low_rank = rank = _checked_rank(columns, rows, low_rank)
+        self.keeps_rows = rows < columns  # an attribute, because a property takes time in each call
         check_flag("bias", bias)
         check_device(device)
         check_floating("dtype", dtype)
@@ -116,11 +118,6 @@ class InterpolativeLinear(CompressedModule):
         self.bias = parameter(rows) if bias else None
         self.register_buffer("order", torch.empty(min(rows, columns), dtype=torch.int32, device=device))
         self.reset_parameters()
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether the skeleton consists of rows of the weight: a matter of its shape."""
-        return self.out_features < self.in_features
 
     @property
     def dtype(self) -> torch.dtype:
