@@ -1,9 +1,9 @@
 """Compare QuantizedLinear, in each form, to nn.Linear in float32 and bfloat16 and to torch's dynamic int8 linear.
 
 Forward without gradients, of layers with random weights. Ratios are to nn.Linear of the layer's dtype and to nn.Linear
-in float32: 2 is twice as fast. *int8 dense* quantizes each row of the input and multiplies integers
-(``torch._int_mm``). Errors are those of the product: relative to that of the same weight in float64, without what
-quantizing the weight costs.
+in float32: 2 is twice as fast. *int4, packed copy* is the layer after ``hold_packed_``. *int8 dense* quantizes each row
+of the input and multiplies integers (``torch._int_mm``). Errors are those of the product: relative to that of the same
+weight in float64, without what quantizing the weight costs.
 """
 
 __all__ = ["run"]
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from panther.nn import QuantizedLinear
 
 SHAPES = [(384, 384), (384, 1536), (1536, 384), (4096, 4096)]  # in, out
-BATCHES = [1, 8, 32, 512]
+BATCHES = [1, 8, 32, 128, 512]
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"bits": 8, "group_size": None},
     "int4": {"bits": 4, "group_size": 128},
@@ -56,6 +56,9 @@ def _case(columns: int, outputs: int, batch: int, device: str, budget_s: float) 
             layers[form] = QuantizedLinear(
                 columns, outputs, **arguments | {"low_rank": rank}, device=device, dtype=dtype
             )
+        if dtype is torch.bfloat16 and device == "cpu":
+            packed = QuantizedLinear(columns, outputs, **FORMS["int4"], dtype=dtype)
+            layers["int4, packed copy"] = packed.hold_packed_()
         for form, layer in layers.items():
             name, given = f"{str(dtype).removeprefix('torch.')} {form}", x.to(dtype)
             calls[name] = functools.partial(layer, given)
