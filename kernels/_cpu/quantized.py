@@ -30,18 +30,16 @@ def quantized_matmul(
 ) -> Tensor:  # (n, out)
     """Return ``x Q^T + bias`` with ``Q = scales * (codes - zeros)`` by groups, in the dtype of x, without derivatives.
 
-    With one group a row, the scales multiply the output; with more groups, and in float16, which would overflow, they
-    multiply the weight.
+    With one group a row and few rows of x, the scales multiply the output; otherwise, and in float16, which would
+    overflow, they multiply the weight.
     """
-    if scales.shape[1] > 1:
-        return _scaled_first(x, codes, bits, scales, zeros, group_size, bias)
     columns, rows = x.shape[1], scales.shape[0]
+    if scales.shape[1] > 1 or 2 * len(x) > columns or x.dtype is torch.float16:
+        return _scaled_first(x, codes, bits, scales, zeros, group_size, bias)
     # torch's kernel reads beyond its operands for sizes that do not fill its vectors, such as one column.
     whole = bits == 8 and columns % 32 == 0 and rows % 32 == 0
     if x.dtype is torch.bfloat16 and whole and 0 < len(x) < _INT8_KERNEL_ROWS:
         y = torch._weight_int8pack_mm(x, codes.view(torch.int8), torch.ones_like(scales[:, 0], dtype=x.dtype))
-    elif x.dtype is torch.float16:
-        return _scaled_first(x, codes, bits, scales, zeros, group_size, bias)
     else:
         y = x.new_empty(len(x), rows)
         for block in _blocks(rows, columns):
@@ -54,7 +52,10 @@ def quantized_matmul(
         middle = zeros.mT.to(work.dtype).sub_(MIDDLE)
         work.addcmul_(x.sum(1, keepdim=True, dtype=work.dtype), middle, value=-1)
     scales = scales.mT.to(work.dtype)
-    work = work.mul_(scales) if bias is None else torch.addcmul(bias.to(work.dtype), work, scales)
+    if bias is None:
+        work *= scales
+    else:
+        torch.addcmul(bias.to(work.dtype), work, scales, out=work)
     return work.to(x.dtype)
 
 

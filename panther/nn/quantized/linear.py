@@ -178,10 +178,14 @@ class QuantizedLinear(QuantizedMatrix):
             True
         """
         self._packed = None
-        if hold and (reason := why_not_packed(self.codes, self.bits, self.group_size, self.in_features)):
+        if hold and (reason := self.why_not_packed()):
             raise ValueError(f"torch's kernel does not take this layer: {reason}")
         self.packed_copy = hold
         return self
+
+    def why_not_packed(self) -> str | None:
+        """Return why :meth:`hold_packed_` refuses this layer; None if it does not."""
+        return why_not_packed(self.codes, self.bits, self.group_size, self.in_features)
 
     def _packed_codes(self) -> PackedCodes:
         tensors = self.codes, self.zeros, self.scales
