@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.nn import SKConv2d, SKLinear
+from panther.nn import QuantizedLinear, SKConv2d, SKLinear
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extra
@@ -243,3 +243,20 @@ def test_generation_is_that_of_the_forward():
     for _ in range(found.shape[1] - 3):
         wanted = torch.cat((wanted, output(model, {"input_ids": wanted})[:, -1:].argmax(-1)), 1)
     assert torch.equal(found, wanted)
+
+
+def test_quantized_conv1d(tmp_path):
+    """GPT-2's layers hold the transposed weight."""
+    model = fresh("gpt2", layers=1)
+    exact = [output(model, batch) for batch in batches("gpt2", 3)]
+    forms = ("int8", "int4", "int4+low_rank", "int8_low_rank", "interpolative")
+    report = pr.compress(model, bits=9, calibration=batches("gpt2"), forms=forms, seed=0, measure_speed=False)
+    assert {layer.kind for layer in report.layers} == {"Conv1D"}
+    assert type(model.transformer.h[0].attn.c_attn) is QuantizedLinear
+    assert report.measured_error < 0.05
+    for batch, wanted in zip(batches("gpt2", 3), exact, strict=True):
+        found = counted(output(model, batch), batch)
+        assert (found - counted(wanted, batch)).norm() < 0.1 * counted(wanted, batch).norm()
+    pr.save_compressed(model, tmp_path)
+    again = pr.load_compressed(tmp_path, fresh("gpt2", layers=1, seed=9))
+    assert torch.equal(output(again, batches("gpt2")[0]), output(model, batches("gpt2")[0]))

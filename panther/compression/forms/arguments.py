@@ -85,7 +85,7 @@ def check_options(
             )
             raise ValueError(f"{name}={value!r} must be {rule}")
     _check_calibrated(given, method, allocate, loss_fn, sequential, calibration, heal)
-    if allow_slower not in (None, True, False):
+    if allow_slower is not None and not isinstance(allow_slower, bool):
         raise TypeError(f"allow_slower must be None, True or False, not {type(allow_slower).__name__}")
     names = [name for name in ("speedup", "max_latency_ms") if name in given]
     timed = names[0] if names else "allow_slower=False" if allow_slower is False else None

@@ -80,7 +80,9 @@ def _missed(wish: Wish, reached: float) -> CompressionError:
     if wish.setting.startswith("speedup"):
         best = f"speedup={math.floor(100 * reached) / 100}"
     else:
-        best = f"max_latency_ms={math.ceil(1e5 * wish.dense_s / reached) / 100}"
+        latency_ms = 1e3 * wish.dense_s / reached
+        unit = 10.0 ** (math.floor(math.log10(latency_ms)) - 2)
+        best = f"max_latency_ms={math.ceil(latency_ms / unit) * unit:.3g}"
     before, after = 1e3 * wish.dense_s, 1e3 * wish.dense_s / reached
     return CompressionError(
         f"{wish.setting} cannot be reached: with every layer in its fastest form the model takes {after:.3g} ms for "

@@ -141,7 +141,7 @@ class Forms:
             if not names:
                 raise CompressionError(
                     f"layer {target.name!r} is a {target.kind}, which can only be dense or low rank, and forms="
-                    f"{self.names} has neither: add 'low_rank', or pass exclude={target.kind!r}"
+                    f"{self.names} has neither: add 'low_rank', or pass exclude=nn.{target.kind}"
                 )
         found = [option for name in names for option in self._of_form(target, name)]
         if self.times:
