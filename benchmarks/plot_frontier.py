@@ -25,7 +25,8 @@ QUANTIZED = {  # label and style of each method, the first drawn last
 }
 LOW_RANK = {
     "low rank + healing": ("pr.compress, then healed: 500 steps of distillation", "*", "C3", "--"),
-    "low rank": ("pr.compress: low rank, ranks chosen for each layer", "^", "C1", "-"),
+    "pivot rows": ("pr.compress: low rank by pivot rows (interpolative)", "D", "C2", "-"),
+    "low rank": ("pr.compress: low rank by two factors", "^", "C1", "-"),
     "SVD": ("truncated SVD", "x", "C5", "-"),
 }
 

@@ -6,8 +6,8 @@ the number of the dense weights; biases, embeddings and norms stay as they are a
 to the nearest code in groups of 128 columns (int8: one scale a row), the range of each group searched; *GPTQ* is the
 same with error feedback in the metric of the inputs, ``method="activation"``; *SVD* is a truncated SVD of the weights,
 its factors in float32 or int8; *panther* is what pr.compress chooses among all quantized forms, and *low rank* and *low
-rank, int8* are its two-sided fit with such factors. *+ healing* is a distillation of 500 steps on the same batches. No
-row uses labels.
+rank, int8* are its two-sided fit with such factors, *pivot rows* the same in the form "interpolative", at a higher rank
+in as many bytes. *+ healing* is a distillation of 500 steps on the same batches. No row uses labels.
 
 Times are CPU seconds of compressing, healing included. ``stated_mb`` is the memory that the report announces
 beforehand, besides the model's own forward and backward, and ``peak_mb`` by how much the process's memory rose at most,
@@ -70,12 +70,14 @@ class Case:
         return f"{self.method}, {self.size}"
 
 
-def _low_rank(fractions: tuple[float, ...]) -> list[Case]:
+def _low_rank(fractions: tuple[float, ...], pivots: bool = False) -> list[Case]:
     cases = []
     for kept in fractions:
         size = f"{kept:.0%} of the numbers"
         cases.append(Case("SVD", size, {"method": "svd", "budget": kept, "forms": "low_rank"}))
         cases.append(Case("low rank", size, {"budget": kept, "forms": ("dense", "low_rank")}))
+        if pivots:
+            cases.append(Case("pivot rows", size, {"budget": kept, "forms": ("dense", "interpolative")}))
     return cases
 
 
@@ -99,7 +101,7 @@ def _healed(cases: list[Case], names: tuple[str, ...]) -> list[Case]:
     return [replace(found[name], method=f"{found[name].method} + healing", heal_steps=HEAL_STEPS) for name in names]
 
 
-_ENCODER = [*_quantized(BITS), *_low_rank(FRACTIONS)]
+_ENCODER = [*_quantized(BITS), *_low_rank(FRACTIONS, pivots=True)]
 _HEALED = ("panther, 3.25 bits", "low rank, 50% of the numbers", "low rank, 25% of the numbers")
 CASES: dict[str, list[Case]] = {
     "encoder": [*_ENCODER, *_healed(_ENCODER, _HEALED)],

@@ -50,8 +50,7 @@ def run(task: str, quick: bool, cache: Path | None) -> list[dict[str, Any]]:
         for name, timing in timings.items():
             row = {"model": task, "form": name, "batch": batch, "tokens": tokens}
             row |= {"time_ms": figure(1e3 * timing.median_s), "x float32": figure(timing.ratio_to(timings["float32"]))}
-            stored = sum(tensor.nbytes for tensor in forms[name].state_dict().values() if hasattr(tensor, "nbytes"))
-            rows.append(row | {"memory_mb": memory[name], "stored_mb": figure(stored / 1e6)})
+            rows.append(row | {"memory_mb": memory[name], "stored_mb": figure(_stored_bytes(forms[name]) / 1e6)})
         print_table(rows[-len(forms) :])
     return rows
 
@@ -69,6 +68,13 @@ def _forms(task: str, subject: Subject, cache: Path | None) -> dict[str, nn.Modu
 
 def _copy_and_run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
     copy.deepcopy(model)(**inputs)
+
+
+def _stored_bytes(model: nn.Module) -> int:
+    """Return the bytes of what is saved; torch's quantized layers save tuples."""
+    entries: list[Any] = list(model.state_dict().values())
+    flat = [part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,))]
+    return sum(part.numel() * part.element_size() for part in flat if isinstance(part, torch.Tensor))
 
 
 class _Bfloat16(nn.Module):
