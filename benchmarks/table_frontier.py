@@ -1,16 +1,25 @@
 """Write the tables of the guide's page on compression: ``python benchmarks/table_frontier.py``, after the trials.
 
-They are CSV files in docs/_static/benchmarks, which the page includes: rows by method, times of whole models, and what
-was reached of aims that were set before. Figures of several CPUs: those of the first by name.
+They go to docs/guide/frontier.inc, which the page includes: what was reached of aims that were set before, rows by
+method, and times of whole models. Figures of several CPUs: those of the first by name.
 """
 
-__all__ = ["write_aims", "write_quality", "write_speed"]
+__all__ = ["aims_table", "quality_table", "speed_table"]
 
 import csv
+import io
 from pathlib import Path
 
-from figures import OUTPUT, by_cpu
+from figures import by_cpu
 from harness import RESULTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "frontier.inc"
+TITLES = {
+    "encoder": "all-MiniLM-L6-v2",
+    "encoder-3": "paraphrase-MiniLM-L3-v2",
+    "smollm2": "SmolLM2-135M, whose weights come rounded to 4 bits: loss in nats a token",
+    "images": "EfficientNet-lite0 on photographs: correlation of the logits",
+}
 
 Rows = list[dict[str, str]]
 AIMS = (  # row, column, least, what it is called
@@ -36,8 +45,8 @@ FASTER = (  # form, beside which, least ratio at batch 32, what it is called
 )
 
 
-def write_quality(model: str, rows: Rows) -> Path:
-    """Write what each row of a model keeps, and what compressing took."""
+def quality_table(model: str, rows: Rows) -> str:
+    """Return what each row of a model keeps, and what compressing took."""
     kinds = [name for name in ("correlation", "agreement", "loss") if name in rows[0]]
     titles = {"correlation": "Correlation", "agreement": "Same class", "loss": "Loss"}
     head = ["Method", "Asked for", "Bits a weight", *(titles[kind] for kind in kinds), "CPU s", "Stated MB", "Peak MB"]
@@ -46,11 +55,11 @@ def write_quality(model: str, rows: Rows) -> Path:
         + [_short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")]
         for row in rows
     ]
-    return _write(f"frontier-{model}", head, body)
+    return _table(f"{TITLES[model]}: what is kept, and what compressing took", head, body)
 
 
-def write_speed(model: str, rows: Rows) -> Path:
-    """Write the latency of each form of a model relative to float32, by size of the input, and its memory."""
+def speed_table(model: str, rows: Rows) -> str:
+    """Return the latency of each form of a model relative to float32, by size of the input, and its memory."""
     sizes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
     head = ["Form", "Stored MB", "Memory MB", *(f"{batch} x {tokens}" for batch, tokens in sizes)]
     body = []
@@ -60,45 +69,49 @@ def write_speed(model: str, rows: Rows) -> Path:
             f"{_short(row['time_ms'])} ms" if form == "float32" else row["x float32"] for row in (own[s] for s in sizes)
         ]
         body.append([form, _short(own[sizes[-1]]["stored_mb"]), _short(own[sizes[-1]]["memory_mb"]), *times])
-    return _write(f"frontier-speed-{model}", head, body)
+    return _table(f"{TITLES[model].partition(':')[0]}: times as fast as float32, by batch x tokens", head, body)
 
 
-def write_aims(rows: Rows, speeds: Rows) -> Path:
-    """Write which aims were reached by the first encoder."""
+def aims_table(rows: Rows, speeds: Rows) -> str:
+    """Return which aims were reached by the first encoder."""
     found = {f"{row['method']}, {row['size']}": row for row in rows}
     body = []
     for name, least, title in AIMS:
-        reached = found[name]["correlation"] if name in found else ""
-        body.append([title, f"{least:g}", reached and f"{float(reached):.4f}", _verdict(reached, least)])
+        if name in found:
+            reached = float(found[name]["correlation"])
+            body.append([title, f"{least:g}", f"{reached:.4f}", "yes" if reached >= least else "no"])
     times = {(row["form"], row["batch"], row["tokens"]): float(row["time_ms"]) for row in speeds}
     for form, beside, least, title in FASTER:
         for tokens in sorted({int(row["tokens"]) for row in speeds if row["batch"] == "32"}):
             at = ("32", str(tokens))
-            ratio = f"{times[beside, *at] / times[form, *at]:.2f}" if (form, *at) in times else ""
-            body.append([f"{title}, {tokens} tokens", f"{least:g}", ratio, _verdict(ratio, least)])
-    return _write("frontier-aims", ["all-MiniLM-L6-v2", "Aim", "Measured", "Reached"], body)
-
-
-def _verdict(measured: str, least: float) -> str:
-    return "" if not measured else "yes" if float(measured) >= least else "no"
+            if (form, *at) in times:
+                ratio = times[beside, *at] / times[form, *at]
+                verdict = "yes" if ratio >= least else "no"
+                body.append([f"{title}, {tokens} tokens", f"{least:g}", f"{ratio:.2f}", verdict])
+    return _table("all-MiniLM-L6-v2: what was reached", ["", "Aim", "Measured", "Reached"], body)
 
 
 def _short(value: str) -> str:
     return "" if not value else f"{float(value):.3g}" if float(value) < 1000 else f"{float(value):,.0f}"
 
 
-def _write(name: str, head: list[str], body: list[list[str]]) -> Path:
-    path = OUTPUT / f"{name}.csv"
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([head, *body])
-    return path
+def _table(title: str, head: list[str], body: list[list[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *body])
+    lines = "".join(f"   {line}\n" for line in text.getvalue().splitlines())
+    return f".. csv-table:: {title}\n   :header-rows: 1\n\n{lines}\n"
 
 
 if __name__ == "__main__":
     names = sorted({path.name.partition("-cpu-")[0] for path in RESULTS.glob("frontier-*-cpu-*.csv")})
     tables = {name.removeprefix("frontier-"): next(iter(by_cpu(name, 1).values())) for name in names}
-    for name, found in tables.items():
-        model = name.removeprefix("speed-")
-        print(write_quality(model, found) if model == name else write_speed(model, found))
+    parts = [".. Written by benchmarks/table_frontier.py.\n\n"]
     if "encoder" in tables:
-        print(write_aims(tables["encoder"], tables.get("speed-encoder", [])))
+        parts.append(aims_table(tables["encoder"], tables.get("speed-encoder", [])))
+    for model in TITLES:
+        if model in tables:
+            parts.append(quality_table(model, tables[model]))
+        if f"speed-{model}" in tables:
+            parts.append(speed_table(model, tables[f"speed-{model}"]))
+    PAGE.write_text("".join(parts), encoding="utf-8")
+    print(PAGE)
