@@ -144,10 +144,11 @@ def run(
     return rows
 
 
-def kept_model(task: str, name: str, subject: Subject, cache: Path) -> nn.Module:
-    """Return the compressed model of a row that was computed, from the cache."""
+def kept_model(task: str, name: str, subject: Subject, cache: Path) -> nn.Module | None:
+    """Return the compressed model of a row from the cache; None if that was not computed."""
     (case,) = (case for case in CASES[task] if case.name == name)
-    return pr.load_compressed(_file(cache, task, case).with_suffix(""), copy.deepcopy(subject.model))
+    file = _file(cache, task, case)
+    return pr.load_compressed(file.with_suffix(""), copy.deepcopy(subject.model)) if file.exists() else None
 
 
 def _file(cache: Path, task: str, case: Case) -> Path:

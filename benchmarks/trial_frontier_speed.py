@@ -2,7 +2,7 @@
 
 Forwards without gradients, of inputs without padding; ratios are to the dense model in float32, 2 is twice as fast.
 *int8, torch dynamic* is ``torch.ao.quantization.quantize_dynamic`` of the same layers. The rows that start with a
-method's name are of the compressed models in trial_frontier.py's cache, which is to run first; low-rank ones in
+method's name are of the compressed models in trial_frontier.py's cache, which is to run first, as far as they are there; low-rank ones in
 float32 are fused (``pr.fuse_``). ``memory_mb`` is by how much a process's memory rises when the model is copied and run
 once: weights, what its layers unpack, and activations.
 """
@@ -27,7 +27,7 @@ import panther as pr
 
 KEPT = {
     "encoder": (
-        "low rank, 50% of the numbers", "low rank, 25% of the numbers", "low rank, int8, 4.25 bits", "GPTQ, int8",
+        "low rank, 50% of the numbers", "pivot rows, 50% of the numbers", "low rank, int8, 4.25 bits", "GPTQ, int8",
         "GPTQ, int4", "panther, 8 bits", "panther, 4.25 bits", "panther, 3.25 bits",
     ),
     "smollm2": ("low rank, 75% of the numbers", "low rank, 50% of the numbers"),
@@ -61,8 +61,9 @@ def _forms(task: str, subject: Subject, cache: Path | None) -> dict[str, nn.Modu
         forms["int8, torch dynamic"] = _torch_int8(subject)
     if cache is not None:
         for name in KEPT[task]:
-            forms[name] = kept_model(task, name, subject, cache).eval()
-            pr.fuse_(forms[name])
+            if (model := kept_model(task, name, subject, cache)) is not None:
+                forms[name] = model.eval()
+                pr.fuse_(model)
     return forms
 
 
