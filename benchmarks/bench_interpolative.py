@@ -52,9 +52,7 @@ def _case(
     for share in SHARES:
         numbers = share * columns * outputs
         rank = _multiple(half - math.sqrt(max(half**2 - numbers, 0.0)))
-        layer = InterpolativeLinear(columns, outputs, rank, **options)
-        layer.order.copy_(torch.randperm(len(layer.order)))
-        layers[share, "interpolative", rank] = layer
+        layers[share, "interpolative", rank] = InterpolativeLinear(columns, outputs, rank, **options)
         fewer = _multiple(numbers / (columns + outputs))
         layers[share, "two factors, as many bytes", fewer] = two_factors(fewer)
         layers[share, "two factors, same rank", rank] = two_factors(rank)

@@ -126,19 +126,16 @@ class InterpolativeLinear(CompressedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the parameters from torch's generator, with nn.Linear's variance; the order becomes 0, 1, ..."""
+        """Draw the parameters, with nn.Linear's variance, and the order from torch's generator."""
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.skeleton, -bound, bound)
         # An entry of C P is a sum of r terms, or of C x: with this variance it has that of an entry of P, or of x.
         bound_of_mix = math.sqrt(3 / self.low_rank)
         nn.init.uniform_(self.coefficients, -bound_of_mix, bound_of_mix)
-        self._reset_order()
+        # A random order, as fitted layers have: neighbouring columns would be copied faster, and times be wrong.
+        self.order.copy_(torch.randperm(len(self.order), device=self.order.device))
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
-
-    @torch.no_grad()
-    def _reset_order(self) -> None:
-        self.order.copy_(torch.arange(len(self.order), dtype=torch.int32, device=self.order.device))
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
@@ -326,7 +323,8 @@ class InterpolativeLinear(CompressedModule):
 
         super()._apply(keep, recurse)
         if was_meta and not self.order.is_meta:
-            self._reset_order()
+            with torch.no_grad():
+                self.order.copy_(torch.arange(len(self.order), device=self.order.device))
         return self
 
 
