@@ -1,6 +1,6 @@
 """Registration of Panther's operators with torch, under the namespace ``panther``."""
 
-__all__ = ["autocast", "check_one_device", "define", "needs_torch"]
+__all__ = ["autocast", "check_one_device", "define", "is_exporting", "needs_torch"]
 
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +51,14 @@ def check_one_device(name: str, operands: dict[str, torch.Tensor]) -> None:
     if len({operand.device for operand in operands.values()}) > 1:
         places = ", ".join(f"{key} on {operand.device}" for key, operand in operands.items())
         raise ValueError(f"{name} takes operands on one device, not {places}: move them")
+
+
+def is_exporting() -> bool:
+    """Return whether a graph for other programs is recorded, by torch.export or torch.jit.trace.
+
+    It should hold operators that these programs know, and no branch on the size of a batch.
+    """
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def needs_torch() -> bool:

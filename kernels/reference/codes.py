@@ -62,7 +62,8 @@ def unpack_codes(
     if bits == 8:
         return packed ^ MIDDLE
     parts = _parts(bits)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():  # vmap knows no ``out``
+    transformed = torch._C._are_functorch_transforms_active()  # vmap knows no ``out``
+    if transformed or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return _unpacked_for_compilers(packed, parts, columns)
     if _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):
         return _unpacked_by_words(packed, parts, columns, work)
@@ -126,6 +127,8 @@ def _unpacked_by_words(packed: Tensor, parts: list[tuple[int, int]], columns: in
 
 def _unpacked_for_compilers(packed: Tensor, parts: list[tuple[int, int]], columns: int) -> Tensor:
     """Return the codes by operations without ``out``: compilers fuse them, and torch.func transforms them."""
+    if torch.compiler.is_exporting():  # ONNX's exporter takes shifts for those of signed integers
+        packed = packed.to(torch.int32)
     codes, start = None, 0
     for width, shift in parts:
         length = -(-columns * width // 8)
@@ -135,7 +138,7 @@ def _unpacked_for_compilers(packed: Tensor, parts: list[tuple[int, int]], column
         part = torch.cat(runs, 1)[:, :columns]
         codes = part if codes is None else codes | part << shift
     assert codes is not None  # there is a part at least
-    return codes
+    return codes.to(torch.uint8)
 
 
 def _parts(bits: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from panther import kernels
 from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels import causal_linear_attention, sketched_matmul, unpack_signs
-from panther.kernels.ops._library import autocast
+from panther.kernels.ops._library import autocast, is_exporting
 from panther.kernels.reference.attention import no_autocast
 from panther.nn._conv import convolve
 from panther.nn._sizes import check_padding, per_dim
@@ -59,11 +59,14 @@ def sketched_linear(
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
     x, S1, U1, S2, U2, bias = autocast(x.device, x, S1, U1, S2, U2, bias)  # once, and not in each of four products
-    _check(x, S1, U1, S2, U2, bias)
-    if x.is_nested:
-        # Nested tensors support F.linear, but few of the other operations used here.
+    if not torch.jit.is_tracing():  # to which sizes are tensors, and warned of where compared
+        _check(x, S1, U1, S2, U2, bias)
+    if x.is_nested or is_exporting():
+        # Nested tensors support F.linear, but few of the other operations used here; every program knows it.
         if not U1.is_floating_point():
             U1, U2 = unpack_signs(U1, S2.shape[1], S1.dtype), unpack_signs(U2, S1.shape[0], S1.dtype).mT
+        if x.dtype is torch.float16:  # see sketched_matmul
+            U1, U2, scale = U1 * scale, U2 * scale, 1.0
         left, right = F.linear(x, S1.mT), F.linear(x, U2.mT)
         return F.linear(left * scale, U1.mT, bias) + F.linear(right * scale, S2.mT)
     if x.dim() == 2:  # a reshape costs as much as a small product

@@ -135,7 +135,11 @@ class SKLinear(FusibleModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
-        if type(input) is Tensor and (self._joined is not None or not torch.compiler.is_compiling()):
+        if (
+            type(input) is Tensor
+            and not torch.jit.is_tracing()
+            and (self._joined is not None or not torch.compiler.is_compiling())
+        ):
             output = self._plain_product(input)
             if output is not None:
                 return output

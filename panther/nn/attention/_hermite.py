@@ -130,7 +130,7 @@ def _count(x: Tensor) -> Tensor:
 def _log_seen(k: Tensor, exponent: Tensor | None, is_causal: bool) -> Tensor:  # () or (*batch, S or 1, 1)
     """Return the logarithm of the number of keys seen, at least that of 2: with one key the variance is 0."""
     if exponent is None:
-        seen = _count(k) if is_causal else k.new_tensor(float(k.shape[-2]))
+        seen = _count(k) if is_causal else k.new_full((), k.shape[-2])
     else:
         seen = (exponent != -torch.inf).to(k.dtype)
         seen = seen.cumsum(-1) if is_causal else seen.sum(-1, keepdim=True)

@@ -15,13 +15,13 @@ _BLOCK = 1 << 20  # weights a block: temporaries of each candidate stay in the c
 
 def spread(groups: Tensor, group_size: int | None, columns: int) -> Tensor:  # (rows, groups) -> (rows, columns)
     """Return the number of its group for each column."""
-    if group_size is None or groups.shape[1] == 1:
+    if group_size is None or columns <= group_size:
         return groups.expand(-1, columns)
     # Whole groups and the last one apart: torch 2.13 compiles `repeat_interleave` and a slice to reads past
     # the end, and an index to a wrong gradient.
     whole = columns // group_size
     runs = groups[:, :whole, None].expand(-1, -1, group_size).flatten(1)
-    if whole == groups.shape[1]:
+    if whole * group_size == columns:
         return runs
     return torch.cat((runs, groups[:, whole:].expand(-1, columns - runs.shape[1])), 1)
 

@@ -112,7 +112,7 @@ class QuantizedLinear(QuantizedMatrix):
         dtype = x.dtype
         if dtype is not self.dtype and not _is_autocasting(x.device.type):
             raise DTypeError(f"the input is {dtype} and the layer {self.dtype}: cast one of them")
-        if not x.is_nested and x.shape[-1:] != (self.in_features,):
+        if not (torch.jit.is_tracing() or x.is_nested) and x.shape[-1:] != (self.in_features,):
             features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
             raise ShapeError(f"the input has {features} and the layer takes {self.in_features}")
         if self._is_plain_inference(input):
@@ -127,7 +127,7 @@ class QuantizedLinear(QuantizedMatrix):
 
     def _is_plain_inference(self, x: Tensor) -> bool:
         """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor on the CPU."""
-        if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or not x.is_cpu:
             return False
         if x.is_nested or x.layout is not torch.strided:
             return False

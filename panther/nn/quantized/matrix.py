@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating
+from panther.kernels.ops._library import is_exporting
 from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
 from panther.nn._fitting import leading_factors
 from panther.nn.quantized.form import checked_form
@@ -99,6 +100,9 @@ class QuantizedMatrix(QuantizedState):
         # float16 ends at 6e-8, which scales reach; the differences of integers are exact in every dtype.
         work = torch.float32 if dtype is torch.float16 else dtype
         codes = unpack_codes(self.codes, self.bits, self._columns).to(work)
+        if is_exporting():
+            scales, zeros = self.scales.to(work), self.zeros.to(work)
+            return _by_groups(codes, scales, zeros, self.group_size, self._columns).to(dtype)  # type: ignore[arg-type]
         zeros, scales = (spread(t, self.group_size, self._columns) for t in (self.zeros.to(work), self.scales.to(work)))
         return ((codes - zeros) * scales).to(dtype)
 
@@ -205,6 +209,16 @@ class QuantizedMatrix(QuantizedState):
         self.right.copy_(right)
         self.factor_scales.copy_(factor_scales)
         return self
+
+
+def _by_groups(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, columns: int) -> Tensor:  # (out, in)
+    """Return Q without a number for each column, which exporters would compute beforehand and store."""
+    whole = columns // group_size
+    runs = codes[:, : whole * group_size].unflatten(1, (whole, group_size))
+    first = ((runs - zeros[:, :whole, None]) * scales[:, :whole, None]).flatten(1)
+    if whole * group_size == columns:
+        return first
+    return torch.cat((first, (codes[:, whole * group_size :] - zeros[:, whole:]) * scales[:, whole:]), 1)
 
 
 def _check_shapes(**tensors: tuple[Tensor, tuple[int, ...]]) -> None:
