@@ -102,5 +102,5 @@ clean:
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation \
-	    -e '.[demo,triton,transformers,accelerate,lightning,tensorboard,mlflow,test,docs,bench,dev]'
+	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp

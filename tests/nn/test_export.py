@@ -40,7 +40,7 @@ def conv(dim, init="svd", **more):
 class SelfAttention(nn.Module):
     def __init__(self, **more):
         super().__init__()
-        self.attention = RandMultiHeadAttention(70, 2, 16, seed=0, **more)
+        self.attention = RandMultiHeadAttention(70, 5, 64, seed=0, **more)
 
     def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
