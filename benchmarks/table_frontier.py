@@ -31,6 +31,7 @@ AIMS = (  # row, column, least, what it is called
     ("panther + healing, 3.25 bits", 0.985, "3.25 bits a weight, healed"),
     ("low rank, 75% of the numbers", 0.975, "low rank, 75 % of the numbers"),
     ("low rank, 50% of the numbers", 0.93, "low rank, 50 %"),
+    ("pivot rows, 50% of the numbers", 0.93, "low rank by pivot rows, 50 %"),
     ("low rank + healing, 50% of the numbers", 0.975, "low rank, 50 %, healed"),
     ("low rank + healing, 25% of the numbers", 0.90, "low rank, 25 %, healed"),
 )

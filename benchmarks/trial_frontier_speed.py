@@ -64,7 +64,8 @@ def _forms(task: str, subject: Subject, cache: Path | None) -> dict[str, nn.Modu
         for name in KEPT[task]:
             if (model := kept_model(task, name, subject, cache)) is not None:
                 forms[name] = model.eval()
-                pr.fuse_(model)
+                if any(isinstance(module, pr.nn.SKLinear) for module in model.modules()):
+                    pr.fuse_(model)
     return forms
 
 
