@@ -56,8 +56,8 @@ class HealConfig(Settings):
         ConfigError: If a value has the wrong type, is out of range or unknown.
 
     Example:
-        >>> HealConfig(max_steps=200, match="output").learning_rate
-        0.0005
+        >>> HealConfig(max_steps=200, match="output").match
+        'output'
     """
 
     max_steps: int = 300
@@ -69,8 +69,12 @@ class HealConfig(Settings):
     The learning rate then falls to zero by whichever bound comes first, and the result depends on the machine's speed.
     None bounds the steps only."""
 
-    learning_rate: float = 5e-4
-    """Peak of the schedule: a tenth of the steps up to it, the rest down to zero along a cosine."""
+    learning_rate: float | None = None
+    """Peak of the schedule: a tenth of the steps up to it, the rest down to zero along a cosine.
+
+    None gives each parameter a rate of its own, relative to its root mean square: 0.01 of it for low-rank factors, and
+    0.003 for everything else, such as the scales of quantized weights (of a bias at least 3e-5). A number is the rate
+    of all parameters."""
 
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""

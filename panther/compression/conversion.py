@@ -55,9 +55,9 @@ def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choi
             continue
         compressed = partial(replace_modules, runner.model, dict(new))
         description = f"sequential {number + 1}/{len(survey.inputs)}"
-        drift = gather_drift(runner, several, survey.calls[several[0]], compressed, description)
+        drift = gather_drift(runner, several, fits.moments, survey.calls[several[0]], compressed, description)
         for target, option in chosen:
-            metric, own = metric_of(target, fits.moments[target], drift), seeds[target]
+            metric, own = metric_of(target, fits.moments[target], drift[target]), seeds[target]
             rank, dtype = option.rank or 0, wide_dtype(target)
             quantized, wanted = None, rank
             if option.bits is not None:

@@ -9,38 +9,33 @@ over the n positions where the layer is applied, g being the gradient at y of th
 :math:`E\, g g^T = J^T J` (the Kronecker factorisation of J. Martens and R. Grosse, "Optimizing neural networks with
 Kronecker-factored approximate curvature", ICML 2015, arXiv:1503.05671).
 
-Rows are multiplied in blocks, in float32 (of float64 models in float64), and the blocks are summed in float64. Inputs
-are taken about the mean of the first rows: where the mean is large, their covariance would cancel in float32.
+Inputs and sensitivities are not independent: some positions matter more. Where gradients are taken, A is therefore a
+weighted mean, over positions with the weight :math:`|g|^2 + c \operatorname{E} |g|^2`: without c it is the first step
+from the identity towards the product nearest to :math:`\operatorname{E} x x^T \otimes g g^T` (C. Van Loan and N.
+Pitsianis, "Approximation with Kronecker products", 1993), and c keeps it from resting on few positions.
 """
 
 __all__ = ["Moments", "check_calibration", "gather_drift", "gather_moments", "moments_bytes", "split_passes"]
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from math import frexp, isfinite, ldexp
+from math import inf, isfinite
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.compression.runner import Runner, counted, squares
+from panther.compression.sums import Shifted, Sums, add_products, add_squares, input_rows, is_finite
 from panther.compression.survey import input_key, output_gradients, watched
 from panther.compression.targets import Target
 from panther.errors import CompressionError
-from panther.linalg._operand import driver
-from panther.nn._conv import pad_input
 
 _DOUBLE = torch.float64.itemsize
-_CHUNK = 2**22  # entries of unfolded input at a time
-# Rows of a block: float32 rounds a sum of so many squares by less than the products themselves.
-_ROWS = 2048
-# Only what is right of the diagonal is computed, in strips of so many rows: 0.61 of the time at 1536 columns.
-_STRIP = 256
 _CONSTANT = 1e-11  # of the square of an input is its variance at most, where rounding alone makes it vary
-_SAFE_POWER = 40  # largest entries up to two to this, and down to its inverse, have float32 squares as exact as any
+_EVEN = 0.25  # the c above: share of the weights that all positions have alike
+_MOST = 2.0**40  # weight of a position, over the mean: its root is still far within float32
 
 
 @dataclass(frozen=True)
@@ -48,12 +43,14 @@ class Moments:
     """Moments of one target, in float64.
 
     Attributes:
-        A: Second moment of its inputs, (groups, inner, inner).
-        mean: Mean of its inputs, (groups, inner).
+        A: Second moment of its inputs, (groups, inner, inner), weighted where there are gradients.
+        mean: Mean of its inputs, (groups, inner), weighted alike.
         G: Second moment of the gradients at its outputs, (groups, outer, outer), or None.
         positions: How often the layer was applied, over all batches.
         cross: Where the inputs are those in the compressed model, the moment of the original's inputs, in rows, with
             them, (groups, inner, inner).
+        roots: Roots of the weights of the positions, in the order of the batches, (groups, positions); None if all
+            count alike.
     """
 
     A: Tensor
@@ -61,6 +58,7 @@ class Moments:
     G: Tensor | None
     positions: float
     cross: Tensor | None = None
+    roots: Tensor | None = None
 
     @property
     def constant(self) -> bool:
@@ -99,8 +97,8 @@ def check_calibration(positions: Mapping[Target, float], constant: Collection[Ta
 
 
 def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
-    """Return the bytes of the moments of targets that read one input."""
-    A = targets[0].groups * targets[0].inner ** 2
+    """Return the bytes of the moments of targets that read one input; with gradients each has its own weights."""
+    A = targets[0].groups * targets[0].inner ** 2 * (len(targets) if gradients else 1)
     return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
 
 
@@ -124,115 +122,46 @@ def split_passes(
     return split, max(sizes, default=0)
 
 
-class _Shifted:
-    """The sum of rows about the mean of the first ones, so that products of what is left are exact in float32."""
-
-    def __init__(self, groups: int, n: int, device: torch.device) -> None:
-        self.sum = torch.zeros(groups, n, dtype=torch.float64, device=device)
-        self.rows = torch.zeros(1, dtype=torch.float64, device=device)
-        self.shift: Tensor | None = None  # (groups, 1, n)
-
-    def add(self, rows: Tensor) -> Tensor:  # (groups, rows, n)
-        """Add rows, and return them without the shift."""
-        if self.shift is None:
-            if not rows.shape[1]:
-                return rows
-            self.shift = rows.mean(1, keepdim=True, dtype=torch.float64).to(rows.dtype)
-        rows = rows - self.shift
-        self.sum += rows.sum(1, dtype=torch.float64)
-        self.rows += rows.shape[1]
-        return rows
-
-    def whole(self) -> Tensor:  # (groups, n)
-        """Return the sum of the rows as they were."""
-        return self.sum if self.shift is None else self.sum + self.rows * self.shift[:, 0]
-
-    def restore_(self, products: Tensor, other: "_Shifted") -> None:
-        """Turn sums of products, of these rows by those of another sum, into products of rows as they were."""
-        if self.shift is not None and other.shift is not None:  # (x + s)(y + t)^T = x y^T + x t^T + s (y + t)^T
-            products.baddbmm_(self.sum[:, :, None], other.shift.double())
-            products.baddbmm_(self.shift.double().mT, other.whole()[:, None, :])
-
-
-class _Sums:
-    """Sums over the rows of one input, and over the gradients of the targets that read it."""
-
-    def __init__(self, targets: Sequence[Target], gradients: bool, device: torch.device) -> None:
-        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        self.leader = targets[0]
-        groups, n = self.leader.groups, self.leader.inner
-        self.A, self.inputs = zeros(groups, n, n), _Shifted(groups, n, device)
-        self.G = {target: zeros(groups, target.outer, target.outer) for target in targets if gradients}
-
-    def add(self, rows: Tensor) -> bool:  # (groups, rows, inner)
-        """Add rows of the input; return whether they are finite."""
-        return _add_squares(self.A, self.inputs.add(rows))
-
-    def finish_(self) -> None:
-        """Turn the moments into those of whole rows, and mirror the triangles that were summed."""
-        self.inputs.restore_(self.A, self.inputs)
-        for moment in (self.A, *self.G.values()):
-            for start in range(0, moment.shape[-1], _STRIP):
-                end = start + _STRIP
-                moment[:, end:, start:end] = moment[:, start:end, end:].mT
-
-
-@driver
-def _add_squares(total: Tensor, rows: Tensor) -> bool:  # (groups, n, n) in float64, (groups, rows, n)
-    """Add rows^T rows right of the diagonal and in the strips on it; return whether the rows are finite."""
-    if not rows.numel():
-        return True
-    low, high = torch.stack(torch.aminmax(rows)).tolist()  # five times as fast as isfinite; NaN is passed on
-    if not (isfinite(low) and isfinite(high)):
-        return False
-    rows, power = _scaled(rows, max(-low, high))
-    for block in rows.split(_ROWS, 1):
-        for start in range(0, total.shape[-1], _STRIP):
-            end = start + _STRIP
-            total[:, start:end, start:].add_(block[..., start:end].mT @ block[..., start:], alpha=ldexp(1.0, 2 * power))
-    return True
-
-
-@driver
-def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T right."""
-    for rows, others in zip(left.split(_ROWS, 1), right.split(_ROWS, 1), strict=True):
-        total += rows.mT @ others
-
-
-def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, int]:
-    """Return rows over a power of two with which their squares neither overflow nor vanish, and the power."""
-    power = min(max(frexp(largest)[1], -126), 126)  # so that float32 has its inverse
-    if abs(power) <= _SAFE_POWER or rows.dtype is torch.float64:
-        return rows, 0
-    return rows * ldexp(1.0, -power), power
-
-
 def gather_moments(
     runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, description: str
 ) -> tuple[dict[Target, Moments], float]:
-    """Pass over the batches once: return the moments, which targets of one input share, and the output's squares."""
-    sums: dict[Target, _Sums] = {}
+    """Pass over the batches once: return the moments, and the output's squares.
+
+    Without gradients, targets of one input share its moments.
+    """
+    sums: dict[Target, Sums] = {}
     for several in inputs:
-        sums |= dict.fromkeys(several, _Sums(several, gradients, runner.device))
+        for together in [[target] for target in several] if gradients else [several]:
+            sums |= dict.fromkeys(together, Sums(together, gradients, runner.device))
     # Sharing was seen on the first batch only; a model that branches could break it on a later one.
     compared = {target for several in inputs if len(several) > 1 for target in several}
     seen: dict[Target, list[Any]] = {}
     alive: list[Tensor] = []  # so that an address is not used again within a batch
+    copies: dict[Any, Tensor] = {}  # of inputs, because the model may write to its own before gradients are known
+    waiting: list[tuple[Target, nn.Module, Tensor, int | None]] = []  # inputs, and which gradient belongs to each
     energy = torch.zeros(1, dtype=torch.float64)
+    levels: dict[Target, float] = {}  # mean squares of the gradients, of the first batch
 
     def note(target: Target, module: nn.Module, x: Tensor) -> None:
-        if target in compared:
+        if not is_finite(x if isinstance(module, nn.Conv2d) else counted(x, mask)):
+            raise CompressionError(
+                f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
+                "batch and the model, or exclude the layer"
+            )
+        key = input_key(module, x) if target in compared else None
+        if key is not None:
             alive.append(x)
-            seen.setdefault(target, []).append(input_key(module, x))
-        if sums[target].leader is not target:
+            seen.setdefault(target, []).append(key)
+        if not gradients:
+            if sums[target].leader is target:
+                sums[target].add(module, x, mask, None)
             return
-        for rows in input_rows(module, x, mask, target.groups):
-            if not sums[target].add(rows):
-                raise CompressionError(
-                    f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
-                    "batch and the model, or exclude the layer"
-                )
+        if (copy := copies.get(key)) is None:
+            copy = x.clone()
+        if key is not None:
+            copies[key] = copy
+        # No tap is taken where the model computes without gradients.
+        waiting.append((target, module, copy, len(watch.taps) if torch.is_grad_enabled() else None))
 
     for number, batch in enumerate(runner.over(runner.batches, description)):
         mask = runner.mask(batch)
@@ -246,8 +175,6 @@ def gather_moments(
                         f"layers {several[0].name!r} and {other.name!r} read the same input in the first batch and "
                         f"different ones in batch {number}: exclude one of them"
                     )
-        seen.clear()
-        alive.clear()
         size = squares(counted(output.detach(), mask))
         if not isfinite(size):
             raise CompressionError(
@@ -255,28 +182,63 @@ def gather_moments(
                 "or return a finite part of the output in forward_fn"
             )
         energy += size
-        for (target, module, _), gradient in zip(watch.taps, found, strict=True):
-            if gradient is None:
-                continue
-            rows = _gradient_rows(module, gradient, mask, target)
-            if not _add_squares(sums[target].G[target], rows):
+        slopes = [
+            None if gradient is None else _gradient_rows(module, gradient, mask, target)
+            for (target, module, _), gradient in zip(watch.taps, found, strict=True)
+        ]
+        if gradients and not levels:
+            levels = _levels(runner, list(sums), [tap[0] for tap in watch.taps], slopes)
+        for target, module, x, index in waiting:
+            slope = None if index is None else slopes[index]
+            if slope is not None and not add_squares(sums[target].G[target], slope):
                 raise CompressionError(
                     f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {number}: use "
                     "method='activation', or a model in float32"
                 )
+            sums[target].add(module, x, mask, _EVEN**0.5 if slope is None else _roots(slope, levels[target]))
+        for held in (seen, alive, copies, waiting):
+            held.clear()
     runner.sum_([energy])
     result: dict[Target, Moments] = {}
     for several in inputs:
-        own = sums[several[0]]
-        own.finish_()
-        rows, mean = own.inputs.rows, own.inputs.whole()
-        moments = [own.A, mean, *own.G.values()]
-        runner.sum_([*moments, rows])
-        positions = max(rows.item(), 1.0)
-        for moment in moments:
-            moment /= positions
-        result |= {target: Moments(own.A, mean, own.G.get(target), positions) for target in several}
+        for target in several:
+            own = sums[target]
+            if own.leader is not target:
+                result[target] = result[own.leader]
+                continue
+            own.finish_()
+            weight, mean = own.inputs.weight, own.inputs.whole()
+            moments = [own.A, mean, *own.G.values()]
+            runner.sum_([*moments, weight, own.positions])
+            positions = max(own.positions.item(), 1.0)
+            weight = torch.where(weight > 0, weight, 1.0)
+            own.A /= weight[..., None]
+            mean /= weight
+            for G in own.G.values():
+                G /= positions
+            roots = torch.cat(own.roots, 1) if own.roots else None
+            result[target] = Moments(own.A, mean, own.G.get(target), positions, roots=roots)
     return result, energy.item()
+
+
+def _levels(
+    runner: Runner, targets: Sequence[Target], called: Sequence[Target], gradients: Sequence[Tensor | None]
+) -> dict[Target, float]:
+    """Return the mean squares of the gradients at the targets' outputs, over all ranks; 1 where there are none."""
+    sums = torch.zeros(len(targets), 2, dtype=torch.float64)
+    sums_of = dict(zip(targets, sums, strict=True))
+    for target, rows in zip(called, gradients, strict=True):
+        if rows is not None:
+            sums_of[target] += torch.tensor([squares(rows), rows.shape[0] * rows.shape[1]], dtype=torch.float64)
+    runner.sum_([sums])
+    means = {target: total / max(count, 1.0) for target, (total, count) in zip(targets, sums.tolist(), strict=True)}
+    return {target: mean if 0 < mean < inf else 1.0 for target, mean in means.items()}
+
+
+def _roots(gradients: Tensor, level: float) -> Tensor:  # (groups, rows, outer) -> (groups, rows)
+    """Return the roots of the weights of positions, from the gradients there and their mean square."""
+    sizes = torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64)
+    return (sizes.square() / level + _EVEN).clamp_max(_MOST).sqrt().to(gradients.dtype)
 
 
 class _Stop(BaseException):
@@ -284,11 +246,22 @@ class _Stop(BaseException):
 
 
 def gather_drift(
-    runner: Runner, several: Sequence[Target], calls: int, compressed: Callable[[], Any], description: str
-) -> Moments:
-    """Compare the input that targets share in the original and under ``compressed``, which replaces layers."""
-    sums = _Sums(several, False, runner.device)
-    cross, original = torch.zeros_like(sums.A), _Shifted(several[0].groups, several[0].inner, runner.device)
+    runner: Runner,
+    several: Sequence[Target],
+    moments: Mapping[Target, Moments],
+    calls: int,
+    compressed: Callable[[], Any],
+    description: str,
+) -> dict[Target, Moments]:
+    """Compare the input that targets share in the original and under ``compressed``, which replaces layers.
+
+    Positions have the weights that they had in the targets' ``moments``.
+    """
+    sums, crosses, originals, starts = {}, {}, {}, dict.fromkeys(several, 0)
+    for target in several:
+        sums[target] = Sums([target], False, runner.device)
+        crosses[target] = torch.zeros_like(sums[target].A)
+        originals[target] = Shifted(target.groups, target.inner, runner.device)
 
     def read(batch: Any) -> list[Tensor]:
         found: list[Tensor] = []
@@ -311,15 +284,25 @@ def gather_drift(
             with compressed():
                 after = read(batch)
             for x, z in zip(before, after, strict=True):
-                z = sums.inputs.add(z)
-                _add_squares(sums.A, z)
-                _add_products(cross, original.add(x), z)
-    sums.finish_()
-    original.restore_(cross, sums.inputs)
-    mean, rows = sums.inputs.whole(), sums.inputs.rows
-    runner.sum_([sums.A, cross, mean, rows])
-    positions = rows.item()
-    return Moments(sums.A / positions, mean / positions, None, positions, cross / positions)
+                for target in several:
+                    start = starts[target]
+                    end = starts[target] = start + x.shape[1]
+                    roots = moments[target].roots
+                    roots = None if roots is None else roots[:, start:end]
+                    weighted = sums[target].inputs.add(z, roots)
+                    add_squares(sums[target].A, weighted)
+                    add_products(crosses[target], originals[target].add(x, roots), weighted)
+    drift = {}
+    for target in several:
+        own, cross = sums[target], crosses[target]
+        own.finish_()
+        originals[target].restore_(cross, own.inputs)
+        mean, weight = own.inputs.whole(), own.inputs.weight
+        runner.sum_([own.A, cross, mean, weight])
+        weight = torch.where(weight > 0, weight, 1.0)
+        positions = moments[target].positions
+        drift[target] = Moments(own.A / weight[..., None], mean / weight, None, positions, cross / weight[..., None])
+    return drift
 
 
 def _gradient_rows(module: nn.Module, gradient: Tensor, mask: Tensor | None, target: Target) -> Tensor:
@@ -329,20 +312,3 @@ def _gradient_rows(module: nn.Module, gradient: Tensor, mask: Tensor | None, tar
     else:
         rows = counted(gradient, mask)[None]
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
-
-
-def input_rows(module: nn.Module, x: Tensor, mask: Tensor | None, groups: int) -> Iterator[Tensor]:
-    """Yield the rows that a layer multiplies its weight with, (groups, rows, inner), in float32 or wider, in chunks."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if not isinstance(module, nn.Conv2d):
-        yield counted(x, mask)[None]
-        return
-    x = x if x.dim() == 4 else x[None]  # Conv2d takes one image without a batch too
-    x, padding = pad_input(x, module.kernel_size, module.padding, module.dilation, module.padding_mode)
-    per_sample = max(1, x[0].numel() * module.weight[0, 0].numel()) if len(x) else 1
-    for part in x.split(max(1, _CHUNK // per_sample)):
-        columns = F.unfold(
-            part, module.kernel_size, module.dilation, padding, module.stride
-        )  # (N, in * kernel, places)
-        rows = columns.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
-        yield rows

@@ -24,7 +24,7 @@ from panther.compression.healing import check_ranks, heal, shuffled
 from panther.compression.runner import Runner
 from panther.compression.targets import swap_modules
 from panther.errors import CompressionError, ConfigError, DistributedError, FormatError
-from panther.nn import SKLinear
+from panther.nn import QuantizedLinear, SKLinear
 
 WIDTH = 24
 
@@ -820,3 +820,28 @@ def test_bad_input():
     with pytest.raises(CompressionError, match="without a floating tensor"):
         healed(model, new, call=lambda model, x: model(x).argmax(-1))
     assert same(state(model), before)
+
+
+def test_each_parameter_has_a_rate_that_suits_its_size():
+    """AdamW's first step moves every entry by the rate: 0.003 of the size of what is not a low-rank factor."""
+    model, new = compressed()
+    with torch.no_grad():
+        model[0].norm.weight.mul_(100)
+        model[1].norm.weight.mul_(1e-3)
+        model[2].bias.zero_()
+    before = {name: value for name, value in model.named_parameters() if "up" not in name and "down" not in name}
+    before = {name: value.detach().clone() for name, value in before.items()}
+    healed(model, new, train="all", max_steps=1, learning_rate=None, gradient_clipping=None)
+    after = dict(model.named_parameters())
+    for name, old in before.items():
+        size = max(old.square().mean().sqrt().item(), 0.01 if name.endswith("bias") else 0.0)
+        moved = (after[name].detach() - old).abs().max().item()
+        assert moved == pytest.approx(0.003 * size, rel=2e-3), name
+
+
+def test_the_default_rate_heals_quantized_layers():
+    model, _ = compressed()
+    layers = [getattr(block, name) for block in model[:2] for name in ("up", "down")]
+    new = {dense: QuantizedLinear.from_linear(dense, 2, group_size=16) for dense in layers}
+    result = healed(model, new, max_steps=60, learning_rate=None)
+    assert result.loss_after < 0.5 * result.loss_before

@@ -7,24 +7,34 @@ import pytest
 import torch
 from torch import nn
 
-from panther.compression.moments import gather_drift, gather_moments, moments_bytes, split_passes
+from panther.compression.moments import Moments, gather_drift, gather_moments, moments_bytes, split_passes
 from panther.compression.runner import Runner, calibrating, free_bytes, main_output
 from panther.compression.survey import survey_targets
 from panther.compression.targets import replace_modules, select_targets
 from panther.errors import CompressionError
 
 
-def run(model, batches, **kwargs):
+def run(model, batches, gradients=True, **kwargs):
     runner = Runner(model, batches, kwargs.pop("forward_fn", None), kwargs.pop("mask_fn", None), None, False)
     selection = select_targets(model)
     with calibrating(model, 0):
         found = survey_targets(runner, selection, gradients=True)
-        moments, energy = gather_moments(runner, found.inputs, gradients=True, seed=5, description="")
+        moments, energy = gather_moments(runner, found.inputs, gradients=gradients, seed=5, description="")
     return runner, selection.targets, found, {target.name: moments[target] for target in moments}, energy
 
 
 def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def weights_of(g, first):
+    """Return the weights of positions, by the gradients there, of which so many are in the first batch."""
+    squares = g.square().sum(-1)
+    return squares / squares[:first].mean() + 0.25
+
+
+def weighted(x, weights):
+    return (x * weights[:, None]).mT @ x / weights.sum()
 
 
 def test_moments_of_a_chain_in_closed_form():
@@ -40,9 +50,11 @@ def test_moments_of_a_chain_in_closed_form():
     v = torch.cat([torch.randn(b.shape[0], 5, 8, generator=torch.Generator().manual_seed(5 + i)) for i, b in
                    enumerate(runner.batches)]).double().flatten(0, 1)  # fmt: skip
     g = v @ model[1].weight.detach()
-    close(moments["0"].A[0], x.T @ x / len(x))
-    close(moments["0"].mean[0], x.mean(0))
-    close(moments["1"].A[0], h.T @ h / len(x))
+    weights = weights_of(g, 50)
+    close(moments["0"].A[0], weighted(x, weights))
+    close(moments["0"].mean[0], (x * weights[:, None]).sum(0) / weights.sum())
+    close(moments["0"].roots[0], weights.sqrt())
+    close(moments["1"].A[0], weighted(h, weights_of(v, 50)))
     close(moments["0"].G[0], g.T @ g / len(x))
     close(moments["1"].G[0], v.T @ v / len(x))
     assert moments["0"].positions == len(x)
@@ -79,7 +91,6 @@ def test_padding_has_no_influence(flat):
     assert [[target.name for target in several] for several in found.inputs] == [["q", "k"], ["o"]]
     assert energy == pytest.approx(energy2, rel=1e-5)
     assert ours["q"].positions == 5 * mask.sum().item()
-    assert ours["q"].A is ours["k"].A  # one statistic for one input
     for name in ours:
         torch.testing.assert_close(ours[name].A, other[name].A, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours[name].G, other[name].G, rtol=1e-4, atol=1e-5)
@@ -107,13 +118,16 @@ def test_what_a_convolution_multiplies(options):
     rows = out.unflatten(1, (target.groups, -1)).transpose(0, 1).movedim(2, -1).flatten(1, -2)  # (g, places, out)
     places = rows.shape[1]
     assert own.positions == places
-    close(W @ own.A @ W.mT, rows.mT @ rows / places)
-    close((W @ own.mean[..., None])[..., 0], rows.mean(1))
     assert energy == pytest.approx(out.square().sum().item())
     v = torch.cat([torch.randn(model(b).shape, generator=torch.Generator().manual_seed(5 + i)) for i, b in
                    enumerate(runner.batches)]).double()  # fmt: skip
-    rows = v.unflatten(1, (target.groups, -1)).transpose(0, 1).movedim(2, -1).flatten(1, -2)
-    close(own.G, rows.mT @ rows / places)
+    slopes = v.unflatten(1, (target.groups, -1)).transpose(0, 1).movedim(2, -1).flatten(1, -2)
+    close(own.G, slopes.mT @ slopes / places)
+    squares = slopes.square().sum(-1)
+    first = squares[:, : places // len(runner.batches)].mean()
+    weights = (squares / first + 0.25)[..., None]
+    close(W @ own.A @ W.mT, (rows * weights).mT @ rows / weights.sum(1, keepdim=True))
+    close((W @ own.mean[..., None])[..., 0], (rows * weights).sum(1) / weights.sum(1))
 
 
 def test_a_layer_used_twice_and_layers_never_used():
@@ -136,8 +150,17 @@ def test_a_layer_used_twice_and_layers_never_used():
     assert reasons["blind"].startswith("has no gradient")
     (twice,) = found.targets
     h = torch.relu(model.twice(x)).detach().double()
-    both = torch.cat((x.double(), h))
-    torch.testing.assert_close(moments[twice].A[0], both.T @ both / 16, rtol=1e-5, atol=1e-6)
+    direction = torch.cat(
+        [torch.randn(8, 16, generator=torch.Generator().manual_seed(0 + i)) for i in range(2)]
+    ).double()
+    last = direction  # of each batch
+    before = (last @ model.twice.weight.detach().double()) * (h.repeat(2, 1) > 0)
+    first = torch.cat((last[:8], before[:8]))
+    level = first.square().sum(1).mean()
+    both = torch.cat((x.double(), h)).repeat(2, 1)
+    slopes = torch.cat((before[:8], last[:8], before[8:], last[8:]))
+    weights = slopes.square().sum(1) / level + 0.25
+    torch.testing.assert_close(moments[twice].A[0], weighted(both, weights), rtol=1e-5, atol=1e-6)
     assert moments[twice].positions == 32
 
 
@@ -181,8 +204,8 @@ def test_which_output_counts():
 
 
 def of_inputs(model, batches):
-    """Return the only layer's moments, and its inputs in float64."""
-    runner, _, _, moments, _ = run(model, batches)
+    """Return the only layer's moments, without gradients and so without weights, and its inputs in float64."""
+    runner, _, _, moments, _ = run(model, batches, gradients=False)
     (own,) = moments.values()
     return own, torch.cat(runner.batches).double()
 
@@ -235,7 +258,9 @@ def test_the_drift_of_inputs_with_a_large_mean():
     with calibrating(model, 0):
         found = survey_targets(runner, select_targets(model), gradients=True)
         compressed = partial(replace_modules, model, {model[0]: first})
-        own = gather_drift(runner, found.inputs[1], 1, compressed, "")
+        (target,) = found.inputs[1]
+        plain = {target: Moments(torch.zeros(0), torch.zeros(0), None, 400)}
+        own = gather_drift(runner, [target], plain, 1, compressed, "")[target]
     with torch.no_grad():  # batch by batch, because other sizes round in another way
         before, after = (torch.cat([layer(x) for x in runner.batches]).double() for layer in (model[0], first))
     cross = own.cross[0] - before.mean(0)[:, None] * own.mean[0]

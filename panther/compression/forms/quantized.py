@@ -15,8 +15,8 @@ from panther.compression.forms.quantization import QuantizedWeight, quantize_wei
 from panther.compression.targets import Target
 
 # Added to the diagonal of a moment, relative to its mean, for rounding: feedback into directions that hardly occur pays
-# less on other batches. At 3.25 bits a sentence encoder's held-out squared error was 15 % less than without it.
-_RIDGE = 1e-2
+# less on other batches. In 3 bits a sentence encoder's held-out error was 0.2422 with a hundredth, 0.2397 with this.
+_RIDGE = 3e-2
 _LOSS_PER_BIT = 4.0  # a bit more halves the step
 
 
