@@ -44,8 +44,9 @@ from panther.train.optimizer import learning_rate_factor
 from panther.train.random_state import preserved_generators
 
 _BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 steps than with 0.999
-# Of a parameter's root mean square, in low-rank factors and in all others: of 0.003 to 0.03 these healed a sentence
-# encoder best in 40 steps. A scale moves a whole group of weights, and wants less than an entry of a factor.
+# Of a parameter's root mean square, in low-rank factors and in all others. A sentence encoder in half of its parameters
+# went from a loss of 0.431 to 0.356 in 40 steps with 0.01 for all, and to 0.472 with 0.03; in 3 bits, from 0.0961 to
+# 0.0887 in 60 steps with 0.003 and to 0.0903 with 0.01: a scale moves a whole group of weights.
 _FACTOR_RATE, _OTHER_RATE = 0.01, 0.003
 _LEAST_BIAS = 0.01  # taken for the root mean square of a smaller bias, which may be zero
 _DIVERGED = 2.0  # times the best held-out loss
