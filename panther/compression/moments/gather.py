@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther.compression.runner import Runner, counted, squares
 from panther.compression.moments.sums import Shifted, Sums, add_products, add_squares, input_rows, is_finite
+from panther.compression.runner import Runner, counted, squares
 from panther.compression.survey import input_key, output_gradients, watched
 from panther.compression.targets import Target
 from panther.errors import CompressionError
