@@ -288,3 +288,31 @@ def test_sparse_inputs():
     x = torch.eye(3, 100)
     with torch.no_grad():
         assert torch.allclose(layer(x.to_sparse()), layer(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_of_a_gpu_in_the_interpreter(dtype, monkeypatch):
+    pytest.importorskip("triton")
+    from panther.kernels import _backend
+
+    torch.manual_seed(0)
+    layers = [
+        QuantizedLinear(70, 40, 3, group_size=32, low_rank=5, dtype=dtype),
+        QuantizedLinear(70, 40, 8, bias=False),
+    ]
+    inputs = [torch.randn(2, 3, 70, dtype=dtype), torch.randn(70)]
+    nn.init.uniform_(layers[0].factor_scales, 1e-6, 1e-5)
+    layers[0].left.random_(-127, 128)
+    with torch.no_grad():
+        expected = [formula(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+        monkeypatch.setenv("PANTHER_KERNELS", "triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        _backend.backend.cache_clear()
+        try:
+            outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+            assert layers[0](inputs[0][:0]).shape == (0, 3, 40)
+        finally:
+            monkeypatch.undo()
+            _backend.backend.cache_clear()
+    for output, exact in zip(outputs, expected, strict=True):
+        assert_close(output, exact, output.dtype)

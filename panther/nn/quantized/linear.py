@@ -11,12 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from panther import kernels
 from panther.errors import DTypeError, ShapeError, check_size
+from panther.kernels._backend import backend, use_triton
 from panther.kernels._cpu.quantized import quantized_matmul
 from panther.kernels.ops._library import autocast
 from panther.nn._fitting import fittable
-from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.matrix import _FACTOR_UNIT, QuantizedMatrix
 from panther.nn.quantized.packed import PackedCodes, why_not_packed
+
+# Rows up to which the kernel serves; with more, cuBLAS multiplies by the expanded weight. Predicted, not measured.
+_KERNEL_ROWS = 256
 
 
 class QuantizedLinear(QuantizedMatrix):
@@ -67,7 +72,7 @@ class QuantizedLinear(QuantizedMatrix):
     Cost: That of the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. Expansion
     counts where the batch is small: on a CPU, most layers with codes are slower than nn.Linear there and save memory
     alone; for few rows in bfloat16 see :meth:`hold_packed_`. On a CPU without gradients the weight is expanded block by
-    block, otherwise as a whole; CUDA is untested.
+    block, otherwise as a whole. On CUDA up to 256 rows go to a Triton kernel, which no GPU has run yet.
 
     Example:
         >>> import torch
@@ -116,7 +121,10 @@ class QuantizedLinear(QuantizedMatrix):
             features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
             raise ShapeError(f"the input has {features} and the layer takes {self.in_features}")
         if self._is_plain_inference(input):
-            return self._inferred(x, bias)
+            if self._kernel_takes(x):
+                return self._by_kernel(x, bias)
+            if x.is_cpu:
+                return self._inferred(x, bias)
         output = None if self.bits is None else F.linear(x, self._expanded(dtype), bias)
         if self.low_rank:
             left, right = self._factors(dtype)
@@ -126,8 +134,8 @@ class QuantizedLinear(QuantizedMatrix):
         return output
 
     def _is_plain_inference(self, x: Tensor) -> bool:
-        """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor on the CPU."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or not x.is_cpu:
+        """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
             return False
         if x.is_nested or x.layout is not torch.strided:
             return False
@@ -136,6 +144,22 @@ class QuantizedLinear(QuantizedMatrix):
         return not torch.is_grad_enabled() or not (
             x.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
         )
+
+    def _kernel_takes(self, x: Tensor) -> bool:
+        """Return whether the Triton kernel runs; it expands the weight anew for every 64 rows, so not with many."""
+        if self.bits is None or x.dtype is torch.float64 or x.numel() > _KERNEL_ROWS * self.in_features:
+            return False
+        return use_triton("quantized_matmul", x.device) if x.is_cuda or backend() == "triton" else False
+
+    def _by_kernel(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output by the kernel that expands the weight in registers."""
+        rows = x.reshape(-1, self.in_features)
+        inner = left = None
+        if self.low_rank:
+            left, right = self.left, self.right.to(x.dtype) * _FACTOR_UNIT
+            inner = (rows @ right.mT) * (self.factor_scales / _FACTOR_UNIT).to(x.dtype)
+        operands = (rows, self.codes, self.bits, self.scales, self.zeros, self.group_size, inner, left, bias)
+        return kernels.quantized_matmul(*operands).view(*x.shape[:-1], self.out_features)
 
     def _inferred(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without expanding the whole weight."""
