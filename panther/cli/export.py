@@ -1,0 +1,149 @@
+"""``panther export``: a folder with a model, compressed or not, as an ONNX file, a torch program or plain tensors."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from panther._text import counted
+from panther.cli._arguments import check_folder
+from panther.cli._user_function import call, current_folder_importable, explained, wrong_return
+from panther.errors import PantherError, require_extra
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_SAMPLE = "give --sample module:function, which returns a mapping of the forward's arguments to tensors"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser("export", description="Write a model for other programs. Batch and length may change.")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="what panther compress wrote, or save_pretrained of transformers; or what pr.save_compressed wrote, with "
+        "--model",
+    )
+    text = "onnx: model.onnx; torch: model.pt2 of torch.export; linears: safetensors with plain layers alone"
+    parser.add_argument("--to", choices=("onnx", "torch", "linears"), required=True, help=text)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the result, new or empty")
+    text = "module:function, which returns the architecture, where the folder has no config.json"
+    parser.add_argument("--model", metavar="FUNCTION", help=text)
+    text = "module:function, which returns inputs by name (default: tokens or an image, by config.json)"
+    parser.add_argument("--sample", metavar="FUNCTION", help=text)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, export, and print the files."""
+    folder = Path(args.folder)
+    if not folder.is_dir():
+        raise PantherError(f"{folder} is not a folder: give one that holds a model (nothing is downloaded)")
+    out = check_folder(args.out)
+    if out.is_dir() and any(out.iterdir()):
+        raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
+    if args.to == "onnx":
+        for module in ("onnx", "onnxscript"):
+            require_extra(module, "onnx")
+    with current_folder_importable():
+        model = _load(folder, args.model).eval()
+        if args.to == "linears":
+            _write_linears(model, out)
+        else:
+            sample = _sample(model, args.sample)
+            with explained(f"{type(model).__name__} cannot be exported"):
+                _write_program(model, sample, args.to, out)
+    for path in sorted(out.iterdir()):
+        print(f"{path}  {path.stat().st_size:,} bytes")
+    return 0
+
+
+def _load(folder: Path, function: str | None) -> "nn.Module":
+    import torch
+
+    import panther as pr
+    from panther.cli import _transformers
+
+    if function is not None:
+        made = call(function)
+        model = made[0] if isinstance(made, tuple) and made else made
+        if not isinstance(model, torch.nn.Module):
+            raise wrong_return(function, made, "an nn.Module, or a pair of one and a list of batches")
+        return pr.load_compressed(folder, model)
+    if not (folder / "config.json").is_file():
+        raise PantherError(
+            f"{folder} holds no config.json: give --model module:function, which builds the architecture"
+        )
+    if not (folder / "panther.json").is_file():
+        import panther.integrations.transformers  # registers the layers that config.json may name
+
+        return _transformers.load_model(folder)
+    transformers = require_extra("transformers", "transformers")
+    with explained(f"{folder / 'config.json'} cannot be used"):
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        name = next(iter(config.architectures or ()), None)
+        model = transformers.AutoModel.from_config(config) if name is None else getattr(transformers, name)(config)
+    return pr.load_compressed(folder, model)
+
+
+def _sample(model: Any, function: str | None) -> dict[str, Any]:
+    """Return inputs by name: those of a function, or tokens or an image of the config's sizes."""
+    import torch
+
+    if function is not None:
+        made = call(function)
+        if not isinstance(made, dict) or not all(isinstance(value, torch.Tensor) for value in made.values()):
+            raise wrong_return(function, made, "a mapping of the forward's arguments to tensors")
+        return made
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if config is None or main not in ("input_ids", "pixel_values"):
+        raise PantherError(f"the inputs of a {type(model).__name__} are not known: {_SAMPLE}")
+    if main == "pixel_values":
+        size = getattr(config, "image_size", None)
+        if not isinstance(size, int):
+            raise PantherError(f"config.json names no image_size: {_SAMPLE}")
+        return {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), size, size)}
+    tokens = torch.ones(2, 7, dtype=torch.long)
+    sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return sample | ({"decoder_input_ids": tokens[:, :5].clone()} if config.is_encoder_decoder else {})
+
+
+def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> None:
+    """Export with a batch that may change, and a length where an input is a matrix of integers."""
+    import torch
+
+    if (config := getattr(model, "config", None)) is not None and hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache is an output that other programs cannot hand back
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = {
+        name: {0: dynamic} | ({1: dynamic} if tensor.dim() == 2 and not tensor.is_floating_point() else {})
+        for name, tensor in sample.items()
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of torch's own modules
+        program = torch.export.export(model, (), sample, dynamic_shapes=shapes)
+        if kind == "torch":
+            torch.export.save(program, out / "model.pt2")
+        else:
+            torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
+
+
+def _write_linears(model: "nn.Module", out: Path) -> None:
+    """Write the tensors of plain layers alone, and which layers became a pair."""
+    import panther as pr
+
+    report = pr.to_linears_(model)
+    if report.kept:
+        name, reason = report.kept[0]
+        raise PantherError(
+            f"{counted(len(report.kept), 'layer')} cannot be plain, the first of them {name!r}: {reason}"
+        )
+    pr.save_compressed(model, out)
+    (out / "panther.json").unlink()  # what is left is plain, and made to be read without Panther
+    record = {layer.name: layer.became for layer in report.replaced}
+    (out / "layers.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,95 @@
+"""panther export: what other programs get of a compressed folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import panther as pr
+from panther.cli import main
+
+MODELS = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 4))
+
+def inputs():
+    return {"input": torch.randn(3, 40)}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"models_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    names: dict = {}
+    exec(MODELS, names)
+    model = names["net"]()
+    pr.sketch_layers_(model, pr.SketchConfig(low_rank=2), include=["0"])
+    pr.save_compressed(model, tmp_path / "small")
+    return model, ["export", "small", "--model", f"{name}:net", "--out", "out"], f"{name}:inputs"
+
+
+def test_to_torch(folder, capsys):
+    model, command, inputs = folder
+    assert main([*command, "--to", "torch", "--sample", inputs]) == 0
+    assert "model.pt2" in capsys.readouterr().out
+    x = torch.randn(5, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.load("out/model.pt2").module()(input=x), model(x))
+
+
+def test_to_linears(folder):
+    model, command, _ = folder
+    assert main([*command, "--to", "linears"]) == 0
+    state, x = load_file("out/model.safetensors"), torch.randn(5, 40)
+    assert list(json.loads(Path("out/layers.json").read_text())) == ["0"]
+    hidden = x @ state["0.0.weight"].mT @ state["0.1.weight"].mT + state["0.1.bias"]
+    with torch.no_grad():
+        torch.testing.assert_close(hidden.relu() @ state["2.weight"].mT + state["2.bias"], model(x))
+
+
+def test_what_cannot_be_exported_is_one_sentence(folder, capsys):
+    _, command, _ = folder
+    assert main([*command, "--to", "torch"]) == 2
+    assert "give --sample" in capsys.readouterr().err
+    assert main(["export", "small", "--to", "torch", "--out", "out"]) == 2
+    assert "give --model" in capsys.readouterr().err
+    assert main(["export", "nowhere", "--to", "torch", "--out", "out"]) == 2
+    assert "not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("how", ["save_compressed", "save_pretrained"])
+@pytest.mark.parametrize("name", ["Bert", "Llama"])
+def test_a_model_of_transformers_to_onnx(name, how, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from panther.integrations.transformers import set_quantization_config_
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(transformers, f"{name}Config")(vocab_size=61, **sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    pr.sketch_layers_(model, pr.SketchConfig(low_rank=3))
+    if how == "save_pretrained":
+        set_quantization_config_(model).save_pretrained(tmp_path / "small")
+    else:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(tmp_path / "small")
+        pr.save_compressed(model, tmp_path / "small")
+    assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 0
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    for shape in ((2, 7), (3, 12)):
+        tokens = torch.randint(1, 61, shape)
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        with torch.no_grad():
+            expected = model(**inputs)[0]
+        found = session.run(None, {key: value.numpy() for key, value in inputs.items()})[0]
+        torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-5, atol=1e-5)
