@@ -69,15 +69,24 @@ class CompressedModule(nn.Module):
         self.register_forward_pre_hook(keep_own_forward)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self._check_settable(name)
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, unless the name is that of a tensor that the layer computes."""
+        self._check_settable(name)  # torchao registers quantized weights
+        super().register_parameter(name, param)
+
+    def _check_settable(self, name: str) -> None:
         # nn.Module's own error for a Parameter in the place of a property is a KeyError without a reason.
         own = getattr(type(self), name, None)
         if isinstance(own, property) and own.fset is None:
             raise AttributeError(
                 f"{name} of {type(self).__name__} is computed from {', '.join(self.stored_names())} and cannot be set: "
-                "change those, or make a new layer of a dense one by "
-                f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}"
+                "change those, make a new layer of a dense one by "
+                f"{'from_linear' if hasattr(self, 'from_linear') else 'from_conv'}, or call pr.to_linears_(model) "
+                "first for a tool that looks for torch's own layers"
             )
-        super().__setattr__(name, value)
 
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that the weight is computed from."""
