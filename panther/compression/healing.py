@@ -37,6 +37,7 @@ from panther.compression.runner import Runner, calibrating
 from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
+from panther.nn import InterpolativeLinear
 from panther.nn._sketched import SketchedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
@@ -119,7 +120,7 @@ def _groups(distillation: Distillation, replacement: Replacement, config: HealCo
     factors = {
         parameter
         for layer in replacement.values()
-        if isinstance(layer, SketchedModule)
+        if isinstance(layer, SketchedModule | InterpolativeLinear)
         for parameter in layer.parameters()
         if parameter.dim() > 1
     }
