@@ -56,7 +56,7 @@ def test_rehearsal_goes_through_every_section(tmp_path):
     assert done.returncode == 0, done.stderr
     with open(tmp_path / "out/gpu_suite.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    measured = {"sklinear", "attention", "windowed", "hadamard", "sparse"}
+    measured = {"sklinear", "quantized", "attention", "windowed", "hadamard", "sparse"}
     assert {row["section"] for row in rows} == {"tests", "roofline", *measured}
     assert [row for row in rows if row["status"] == "failed"] == []
     assert all(row["commit"] == "abc" and row["torch"] and row["date"] and row["card"] for row in rows)
