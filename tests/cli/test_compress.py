@@ -275,7 +275,10 @@ def test_the_same_seed_gives_the_same_file(models, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["m", "--out", "o"], "one of the arguments --budget --bits --max-bytes --max-error --speedup --max-latency-ms is required"),
+        (
+            ["m", "--out", "o"],
+            "one of the arguments --budget --bits --max-bytes --max-error --speedup --max-latency-ms is required",
+        ),
         (["m", "--budget", "0.5"], "the following arguments are required: --out"),
         (["m", "--out", "o", "--budget", "1.5"], "argument --budget: 1.5 must be at most 1, which keeps everything"),
         (["m", "--out", "o", "--budget", "0"], "argument --budget: 0 must be above 0 and finite"),
