@@ -103,7 +103,7 @@ def _healed(cases: list[Case], names: tuple[str, ...]) -> list[Case]:
 
 
 _ENCODER = [*_quantized(BITS), *_low_rank(FRACTIONS, pivots=True)]
-_HEALED = ("panther, 3.25 bits", "low rank, 50% of the numbers", "low rank, 25% of the numbers")
+_HEALED = ("panther, 3.25 bits", "pivot rows, 50% of the numbers", "pivot rows, 25% of the numbers")
 CASES: dict[str, list[Case]] = {
     "encoder": [
         *_ENCODER,
