@@ -24,7 +24,7 @@ QUANTIZED = {  # label and style of each method, the first drawn last
     "SVD, int8": ("truncated SVD in 8 bits", "x", "C5", "-"),
 }
 LOW_RANK = {
-    "low rank + healing": ("pr.compress, then healed: 500 steps of distillation", "*", "C3", "--"),
+    "pivot rows + healing": ("pr.compress, then healed: 500 steps of distillation", "*", "C3", "--"),
     "pivot rows": ("pr.compress: low rank by pivot rows (interpolative)", "D", "C2", "-"),
     "low rank": ("pr.compress: low rank by two factors", "^", "C1", "-"),
     "SVD": ("truncated SVD", "x", "C5", "-"),

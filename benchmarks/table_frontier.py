@@ -32,8 +32,8 @@ AIMS = (  # row, column, least, what it is called
     ("low rank, 75% of the numbers", 0.975, "low rank, 75 % of the numbers"),
     ("low rank, 50% of the numbers", 0.93, "low rank, 50 %"),
     ("pivot rows, 50% of the numbers", 0.93, "low rank by pivot rows, 50 %"),
-    ("low rank + healing, 50% of the numbers", 0.975, "low rank, 50 %, healed"),
-    ("low rank + healing, 25% of the numbers", 0.90, "low rank, 25 %, healed"),
+    ("pivot rows + healing, 50% of the numbers", 0.975, "low rank by pivot rows, 50 %, healed"),
+    ("pivot rows + healing, 25% of the numbers", 0.90, "low rank by pivot rows, 25 %, healed"),
 )
 FASTER = (  # form, beside which, least ratio at batch 32, what it is called
     ("low rank, 50% of the numbers", "float32", 1.5, "low rank, 50 %, times as fast as float32 at batch 32"),
