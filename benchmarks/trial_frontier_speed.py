@@ -58,7 +58,7 @@ def run(task: str, quick: bool, cache: Path | None) -> list[dict[str, Any]]:
 
 def _forms(task: str, subject: Subject, cache: Path | None) -> dict[str, nn.Module]:
     forms: dict[str, nn.Module] = {"float32": subject.model, "bfloat16": _Bfloat16(copy.deepcopy(subject.model))}
-    if task != "images":  # there is no dynamic int8 convolution
+    if task != "images":  # torch has dynamic int8 for linear layers alone
         forms["int8, torch dynamic"] = _torch_int8(subject)
     if cache is not None:
         for name in KEPT[task]:
@@ -95,7 +95,7 @@ def _torch_int8(subject: Subject) -> nn.Module:
     model = copy.deepcopy(subject.model)
     part = subject.options["include"].partition(".")[0]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, and there is no replacement in torch itself
+        warnings.simplefilter("ignore")  # deprecated, and torch itself has not replaced it
         quantized = torch.ao.quantization.quantize_dynamic(getattr(model, part), {nn.Linear}, dtype=torch.qint8)
     setattr(model, part, quantized)
     return model

@@ -28,7 +28,7 @@ def close(ours, theirs):
 
 
 def weights_of(g, first):
-    """Return the weights of positions, by the gradients there, of which so many are in the first batch."""
+    """Return a weight for each position from its gradients; the first batch has so many positions."""
     squares = g.square().sum(-1)
     return squares / squares[:first].mean() + 0.25
 

@@ -95,7 +95,7 @@ def test_layers_of_one_shape_share_a_measurement(count, monkeypatch):
 
 
 def test_the_clock_counts_what_runs():
-    """Real times, of which only signs and counts are known."""
+    """Measured times, so that only their signs and number can be tested."""
     x = torch.randn(4, 8)
     seconds, ratio = timing.compared(lambda: x @ x.T, lambda: x @ x.T, x.device, 0.0)
     assert seconds > 0
