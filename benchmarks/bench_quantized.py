@@ -1,20 +1,25 @@
-"""Compare QuantizedLinear, in each form, to nn.Linear in float32 and bfloat16 and to torch's dynamic int8 linear.
+"""Compare QuantizedLinear, in each form, to nn.Linear in float32 and bfloat16 and to torch's own int8 linear layers.
 
 Forward without gradients, of layers with random weights. Ratios are to nn.Linear of the layer's dtype and to nn.Linear
-in float32: 2 is twice as fast. *int4, packed copy* is the layer after ``hold_packed_``. *int8 dense* quantizes each row
-of the input and multiplies integers (``torch._int_mm``). Errors are those of the product: relative to that of the same
-weight in float64, without what quantizing the weight costs.
+in float32: 2 is twice as fast. *rounded* is ``activations="int8"``; *packed copy* is the layer after ``hold_packed_``;
+*torch dynamic int8* is the layer of ``torch.ao.quantization.quantize_dynamic``, which takes float32. Errors are those
+of the product: relative to that of the same weight in float64, without what quantizing the weight costs, for Gaussian
+inputs and for heavy-tailed ones with a few columns ten times as large, as transformers have them.
+
+The page of the guide has some of the rows, as :func:`write_page` puts them into docs/guide/quantized.inc.
 """
 
-__all__ = ["run"]
+__all__ = ["run", "write_page"]
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from harness import figure, interleave, main, print_table, write_csv
+from harness import figure, interleave, main, print_table, read_csv, write_csv
 from torch import Tensor, nn
 
 from panther.nn import QuantizedLinear
@@ -27,7 +32,19 @@ FORMS: dict[str, dict[str, Any]] = {
     "int3": {"bits": 3, "group_size": 128},
     "int4 + rank 32": {"bits": 4, "group_size": 128, "low_rank": 32},
     "rank in / 4": {"bits": None},  # in int8; of half the parameters where the weight is square
+    "int8, rounded": {"bits": 8, "group_size": None, "activations": "int8"},
+    "int4, rounded": {"bits": 4, "group_size": 128, "activations": "int8"},
+    "int3, rounded": {"bits": 3, "group_size": 128, "activations": "int8"},
+    "rank in / 4, rounded": {"bits": None, "activations": "int8"},
 }
+DYNAMIC = "torch dynamic int8"
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "quantized.inc"
+PAGE_FORMS = {  # as the page calls them
+    "int8": "int8", "int8, rounded": "int8, rounded inputs", DYNAMIC: "int8, torch's dynamic layer", "int4": "int4",
+    "int4, rounded": "int4, rounded inputs", "int3": "int3", "rank in / 4": "low rank in int8, a quarter",
+}  # fmt: skip
+PAGE_LAYERS = ((384, 1536, "float32"), (4096, 4096, "float32"), (4096, 4096, "bfloat16"))
+PAGE_BATCHES = (1, 32, 128, 512)
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
@@ -39,7 +56,37 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
             print_table(found)
             rows += found
     if not quick:
-        print(f"written to {write_csv('quantized', rows, device=device)}")
+        path = write_csv("quantized", rows, device=device)
+        print(f"written to {path}")
+        if device == "cpu" and torch.get_num_threads() == 1:
+            write_page(read_csv(path))
+
+
+def write_page(rows: list[dict[str, str]]) -> None:
+    """Write the table of the guide: some shapes and batches, with the default settings of the allocator."""
+    found = {
+        tuple(row[key] for key in ("in", "out", "batch", "dtype", "form")): row
+        for row in rows
+        if row["memory"] == "default" and row["threads"] == "1"
+    }
+    lines = [
+        ".. list-table:: Times as fast as nn.Linear of the same dtype, by rows of the batch, and errors of the product",
+        "   :header-rows: 1",
+        "",
+    ]
+
+    def line(*cells: str) -> None:
+        lines.extend(f"   {'* -' if not number else '  -'} {cell}" for number, cell in enumerate(cells))
+
+    line("in, out, dtype", "form", *map(str, PAGE_BATCHES), "error", "heavy-tailed")
+    for columns, outputs, dtype in PAGE_LAYERS:
+        for form, name in PAGE_FORMS.items():
+            several = [found.get((str(columns), str(outputs), str(n), dtype, form)) for n in PAGE_BATCHES]
+            if None not in several:
+                ratios = [f"{float(row['x nn.Linear']):.2f}" for row in several if row]
+                errors = [several[-1][key] for key in ("rms_error", "heavy_error")]  # type: ignore[index]
+                line(f"{columns}, {outputs}, {dtype}", name, *ratios, *errors)
+    PAGE.write_text("\n".join(lines) + "\n")
 
 
 @torch.no_grad()
@@ -48,7 +95,9 @@ def _case(columns: int, outputs: int, batch: int, device: str, budget_s: float) 
     x = torch.randn(batch, columns, device=device)
     calls: dict[str, Callable[[], Tensor]] = {}
     stored: dict[str, int] = {}
-    exact: dict[str, Tensor] = {}
+    layers_of: dict[str, Callable[[Tensor], Tensor]] = {}
+    exact: dict[str, Callable[[Tensor], Tensor]] = {}
+    heavy = _heavy_tailed(x)
     for dtype in (torch.float32, torch.bfloat16):
         layers: dict[str, nn.Module] = {"nn.Linear": nn.Linear(columns, outputs, device=device, dtype=dtype)}
         for form, arguments in FORMS.items():
@@ -63,14 +112,19 @@ def _case(columns: int, outputs: int, batch: int, device: str, budget_s: float) 
             name, given = f"{str(dtype).removeprefix('torch.')} {form}", x.to(dtype)
             calls[name] = functools.partial(layer, given)
             stored[name] = sum(tensor.nbytes for tensor in layer.state_dict().values())
-            exact[name] = copy.deepcopy(layer).double()(given.double())
-    weight, bias = (tensor.float() for tensor in layers["nn.Linear"].parameters())
-    step = weight.abs().amax(1) / 127
-    integers = (weight / step[:, None]).round().to(torch.int8)
-    name = "float32 int8 dense"
-    calls[name] = functools.partial(_dynamic_int8, x, integers, step, bias)
-    stored[name] = integers.nbytes + step.nbytes + bias.numel() * 4
-    exact[name] = x.double() @ (integers * step[:, None].double()).mT + bias
+            layers_of[name] = layer
+            wide = copy.deepcopy(layer).double()
+            exact[name] = functools.partial(_exact, cast(Tensor, wide.weight), cast(Tensor, wide.bias))
+    if device == "cpu":
+        dense = nn.Linear(columns, outputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is deprecated for torchao
+            dynamic = torch.ao.quantization.quantize_dynamic(nn.Sequential(dense))[0]
+        name = f"float32 {DYNAMIC}"
+        calls[name] = functools.partial(dynamic, x)
+        layers_of[name] = dynamic
+        stored[name] = dynamic.weight().int_repr().nbytes + 8 + outputs * 4
+        exact[name] = functools.partial(_exact, dynamic.weight().dequantize(), dynamic.bias())
     timings = interleave(calls, device=device, budget_s=budget_s)
     rows = []
     for name, timing in timings.items():
@@ -85,18 +139,29 @@ def _case(columns: int, outputs: int, batch: int, device: str, budget_s: float) 
                 "time_us": round(timing.median_s * 1e6, 1),
                 "x nn.Linear": figure(timing.ratio_to(timings[f"{dtype_name} nn.Linear"])),
                 "x float32": figure(timing.ratio_to(timings["float32 nn.Linear"])),
-                "x int8 dense": figure(timing.ratio_to(timings["float32 int8 dense"])),
                 "stored_bytes": stored[name],
-                "rms_error": f"{((calls[name]().double() - exact[name]).norm() / exact[name].norm()).item():.1e}",
+                "rms_error": _error(layers_of[name], exact[name], x, dtype_name),
+                "heavy_error": _error(layers_of[name], exact[name], heavy, dtype_name),
             }
         )
     return rows
 
 
-def _dynamic_int8(x: Tensor, weight: Tensor, step: Tensor, bias: Tensor) -> Tensor:
-    scale = x.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
-    rounded = (x / scale).round_().to(torch.int8)
-    return torch._int_mm(rounded, weight.mT).to(x.dtype).mul_(scale).mul_(step).add_(bias)
+def _heavy_tailed(x: Tensor) -> Tensor:
+    """Return inputs as transformers have them: Student's t with 4 degrees of freedom, and 1 % of columns ten times."""
+    tails = torch.distributions.StudentT(4.0).sample(x.shape).to(x.device)
+    tails[:, ::100] *= 10
+    return tails
+
+
+def _exact(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+
+
+def _error(layer: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor], x: Tensor, dtype: str) -> str:
+    given = x.to(getattr(torch, dtype))
+    wanted = exact(given)
+    return f"{((layer(given).double() - wanted).norm() / wanted.norm()).item():.1e}"
 
 
 if __name__ == "__main__":

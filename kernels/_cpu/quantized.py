@@ -4,7 +4,7 @@ Memory that is new for each call costs more in page faults than the expansion it
 at 32 rows of x, the calls of operators and the products with fewer columns cost more than the cache gains.
 """
 
-__all__ = ["quantized_matmul"]
+__all__ = ["expanded", "quantized_matmul"]
 
 import threading
 from collections.abc import Callable
@@ -85,6 +85,32 @@ def _scaled_first(
         offsets = scales * (zeros.to(dtype).sub_(MIDDLE) if bits == 8 else zeros)
         y.addmm_(_group_sums(x, group_size), offsets.mT, alpha=-1)
     return y
+
+
+def expanded(
+    codes: Tensor,  # (out, bytes), see pack_codes
+    bits: int,
+    scales: Tensor,  # (out, groups)
+    zeros: Tensor,  # (out, groups) uint8
+    group_size: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:  # (out, in)
+    """Return ``scales * (codes - zeros)`` by groups in new memory, without derivatives."""
+    work = dtype if dtype is torch.float64 else torch.float32
+    scales = scales.detach().to(work)
+    result = torch.empty(len(scales), columns, dtype=dtype, device=codes.device)
+    for block in _blocks(*result.shape):
+        weight = result[block]
+        if dtype is not work:
+            weight = _memory("weight", work, weight.numel()).view(-1, columns)
+        weight.copy_(_integers(codes[block], bits, columns, zeros[block], group_size))
+        if bits == 8:
+            _by_groups(Tensor.sub_, weight, zeros[block].to(work).sub_(MIDDLE), group_size)
+        _by_groups(Tensor.mul_, weight, scales[block], group_size)
+        if dtype is not work:
+            result[block].copy_(weight)
+    return result
 
 
 def _blocks(rows: int, columns: int) -> list[slice]:

@@ -5,11 +5,12 @@ from .attention import LearnedLinearAttention, RandMultiHeadAttention, make_perf
 from .conv import SKConv1d, SKConv2d, SKConv3d
 from .interpolative import InterpolativeLinear
 from .linear import SKLinear, fuse_
-from .quantized import QuantizedLinear
+from .quantized import QuantizedConv2d, QuantizedLinear
 
 __all__ = [
     "InterpolativeLinear",
     "LearnedLinearAttention",
+    "QuantizedConv2d",
     "QuantizedLinear",
     "RandMultiHeadAttention",
     "SKConv1d",

@@ -1,7 +1,10 @@
-"""The computation of sketched convolutions: in two steps, or by forming the dense kernel."""
+"""Convolutions of compressed layers: their arguments, and the computation in two steps or by the dense kernel."""
 
 __all__ = [
+    "ConvGeometry",
+    "check_input",
     "convolve",
+    "convolve_dense",
     "dense_kernel",
     "is_channels_last",
     "pad_input",
@@ -11,16 +14,57 @@ __all__ = [
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from panther.errors import DTypeError, ShapeError
+from panther.errors import DTypeError, ShapeError, check_size
+from panther.nn._sizes import check_padding, divisible, per_dim
+from panther.nn._sketched import is_autocasting
 
 _VECTOR = 16  # channels that oneDNN keeps together
 _TRAFFIC = 24  # flops that take as long as writing and reading one number of the intermediate; measured
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+_PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class ConvGeometry:
+    """The arguments that a compressed convolution shares with torch's, checked and shown."""
+
+    dense_arguments: tuple[str, ...] = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode",
+    )  # fmt: skip
+    dim: int
+    padding: str | tuple[int, ...]
+    bias: nn.Parameter | None
+
+    def _set_geometry(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any,
+        groups: int, padding_mode: str,
+    ) -> None:  # fmt: skip
+        self.groups = check_size("groups", groups, least=1)
+        self.in_channels = divisible("in_channels", in_channels, self.groups)
+        self.out_channels = divisible("out_channels", out_channels, self.groups)
+        self.kernel_size = per_dim("kernel_size", kernel_size, self.dim, least=1)
+        self.stride = per_dim("stride", stride, self.dim, least=1)
+        self.dilation = per_dim("dilation", dilation, self.dim, least=1)
+        self.padding = check_padding(padding, self.stride, self.dim)
+        if padding_mode not in _PADDING_MODES:
+            raise ValueError(
+                f"padding_mode={padding_mode!r} is unknown: use one of {', '.join(map(repr, _PADDING_MODES))}"
+            )
+        self.padding_mode = padding_mode
+
+    def _geometry_parts(self) -> list[str]:
+        """Return what print shows of the geometry: torch's convolutions show the same."""
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        usual = {"padding": (0,) * self.dim, "dilation": (1,) * self.dim, "groups": 1, "padding_mode": "zeros"}
+        parts += [f"{name}={getattr(self, name)!r}" for name in usual if getattr(self, name) != usual[name]]
+        if self.bias is None:
+            parts.append("bias=False")
+        return parts
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
@@ -76,7 +120,7 @@ def convolve(
 ) -> Tensor:  # (N, out, *size) or (out, *size)
     """Compute :func:`~panther.nn.functional.sketched_conv`, with everything except the input checked before."""
     dim = S.dim() - 2
-    _check_input(x, S, groups)
+    check_input(x, S.shape[1] * groups, dim, S.dtype)
     if x.dim() == dim + 1:
         return convolve(x[None], S, U, bias, stride, padding, dilation, groups, scale, padding_mode)[0]
     if padding_mode != "zeros" or isinstance(padding, str):
@@ -102,6 +146,22 @@ def convolve(
     return y.unflatten(2, z.shape[2:])
 
 
+def convolve_dense(
+    x: Tensor,  # (N, in, *size) or (in, *size)
+    kernel: Tensor,  # (out, in / groups, *kernel)
+    bias: Tensor | None,  # (out,)
+    stride: tuple[int, ...],
+    padding: str | tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    padding_mode: str,
+) -> Tensor:  # (N, out, *size) or (out, *size)
+    """Compute torch's convolution for any padding that its layers take, with everything checked before."""
+    if padding_mode != "zeros" or isinstance(padding, str):
+        x, padding = pad_input(x, kernel.shape[2:], padding, dilation, padding_mode)
+    return _CONVOLUTIONS[kernel.dim() - 3](x, kernel, bias, stride, padding, dilation, groups)
+
+
 def _pad_rows(factor: Tensor, groups: int) -> Tensor:
     """Append rows of zeros to each group, so that it has whole vectors of them."""
     last = is_channels_last(factor)
@@ -125,18 +185,16 @@ def pad_input(
     return F.pad(x, [side for pair in reversed(sides) for side in pair], mode), (0,) * len(sides)
 
 
-def _check_input(x: Tensor, S: Tensor, groups: int) -> None:
+def check_input(x: Tensor, in_channels: int, dim: int, dtype: torch.dtype) -> None:
+    """Raise unless a layer of ``dim`` dimensions and this dtype takes the input."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a tensor, not {type(x).__name__}: use torch.as_tensor")
-    dim, in_channels = S.dim() - 2, S.shape[1] * groups
     if x.dim() not in (dim + 1, dim + 2) or x.shape[-dim - 1] != in_channels:
         size = ("L", "H, W", "D, H, W")[dim - 1]
         raise ShapeError(
             f"the input must be (N, {in_channels}, {size}) or ({in_channels}, {size}) for in_channels={in_channels}, "
             f"not {tuple(x.shape)}: reshape it"
         )
-    if x.dtype != S.dtype:
-        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-            return
+    if x.dtype != dtype and not is_autocasting(x.device.type):
         other = f", or the layer, layer.to({x.dtype}), or run under torch.autocast" if x.is_floating_point() else ""
-        raise DTypeError(f"the input is {x.dtype} and the layer {S.dtype}: cast the input, x.to({S.dtype}){other}")
+        raise DTypeError(f"the input is {x.dtype} and the layer {dtype}: cast the input, x.to({dtype}){other}")

@@ -4,7 +4,7 @@
 Parameters like any other. ``sketch_seed``, in the state_dict, says which.
 """
 
-__all__ = ["CompressedModule", "SketchedModule", "arguments_of", "keep_own_forward"]
+__all__ = ["CompressedModule", "SketchedModule", "arguments_of", "is_autocasting", "keep_own_forward"]
 
 import math
 import warnings
@@ -48,6 +48,11 @@ def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
+def is_autocasting(device_type: str) -> bool:
+    """Return whether autocast is on for a type of device, so that inputs of other dtypes are cast."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 class CompressedModule(nn.Module):
     """Base of the layers that stand for a dense one in fewer numbers or bits, which the inference format knows."""
 
@@ -88,9 +93,35 @@ class CompressedModule(nn.Module):
                 "first for a tool that looks for torch's own layers"
             )
 
+    bias: nn.Parameter | None
+
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that the weight is computed from."""
         raise NotImplementedError
+
+    @classmethod
+    def _in_place_of(cls, dense: Any, **size: Any) -> Self:
+        """Return a new layer of this size with the arguments, the device and the dtype of a dense one."""
+        make: Any = cls  # a subclass, whose constructor has arguments
+        weight, arguments = dense.weight, arguments_of(dense, cls.dense_arguments)
+        return make(**arguments, **size, device=weight.device, dtype=weight.dtype)
+
+    @torch.no_grad()
+    def _with_bias_of(self, dense: Any) -> Self:
+        """Take the bias and the mode of a dense layer, as the last step of replacing it."""
+        if self.bias is not None:
+            self.bias.copy_(dense.bias)
+        return self.train(dense.training)
+
+    @torch.no_grad()
+    def _to_dense(self) -> Any:
+        """Return the dense layer with the effective weight, the bias and the mode of this one, copied."""
+        weight: Any = self.weight
+        dense = self.dense_class(**arguments_of(self, self.dense_arguments), device=weight.device, dtype=weight.dtype)
+        dense.weight.copy_(weight)
+        if self.bias is not None:
+            dense.bias.copy_(self.bias)
+        return dense.train(self.training)
 
     def check_record(self) -> None:
         """Make the record of the layer's form valid for saving, or raise SketchMismatchError."""
@@ -178,13 +209,6 @@ class SketchedModule(CompressedModule):
         self.set_seeded_(seed)
         self.reset_parameters()
 
-    @classmethod
-    def _in_place_of(cls, dense: Any, size: dict[str, Any], seed: int | None) -> Self:
-        """Return a new layer with a sketch of this size and the arguments, the device and the dtype of a dense one."""
-        make: Any = cls  # a subclass, whose constructor has arguments
-        weight, arguments = dense.weight, arguments_of(dense, cls.dense_arguments)
-        return make(**arguments, **size, seed=seed, device=weight.device, dtype=weight.dtype)
-
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of factors and sketches."""
         return self.factor_names + self.sketch_names
@@ -247,16 +271,6 @@ class SketchedModule(CompressedModule):
             nn.init.uniform_(getattr(self, name), -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(self.fan_in), 1 / math.sqrt(self.fan_in))
-
-    def _to_dense(self) -> Any:
-        """Return the dense layer with the effective weight, the bias and the mode of this one, copied."""
-        like = self.sketch_like()
-        dense = self.dense_class(**arguments_of(self, self.dense_arguments), device=like.device, dtype=like.dtype)
-        with torch.no_grad():
-            dense.weight.copy_(self.weight)
-            if self.bias is not None:
-                dense.bias.copy_(self.bias)
-        return dense.train(self.training)
 
     def freeze_sketches_(self) -> Self:
         """Stop training the sketches of a fitted layer; those of a seeded one are fixed anyway."""

@@ -1,7 +1,17 @@
 """The record of every compressed module that a file carries, and the modules built from it again."""
 
-__all__ = ["build_modules", "load_modules", "module_specs", "place"]
+__all__ = [
+    "CONFIG_VERSION",
+    "QUANTIZATION_METHOD",
+    "build_modules",
+    "load_modules",
+    "model_config",
+    "module_specs",
+    "note_in_config_",
+    "place",
+]
 
+import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
-from panther.nn.quantized import QuantizedLinear
+from panther.nn.quantized import QuantizedConv2d, QuantizedLinear
+from panther.nn.quantized.activations import check_activations
+from panther.nn.quantized.matrix import QuantizedMatrix
 
 # Only these classes are ever built from a file, each from the arguments of its dense class and those of its own size.
 _CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear, InterpolativeLinear)
+    kind.__name__: kind
+    for kind in (SKLinear, SKConv1d, SKConv2d, SKConv3d, QuantizedLinear, QuantizedConv2d, InterpolativeLinear)
 }
 _LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
+
+# Of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers reads.
+QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 1
 
 
 def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -52,7 +69,57 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
         }
         if getattr(module, "packed", False):  # how signs are held, which does not change the function: optional
             modules[name]["packed"] = True
+        if (activations := getattr(module, "activations", None)) is not None:
+            modules[name]["activations"] = activations
     return modules
+
+
+def note_in_config_(model: nn.Module) -> None:
+    """Make the config of a transformers model name its compressed layers, so that ``save_pretrained`` does.
+
+    transformers is not imported: a class that is not one of its models has no such config, and is left. So is a model
+    with a quantizer, which writes the entry itself, or one with an entry of another method.
+    """
+    config = getattr(model, "config", None)
+    if not _has_config(model) or getattr(model, "hf_quantizer", None) is not None:
+        return
+    entry = getattr(config, "quantization_config", None)
+    if entry is not None and not (isinstance(entry, dict) and entry.get("quant_method") == QUANTIZATION_METHOD):
+        return
+    try:
+        specs: dict[str, Any] | None = module_specs(model)
+    except (FormatError, SketchMismatchError):  # a layer that cannot be saved: an entry that cannot be loaded either
+        specs = None
+    if specs != {}:
+        config.quantization_config = _config_entry(specs)  # type: ignore[union-attr]
+    elif entry is not None:
+        del config.quantization_config  # type: ignore[union-attr]
+
+
+def model_config(model: nn.Module, specs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what config.json of a transformers model holds, with its compressed layers; None of other models."""
+    if not _has_config(model):
+        return None
+    config = json.loads(model.config.to_json_string())  # type: ignore[operator, union-attr]
+    config.pop("quantization_config", None)
+    config["architectures"] = [type(model).__name__]
+    dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    return config | ({"quantization_config": _config_entry(specs)} if specs else {})
+
+
+def _has_config(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return hasattr(model, "save_pretrained") and hasattr(config, "to_json_string")
+
+
+def _config_entry(specs: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "quant_method": QUANTIZATION_METHOD,
+        "version": CONFIG_VERSION,
+        "panther_version": __version__,
+        "modules": specs,
+    }
 
 
 def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> dict[str, CompressedModule]:
@@ -150,7 +217,7 @@ def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type
     if (
         not isinstance(args, dict)
         or args.keys() != set(names)
-        or not all(_is_size(args[size], make is QuantizedLinear) for size in make.size_arguments)
+        or not all(_is_size(args[size], issubclass(make, QuantizedMatrix)) for size in make.size_arguments)
     ):
         raise FormatError(f"module {name!r} has arguments {args!r}: {kind} is built from {', '.join(names)}")
     if not isinstance(dtype, torch.dtype):
@@ -190,7 +257,7 @@ def _check_plain(name: str, module: CompressedModule) -> None:
     dtypes = _dtypes_of(module)
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
-    if isinstance(module, QuantizedLinear) and (wide := module.scales_dtype()) is not torch.bfloat16:
+    if isinstance(module, QuantizedMatrix) and (wide := module.scales_dtype()) is not torch.bfloat16:
         raise FormatError(f"module {name!r} holds its scales in {wide}: call hold_scales_(torch.bfloat16) first")
     extra = sorted(module.state_dict().keys() ^ own)
     if extra:
@@ -217,6 +284,11 @@ def _finished(module: CompressedModule, spec: dict[str, Any], old: nn.Module) ->
         parameter.requires_grad_(trained.get(key, trained.get("weight", True)))
     if spec.get("packed") is True and isinstance(module, SKLinear) and not module.is_fitted:
         module.pack_()
+    if isinstance(module, QuantizedLinear):
+        try:
+            module.activations = check_activations(spec.get("activations"))
+        except ValueError as error:
+            raise FormatError(f"a saved {type(module).__name__} has {error}") from error
     return module.train(old.training)
 
 
@@ -232,7 +304,7 @@ def _device_of(old: nn.Module) -> torch.device | str:
 def _mode_of(module: CompressedModule) -> str:
     if isinstance(module, SketchedModule):
         return "fitted" if module.is_fitted else "seeded"
-    return "quantized" if isinstance(module, QuantizedLinear) else "interpolative"
+    return "quantized" if isinstance(module, QuantizedMatrix) else "interpolative"
 
 
 def _dtype_of(module: Any) -> torch.dtype:
@@ -241,6 +313,6 @@ def _dtype_of(module: Any) -> torch.dtype:
 
 def _dtypes_of(module: CompressedModule) -> set[torch.dtype]:
     """Return the dtypes of the parameters without those of scales, which are bfloat16 in a layer of any dtype."""
-    if isinstance(module, QuantizedLinear):
+    if isinstance(module, QuantizedMatrix):
         return {module.dtype}
     return {parameter.dtype for parameter in module.parameters()}

@@ -10,29 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther.errors import ShapeError, check_size
-from panther.nn._conv import convolve, dense_kernel, is_channels_last
+from panther.errors import ShapeError
+from panther.nn._conv import ConvGeometry, convolve, dense_kernel, is_channels_last
 from panther.nn._fitting import check_init, fittable, lstsq_by_groups, svd_by_groups
-from panther.nn._sizes import check_padding, default_low_rank, divisible, per_dim, terms_and_rank
+from panther.nn._sizes import default_low_rank, divisible, terms_and_rank
 from panther.nn._sketched import SketchedModule
-
-_PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 torch.fx.wrap("convolve")  # one node of a symbolic trace: the way it takes depends on the input's layout
 
 
-class _SKConv(SketchedModule):
+class _SKConv(ConvGeometry, SketchedModule):
     """Everything except the number of dimensions."""
 
     factor_names = ("S",)
     sketch_names = ("U",)
-    dense_arguments = (
-        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode",
-    )  # fmt: skip
-    dim: int
     S: nn.Parameter
     U: Tensor
-    padding: str | tuple[int, ...]
 
     def __init__(
         self,
@@ -54,18 +47,7 @@ class _SKConv(SketchedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.groups = check_size("groups", groups, least=1)
-        self.in_channels = divisible("in_channels", in_channels, self.groups)
-        self.out_channels = divisible("out_channels", out_channels, self.groups)
-        self.kernel_size = per_dim("kernel_size", kernel_size, self.dim, least=1)
-        self.stride = per_dim("stride", stride, self.dim, least=1)
-        self.dilation = per_dim("dilation", dilation, self.dim, least=1)
-        self.padding = check_padding(padding, self.stride, self.dim)
-        if padding_mode not in _PADDING_MODES:
-            raise ValueError(
-                f"padding_mode={padding_mode!r} is unknown: use one of {', '.join(map(repr, _PADDING_MODES))}"
-            )
-        self.padding_mode = padding_mode
+        self._set_geometry(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
         self.fan_in = self.in_channels // self.groups * math.prod(self.kernel_size)
         size = terms_and_rank((), num_terms, low_rank, sketch_size)
         self.num_terms = size.get("num_terms", 1)
@@ -162,7 +144,7 @@ class _SKConv(SketchedModule):
             raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
         weight = conv.weight.detach()
         A = fittable(weight).flatten(1).unflatten(0, (conv.groups, -1))  # (groups, out / groups, in / groups * kernel)
-        layer = cls._in_place_of(conv, terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed)
+        layer = cls._in_place_of(conv, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
         rows = layer.U.shape[0] // conv.groups
         U = layer.U.to(A.dtype).unflatten(0, (conv.groups, rows))
         if init == "svd":
@@ -174,10 +156,8 @@ class _SKConv(SketchedModule):
             S = U @ (A / layer.scale) / rows  # the mean of U^T S over sketches is A / scale
         with torch.no_grad():
             layer.S.copy_(S.reshape(layer.S.shape))
-            if conv.bias is not None:
-                layer.bias.copy_(conv.bias)  # type: ignore[union-attr]
         _take_format_(layer, weight)
-        return layer.train(conv.training)
+        return layer._with_bias_of(conv)
 
     def to_conv(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d:
         """Return torch.nn's convolution with this layer's effective kernel and bias, copied, in its memory format.
@@ -194,11 +174,7 @@ class _SKConv(SketchedModule):
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""
-        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        usual = {"padding": (0,) * self.dim, "dilation": (1,) * self.dim, "groups": 1, "padding_mode": "zeros"}
-        parts += [f"{name}={getattr(self, name)!r}" for name in usual if getattr(self, name) != usual[name]]
-        if self.bias is None:
-            parts.append("bias=False")
+        parts = self._geometry_parts()
         parts.append(f"num_terms={self.num_terms}, low_rank={self.low_rank}")
         parts.append("fitted" if self.is_fitted else f"seed={self.seed}")
         return ", ".join(parts)

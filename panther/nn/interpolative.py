@@ -21,7 +21,7 @@ from panther.errors import (
 )
 from panther.nn._fitting import fittable, interpolated_rows, leading_factors
 from panther.nn._sketch_record import has_values
-from panther.nn._sketched import CompressedModule
+from panther.nn._sketched import CompressedModule, is_autocasting
 
 _INDEX_BYTES = 4
 
@@ -141,7 +141,7 @@ class InterpolativeLinear(CompressedModule):
         """Map ``(*, in_features)`` to ``(*, out_features)``."""
         if not isinstance(input, Tensor):
             raise TypeError(f"the input must be a tensor, not {type(input).__name__}: use torch.as_tensor")
-        if input.dtype is not self.skeleton.dtype and not _is_autocasting(input.device.type):
+        if input.dtype is not self.skeleton.dtype and not is_autocasting(input.device.type):
             raise DTypeError(f"the input is {input.dtype} and the layer {self.dtype}: cast one of them")
         if input.is_nested:  # which have no columns to select: the factors, with the unit matrix filled in
             left, right = self.factors()
@@ -205,22 +205,10 @@ class InterpolativeLinear(CompressedModule):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
-        weight = linear.weight.detach()
-        A = fittable(weight)
-        make: Any = cls
-        layer = make(
-            linear.in_features,
-            linear.out_features,
-            low_rank,
-            bias=linear.bias is not None,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        A = fittable(linear.weight.detach())
+        layer = cls._in_place_of(linear, low_rank=low_rank)
         layer.set_factors_(*leading_factors(A, layer.low_rank))
-        if linear.bias is not None:
-            with torch.no_grad():
-                layer.bias.copy_(linear.bias)
-        return layer.train(linear.training)
+        return layer._with_bias_of(linear)
 
     @torch.no_grad()
     def set_factors_(
@@ -267,7 +255,6 @@ class InterpolativeLinear(CompressedModule):
         self.coefficients.copy_(coefficients)
         return self
 
-    @torch.no_grad()
     def to_linear(self) -> nn.Linear:
         """Return the nn.Linear with this layer's effective weight and bias, copied.
 
@@ -277,13 +264,7 @@ class InterpolativeLinear(CompressedModule):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        dense = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device=self.skeleton.device, dtype=self.dtype
-        )
-        dense.weight.copy_(self.weight)
-        if self.bias is not None:
-            dense.bias.copy_(self.bias)
-        return dense.train(self.training)
+        return self._to_dense()
 
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that the weight is computed from."""
@@ -366,7 +347,3 @@ def _fault_of(order: Tensor, size: int) -> str | None:
     if has_values(order) and not torch.equal(order.sort().values, torch.arange(size, device=order.device).int()):
         return f"must hold each number from 0 to {size - 1} once"
     return None
-
-
-def _is_autocasting(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

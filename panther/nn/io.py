@@ -24,18 +24,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther._version import __version__
 from panther.errors import FormatError
-from panther.nn._specs import load_modules, module_specs, place
+from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
 
 _FORMAT, _VERSIONS = "panther", range(1, 3)  # those that are read, of which the last is written; 1 has no checksums
-_WEIGHTS, _MANIFEST = "model.safetensors", "panther.json"
+_WEIGHTS, _MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
 
 
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched or quantized layers to a folder, for inference.
 
     A seeded sketch is stored as its seed, and a shared tensor once. A wrapper of the model, by torch.compile or
-    DistributedDataParallel, is removed. Both files are written under temporary names and renamed when complete, so a
-    crash while writing leaves an older save intact.
+    DistributedDataParallel, is removed. Files are written under temporary names and renamed when complete, so a crash
+    while writing leaves an older save intact.
+
+    Of a transformers model, config.json is written as well: :func:`panther.from_pretrained` then needs no architecture,
+    and so do transformers' own ``from_pretrained`` and all that builds on it, once
+    :mod:`panther.integrations.transformers` is imported.
 
     Args:
         model: Any module, with sketched and quantized layers or without.
@@ -68,13 +72,18 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
         )
     model = unwrapped(model)
     tensors, aliases = _unique_tensors(model)
-    return write_folder(dir, tensors, module_specs(model), aliases)
+    specs = module_specs(model)
+    return write_folder(dir, tensors, specs, aliases, model_config(model, specs))
 
 
 def write_folder(
-    dir: str | os.PathLike[str], tensors: dict[str, Tensor], modules: dict[str, Any], aliases: dict[str, str]
+    dir: str | os.PathLike[str],
+    tensors: dict[str, Tensor],
+    modules: dict[str, Any],
+    aliases: dict[str, str],
+    config: dict[str, Any] | None = None,
 ) -> Path:
-    """Write both files of the format, and rename them when they are complete."""
+    """Write the files of the format, and config.json if there is one, and rename them when they are complete."""
     manifest = {
         "format": _FORMAT,
         "format_version": _VERSIONS[-1],
@@ -87,19 +96,22 @@ def write_folder(
     manifest["checksum"] = record_checksum(manifest)
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
-    weights, text = folder / (_WEIGHTS + ".tmp"), folder / (_MANIFEST + ".tmp")
+    texts = {_MANIFEST: manifest} | ({} if config is None else {_CONFIG: config})
+    parts = {name: folder / f"{name}.tmp" for name in (_WEIGHTS, *texts)}
     try:
-        save_file(tensors, weights, metadata={"format": "pt"})
-        text.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        for part in (weights, text):
+        save_file(tensors, parts[_WEIGHTS], metadata={"format": "pt"})
+        for name, record in texts.items():
+            parts[name].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        for part in parts.values():
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
-        shutil.copymode(text, weights)  # safetensors lets only the owner read its file, whatever the umask
-        os.replace(weights, folder / _WEIGHTS)
-        os.replace(text, folder / _MANIFEST)
+        # safetensors lets only the owner read its file, whatever the umask.
+        shutil.copymode(parts[_MANIFEST], parts[_WEIGHTS])
+        for name, part in parts.items():
+            os.replace(part, folder / name)
     finally:
-        weights.unlink(missing_ok=True)
-        text.unlink(missing_ok=True)
+        for part in parts.values():
+            part.unlink(missing_ok=True)
     return folder
 
 
@@ -157,7 +169,13 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     placed = {key: place(value, "cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
     model.load_state_dict(placed, strict=False, assign=True)
     _tie(model, manifest["aliases"])
+    note_in_config_(model)
     return model
+
+
+def check_folder(dir: Path) -> None:
+    """Raise FormatError if a file of a folder is missing, damaged, or not that which was saved."""
+    _read_tensors(dir, _read_manifest(dir / _MANIFEST))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

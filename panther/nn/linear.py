@@ -74,7 +74,7 @@ class SKLinear(FusibleModule):
         DTypeError: If ``dtype`` is not floating.
 
     Warns:
-        PerformanceWarning: If the dense layer would be no larger.
+        PerformanceWarning: If the dense layer would not be larger.
 
     Cost: ``4 R (in + out)`` flops for each row forward and 1.5 times that backward; dense, ``2 in out`` and twice that.
 
@@ -266,7 +266,7 @@ class SKLinear(FusibleModule):
             raise TypeError(f"from_linear takes an nn.Linear, not {type(linear).__name__}")
         check_init(init)
         weight = linear.weight.detach()
-        layer = cls._in_place_of(linear, terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed)
+        layer = cls._in_place_of(linear, **terms_and_rank(sizes, num_terms, low_rank, sketch_size), seed=seed)
         if init == "svd":
             layer._fit_svd_(weight)
         else:

@@ -11,6 +11,7 @@ from torch import nn
 import panther as pr
 from panther.nn import (
     InterpolativeLinear,
+    QuantizedConv2d,
     QuantizedLinear,
     RandMultiHeadAttention,
     SKConv1d,
@@ -35,6 +36,11 @@ def conv(dim, init="svd", **more):
     make, dense = CONVS[dim]
     dense = dense(32, 48, 3, padding=1, **more)
     return make.from_conv(dense, num_terms=1, low_rank=4, init=init)
+
+
+def quantized_conv(bits, *, groups=1, padding_mode="zeros", **form):
+    dense = nn.Conv2d(32, 48, 3, padding="same", groups=groups, padding_mode=padding_mode)
+    return QuantizedConv2d.from_conv(dense, bits, **form)
 
 
 class SelfAttention(nn.Module):
@@ -64,6 +70,9 @@ CASES = LINEARS | {
     "conv2d seeded": lambda: conv(2, "lstsq"),
     "conv2d groups": lambda: conv(2, groups=2, padding_mode="reflect"),
     "conv3d": lambda: conv(3),
+    "conv2d int8": lambda: quantized_conv(8, group_size=None, padding_mode="reflect"),
+    "conv2d int3": lambda: quantized_conv(3, group_size=50, low_rank=2, groups=2),
+    "conv2d int8_low_rank": lambda: quantized_conv(None, low_rank=5),
     "hermite": SelfAttention,
     "softmax": lambda: SelfAttention(kernel_fn="softmax"),
 }
@@ -158,15 +167,17 @@ def test_onnxruntime_computes_the_same(name, tmp_path):
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("form", ["packed", "int4", "int8"])
+@pytest.mark.parametrize("form", ["packed", "int4", "int8", "convolution in int4"])
 def test_an_onnx_file_holds_bits_and_codes_as_they_are(form, tmp_path):
     torch.manual_seed(0)
-    dense = nn.Linear(512, 512)
-    if form == "packed":
+    dense, x = nn.Linear(512, 512), torch.randn(2, 512)
+    if form.startswith("conv"):
+        dense, x = nn.Conv2d(128, 256, 3, padding=1), torch.randn(2, 128, 6, 5)
+        layer = QuantizedConv2d.from_conv(dense, 4, group_size=96)
+    elif form == "packed":
         layer = SKLinear.from_linear(dense, num_terms=1, low_rank=8, init="lstsq").pack_()
     else:
         layer = QuantizedLinear.from_linear(dense, int(form[3:]), group_size=96)
-    x = torch.randn(2, 512)
     run = onnx_session(layer.eval(), x, {0: torch.export.Dim("batch")}, tmp_path / "layer.onnx")
     compare(run, layer, [x, x[:1]])
     written = sum(path.stat().st_size for path in tmp_path.iterdir())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import panther as pr
-from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv1d, SKConv2d, SKConv3d, SKLinear
+from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv1d, SKConv2d, SKConv3d, SKLinear
 from panther.nn.linears import LinearPair
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -32,6 +32,20 @@ LAYERS = {
     "fitted convolution": (
         lambda dtype: SKConv2d.from_conv(nn.Conv2d(8, 16, 3, dtype=dtype).to(memory_format=torch.channels_last), 3),
         (2, 8, 9, 9),
+    ),
+    "convolution in int4": (
+        lambda dtype: QuantizedConv2d(
+            6, 10, (3, 4), padding="same", groups=2, bits=4, low_rank=3, padding_mode="reflect", dtype=dtype
+        ),
+        (2, 6, 9, 9),
+    ),
+    "convolution in int8 low rank": (
+        lambda dtype: QuantizedConv2d(6, 10, 3, 2, bits=None, low_rank=3, bias=False, dtype=dtype),
+        (2, 6, 9, 9),
+    ),
+    "convolution of groups in int8 low rank": (
+        lambda dtype: QuantizedConv2d(6, 10, 3, 2, groups=2, bits=None, low_rank=3, dtype=dtype),
+        (2, 6, 9, 9),
     ),
     "one dimension": (lambda dtype: SKConv1d(6, 10, 3, stride=2, padding=1, low_rank=4, dtype=dtype), (2, 6, 9)),
     "three dimensions": (lambda dtype: SKConv3d(4, 6, 2, low_rank=2, dilation=2, dtype=dtype), (1, 4, 5, 6, 7)),

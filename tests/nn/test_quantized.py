@@ -164,6 +164,25 @@ def test_gradients_are_those_of_the_formula(form):
         assert torch.allclose(a.double(), b, rtol=2**-8 if a.dtype is torch.bfloat16 else 1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_frozen_layer_keeps_no_weight_for_its_gradient(form):
+    layer = QuantizedLinear.from_linear(dense(dtype=torch.float64), **form)
+    x = torch.randn(7, 100, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn(7, 60, dtype=torch.float64)
+    expected = layer(x)
+    (gradient,) = torch.autograd.grad(expected, x, direction)
+    layer.requires_grad_(False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        output = layer(x)
+    assert not kept
+    assert torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
+    (frozen,) = torch.autograd.grad(output, x, direction)
+    assert torch.allclose(frozen, gradient, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(layer, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x).square(), x, fast_mode=True)
+
+
 def test_the_floats_can_be_trained():
     linear = dense()
     layer = QuantizedLinear.from_linear(linear, 4, group_size=25, low_rank=2).hold_scales_(torch.float32)

@@ -1,9 +1,10 @@
-"""QuantizedLinear under everything users do to an nn.Linear: compile, export, torch.func, transformers, autocast."""
+"""Quantized layers under everything users do to dense ones: compile, export, torch.func, transformers, autocast."""
 
 import shutil
 
 import pytest
 import torch
+from quantized_kinds import LINEAR, both_kinds
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,8 +15,7 @@ FORMS = [{"bits": 8, "group_size": None}, {"bits": 3, "group_size": 30, "low_ran
 
 
 def layer(form, **kwargs):
-    torch.manual_seed(0)
-    return QuantizedLinear(64, 48, **form, **kwargs)
+    return LINEAR.quantized(form, **kwargs)
 
 
 INDUCTOR = [  # its first compilation takes half a minute, and it needs a C++ compiler and a path that it need not quote
@@ -24,13 +24,14 @@ INDUCTOR = [  # its first compilation takes half a minute, and it needs a C++ co
 ]
 
 
+@both_kinds
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
-def test_compile_without_graph_breaks(form, backend):
+def test_compile_without_graph_breaks(kind, form, backend):
     torch.compiler.reset()
-    model = layer(form)
+    model = kind.quantized(form)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-    x = torch.randn(5, 64, requires_grad=True)
+    x = kind.x(5, requires_grad=True)
     ours = torch.autograd.grad(compiled(x).square().sum(), [x, *model.parameters()])
     theirs = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     assert all(
@@ -41,25 +42,28 @@ def test_compile_without_graph_breaks(form, backend):
         assert torch.allclose(compiled(x), model(x), atol=1e-5)
 
 
+@both_kinds
 @pytest.mark.parametrize("form", FORMS)
-def test_export_with_a_dynamic_batch(form):
-    model = layer(form).eval()
+def test_export_with_a_dynamic_batch(kind, form):
+    model = kind.quantized(form).eval()
     batch = torch.export.Dim("batch", min=1, max=4096)
-    program = torch.export.export(model, (torch.randn(4, 64),), dynamic_shapes=({0: batch},))
+    program = torch.export.export(model, (kind.x(4),), dynamic_shapes=({0: batch},))
     for rows in (1, 2, 200):
-        x = torch.randn(rows, 64)
+        x = kind.x(rows)
         with torch.no_grad():
             assert torch.allclose(program.module()(x), model(x), atol=1e-5)
 
 
+@both_kinds
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("grad", [False, True])
-def test_torch_func(form, grad):
-    model, x = layer(form), torch.randn(7, 3, 64)
+def test_torch_func(kind, form, grad):
+    model, x = kind.quantized(form), kind.x(21).unflatten(0, (7, 3))
     with torch.set_grad_enabled(grad):
-        assert torch.allclose(torch.vmap(model)(x), model(x), atol=1e-5)
-        _, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-        assert torch.allclose(tangent, torch.ones_like(x) @ model.weight.T, atol=1e-4)
+        assert torch.allclose(torch.vmap(model)(x), torch.stack([*map(model, x)]), atol=1e-5)
+        ones = torch.ones_like(x[0])
+        _, tangent = torch.func.jvp(model, (x[0],), (ones,))
+        assert torch.allclose(tangent, model(ones) - model(torch.zeros_like(ones)), atol=1e-4)
     floats = {name: p.detach() for name, p in model.named_parameters()}
     loss = lambda floats, x: torch.func.functional_call(model, floats, (x,)).square().sum()  # noqa: E731
     grads = torch.vmap(torch.func.grad(loss), (None, 0))(floats, x)
@@ -67,9 +71,10 @@ def test_torch_func(form, grad):
     assert torch.allclose(grads["bias"][2], model.bias.grad, rtol=1e-4, atol=1e-4)
 
 
+@both_kinds
 @pytest.mark.parametrize("form", FORMS)
-def test_ensembles(form):
-    models, x = [layer(form), layer(form)], torch.randn(3, 64)
+def test_ensembles(kind, form):
+    models, x = [kind.quantized(form), kind.quantized(form)], kind.x(3)
     models[1].reset_parameters()
     with torch.no_grad():
         models[1].bias += 1
@@ -80,23 +85,26 @@ def test_ensembles(form):
             assert torch.allclose(output, model(x), atol=1e-5)
 
 
-def test_input_by_name():
-    model, x = layer(FORMS[0]), torch.randn(3, 64)
+@both_kinds
+def test_input_by_name(kind):
+    model, x = kind.quantized(FORMS[0]), kind.x(3)
     assert torch.equal(model(input=x), model(x))
 
 
+@both_kinds
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
-    model, x = layer(FORMS[1]), torch.randn(40, 64, requires_grad=True)
+def test_activation_checkpointing(kind, reentrant):
+    model, x = kind.quantized(FORMS[1]), kind.x(40, requires_grad=True)
     ours = torch.autograd.grad(model(x).square().sum(), x)[0]
     checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     assert torch.allclose(x.grad, ours, rtol=1e-4, atol=1e-5)  # without gradients, products are in a different order
 
 
+@both_kinds
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_autocast(form, bias):
-    model, x = layer(form, bias=bias), torch.randn(20, 64)
+def test_autocast(kind, form, bias):
+    model, x = kind.quantized(form, bias=bias), kind.x(20)
     exact = model(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for output in (model(x), model(x.bfloat16()), torch.no_grad()(model)(x)):

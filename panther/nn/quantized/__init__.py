@@ -1,12 +1,13 @@
 """Layers whose weight is stored in few bits.
 
-``form`` counts bytes, ``grid`` rounds, ``state`` saves and loads, ``matrix`` holds and fits a weight, and ``linear`` is
-the layer.
+``form`` counts bytes, ``grid`` rounds, ``state`` saves and loads, ``matrix`` holds and fits a weight, ``linear`` and
+``conv`` are the layers, and ``frozen`` is the product where only the input has a gradient.
 """
 
 from panther.kernels.reference.codes import pack_codes, unpack_codes
 
+from .conv import QuantizedConv2d
 from .form import stored_bytes
 from .linear import QuantizedLinear
 
-__all__ = ["QuantizedLinear", "pack_codes", "stored_bytes", "unpack_codes"]
+__all__ = ["QuantizedConv2d", "QuantizedLinear", "pack_codes", "stored_bytes", "unpack_codes"]

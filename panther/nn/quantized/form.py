@@ -5,13 +5,21 @@ __all__ = ["checked_form", "stored_bytes"]
 from panther.errors import ShapeError, check_size
 from panther.kernels.reference.codes import code_bytes
 
-_RECORD_BYTES = 12
+_RECORD_BYTES, _KERNEL_BYTES = 12, 12
 
 
 def stored_bytes(
-    in_features: int, out_features: int, bits: int | None = 4, *, group_size: int | None = 128, low_rank: int = 0
+    in_features: int,
+    out_features: int,
+    bits: int | None = 4,
+    *,
+    group_size: int | None = 128,
+    low_rank: int = 0,
+    conv: bool = False,
 ) -> int:
     """Return the bytes that a :class:`QuantizedLinear` of this form takes in a file, without its bias.
+
+    With ``conv`` those of a :class:`QuantizedConv2d`, whose ``in_features`` are in / groups * kernel.
 
     Example:
         >>> from panther.nn import QuantizedLinear
@@ -22,7 +30,7 @@ def stored_bytes(
     columns = check_size("in_features", in_features, least=1)
     rows = check_size("out_features", out_features, least=1)
     bits, group_size, low_rank = checked_form(columns, bits, group_size, low_rank)
-    size = _RECORD_BYTES + low_rank * (rows + columns + 2)
+    size = _RECORD_BYTES + conv * _KERNEL_BYTES + low_rank * (rows + columns + 2)
     if bits is not None and group_size is not None:
         size += rows * (code_bytes(columns, bits) + 3 * -(-columns // group_size))
     return size

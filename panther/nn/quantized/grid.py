@@ -121,7 +121,7 @@ def round_factors(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (out, r) int8, (r, in) int8, (r,) bfloat16
     """Return ``left @ right`` as ``L diag(c) R`` with integers in L and R and one scale for each rank-one term.
 
-    The largest entry of a column of L and of a row of R is 127, but for the rounding of c to bfloat16, which is made up
+    The largest entry of a column of L and of a row of R is 127, up to the rounding of c to bfloat16, which is made up
     for in L.
     """
     left, right = fittable(left.detach()), fittable(right.detach())

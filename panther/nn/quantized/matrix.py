@@ -3,15 +3,16 @@
 __all__ = ["QuantizedMatrix"]
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating
 from panther.kernels.ops._library import is_exporting
 from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
-from panther.nn._fitting import leading_factors
+from panther.nn._fitting import fittable, leading_factors
 from panther.nn.quantized.form import checked_form
 from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors, spread
 from panther.nn.quantized.state import QuantizedState
@@ -23,6 +24,7 @@ _FACTOR_UNIT = 1 / 128  # factors are multiplied as L 128 diag(c) (R / 128), wit
 class QuantizedMatrix(QuantizedState):
     """Base of a layer whose weight, as a matrix (rows, columns), is ``Q + L diag(c) R``; see QuantizedLinear."""
 
+    size_arguments = ("bits", "group_size", "low_rank")
     _rows: int
     _columns: int
 
@@ -62,7 +64,7 @@ class QuantizedMatrix(QuantizedState):
         buffer("zeros", None if bits is None else (rows, groups), torch.uint8)
         buffer("left", (rows, rank) if rank else None, torch.int8)
         buffer("right", (rank, columns) if rank else None, torch.int8)
-        buffer("record", (3,), torch.int32)
+        buffer("record", (len(self._form),), torch.int32)
         parameter("scales", None if bits is None else (rows, groups), torch.bfloat16)
         parameter("factor_scales", (rank,) if rank else None, torch.bfloat16)
         parameter("bias", (rows,) if bias else None, self._dtype)
@@ -117,12 +119,43 @@ class QuantizedMatrix(QuantizedState):
 
         Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
         """
-        dense = None if self.bits is None else self._expanded(self.dtype)
+        return self._weight(self.dtype)
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:  # (out, in)
+        dense = None if self.bits is None else self._expanded(dtype)
         if self.low_rank:
-            left, right = self._factors(self.dtype)
+            left, right = self._factors(dtype)
             dense = left @ right if dense is None else dense + left @ right
         assert dense is not None  # the constructor refuses a layer without either
         return dense
+
+    def _is_plain_inference(self, x: Tensor) -> bool:
+        """Return whether no derivative is taken, nothing is traced, and the input is a strided tensor."""
+        return self._is_plain(x) and not (torch.is_grad_enabled() and (x.requires_grad or self._is_trained()))
+
+    def _is_frozen(self, x: Tensor) -> bool:
+        """Return whether the input alone has a gradient, nothing is traced, and the input is a strided tensor."""
+        return self._is_plain(x) and torch.is_grad_enabled() and x.requires_grad and not self._is_trained()
+
+    def _is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
+
+    @staticmethod
+    def _is_plain(x: Tensor) -> bool:
+        """Return whether nothing is traced or transformed, and the input is a strided tensor."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor:
+            return False
+        if x.is_nested or x.layout is not torch.strided:
+            return False
+        return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+
+    @classmethod
+    def _fitted_to(cls, dense: Any, **form: Any) -> Self:
+        """Return a layer of this form fitted to the weight of a dense one, with its bias and mode."""
+        A = fittable(dense.weight.detach()).flatten(1)
+        layer = cls._in_place_of(dense, **form)
+        layer._fit_(A)
+        return layer._with_bias_of(dense)
 
     def _fit_(self, A: Tensor) -> None:
         best, correction = math.inf, torch.zeros_like(A)

@@ -78,6 +78,10 @@ class QuantizedState(CompressedModule):
     def _form(self) -> list[int]:
         return [self.bits or 0, self.group_size or 0, self.low_rank]
 
+    def _described(self, form: list[int]) -> str:
+        bits, group_size, low_rank = form
+        return f"bits={bits or None}, group_size={group_size or None}, low_rank={low_rank}"
+
     def check_record(self) -> None:
         """Write the record anew, as is done for saving: code that averages or empties buffers may have changed it."""
         if has_values(self.record) and self.record.tolist() != self._form:
@@ -93,11 +97,12 @@ class QuantizedState(CompressedModule):
         own = {**self._parameters, **self._buffers}
         expected = {name: tensor for name, tensor in own.items() if tensor is not None}
         record = state.get("record")
-        if isinstance(record, Tensor) and record.shape == (3,) and has_values(record) and record.tolist() != self._form:
-            bits, group_size, low_rank = (number or None for number in record.tolist())
+        readable = isinstance(record, Tensor) and record.shape == self.record.shape and has_values(record)
+        form = record.tolist() if readable else self._form  # type: ignore[union-attr]
+        if form != self._form:
             args[-1].append(
-                f"{type(self).__name__} {prefix[:-1]!r} was saved with bits={bits}, group_size={group_size}, "
-                f"low_rank={low_rank or 0} and here has {self.extra_repr()}: build the layer with those."
+                f"{type(self).__name__} {prefix[:-1]!r} was saved with {self._described(form)} and here has "
+                f"{self.extra_repr()}: build the layer with those."
             )
             return
         if not self._fits(state, {name: tensor.shape for name, tensor in expected.items()}, prefix, *args):

@@ -1,0 +1,191 @@
+"""QuantizedConv2d, a convolution with a weight of 2 to 8 bits an entry, a low-rank correction in int8, or both."""
+
+__all__ = ["QuantizedConv2d"]
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from panther.kernels._cpu.quantized import expanded
+from panther.kernels.ops._library import autocast
+from panther.nn._conv import ConvGeometry, check_input, convolve, convolve_dense
+from panther.nn.quantized.matrix import QuantizedMatrix
+
+
+class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
+    r"""A drop-in for :class:`torch.nn.Conv2d` whose weight is stored in few bits.
+
+    The weight, unfolded to a matrix (out, in / groups * kernel) whose columns run over channels, then rows, then
+    columns of the kernel, is that of :class:`QuantizedLinear`:
+
+    .. math:: W = Q + L\,\mathrm{diag}(c)\,R, \qquad Q_{ij} = s_{ig}\,(q_{ij} - z_{ig}), \quad
+        g = \lfloor j / \mathtt{group\_size} \rfloor
+
+    so each output channel has scales of its own, in grouped and depthwise convolutions too. What is trained, what casts
+    change and what files hold is as there, too.
+
+    A new layer has random weights with nn.Conv2d's variance; :meth:`from_conv` rounds a dense layer.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv2d.
+        stride: As ``kernel_size``.
+        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+        dilation: As ``kernel_size``.
+        groups: Number of groups of channels.
+        bias: Whether to add a bias.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        bits: Width of a code, 2 to 8; None for low rank alone.
+        group_size: Columns that share a scale and a zero point; None, or more than there are: the whole row. The last
+            group may be smaller.
+        low_rank: Rank r of the correction, of the whole matrix also where there are groups of channels.
+        device: None is torch's default.
+        dtype: Floating dtype of input, output and bias; None is torch's default.
+
+    Shape:
+        Input ``(N, in_channels, H, W)`` or ``(in_channels, H, W)``, output as nn.Conv2d's; channels_last is kept.
+
+    Attributes:
+        codes: uint8 (out, bytes of a row), see ``pack_codes``; None without Q.
+        zeros: uint8 (out, groups of columns); None without Q.
+        scales: A Parameter (out, groups of columns), bfloat16; None without Q.
+        left: int8 (out, r); None without correction, as are the next two.
+        right: int8 (r, in / groups * kernel).
+        factor_scales: A Parameter (r,), bfloat16.
+        bias: A Parameter (out,) in ``dtype``, or None.
+
+    Raises:
+        ShapeError: If a size is out of range, or channels are not divisible by ``groups``.
+        ValueError: If ``padding`` or ``padding_mode`` is unknown, or ``bits`` is None and ``low_rank`` 0.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+
+    Cost: Each call expands the weight, which takes its memory in ``dtype``, and convolves with it: a layer with codes
+    saves bytes and no time. Expansion takes as long as the convolution does for some positions of the output, which
+    counts where these are few, as for one image in the last layers of a network. Low rank alone without groups is two
+    convolutions, the second one 1 x 1, where that is less work.
+
+    Example:
+        >>> import torch
+        >>> layer = QuantizedConv2d(64, 128, kernel_size=3, padding=1, bits=4)
+        >>> layer(torch.randn(8, 64, 32, 32)).shape
+        torch.Size([8, 128, 32, 32])
+        >>> sum(t.nbytes for t in layer.state_dict().values()), 4 * 128 * (64 * 9 + 1)
+        (39320, 295424)
+    """
+
+    dense_class = nn.Conv2d
+    dim = 2
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        bits: int | None = 4,
+        group_size: int | None = 128,
+        low_rank: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._set_geometry(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, padding_mode)
+        columns = self.in_channels // self.groups * self.kernel_size[0] * self.kernel_size[1]
+        self._allocate(self.out_channels, columns, bits, group_size, low_rank, bias, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``(N, in_channels, H, W)`` to ``(N, out_channels, H', W')``; also without N."""
+        check_input(input, self.in_channels, 2, self.dtype)
+        x, bias = autocast(input.device, input, self.bias)
+        geometry = (bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.bits is None and self.groups == 1:
+            left, right = self._factors(x.dtype)
+            return convolve(x, self._unfolded(right), left.mT, *geometry, 1.0, self.padding_mode)
+        if self.bits is not None and x.is_cpu and self._is_plain_inference(input):
+            assert self.group_size is not None  # as bits is not None
+            weight = expanded(self.codes, self.bits, self.scales, self.zeros, self.group_size, self._columns, x.dtype)
+            if self.low_rank:
+                left, right = self._factors(x.dtype)
+                weight.addmm_(left, right)
+        else:
+            weight = self._weight(x.dtype)
+        return convolve_dense(x, self._unfolded(weight), *geometry, self.padding_mode)
+
+    @property
+    def weight(self) -> Tensor:  # (out, in / groups, *kernel)
+        """The dense effective weight, for inspection: differentiable, computed at each access.
+
+        Each access gives a new tensor. Writing to it, as ``nn.init`` would, does not change the layer.
+        """
+        return self._unfolded(self._weight(self.dtype))
+
+    def _unfolded(self, matrix: Tensor) -> Tensor:  # (rows, in / groups * kernel) -> (rows, in / groups, *kernel)
+        return matrix.unflatten(1, (self.in_channels // self.groups, *self.kernel_size))
+
+    @classmethod
+    def from_conv(
+        cls, conv: nn.Conv2d, bits: int | None = 4, *, group_size: int | None = 128, low_rank: int = 0
+    ) -> Self:
+        """Return a quantized convolution near a dense one, on its device and in its dtype; the dense one is kept.
+
+        As :meth:`QuantizedLinear.from_linear` for the unfolded weight.
+
+        Args:
+            conv: The layer to approximate.
+            bits: As in the constructor.
+            group_size: As in the constructor.
+            low_rank: As in the constructor, at most the smaller size of the unfolded weight.
+
+        Raises:
+            ValueError: If the weight has no values, or NaN or infinite ones.
+            TypeError: If ``conv`` is not an nn.Conv2d.
+
+        Cost: About 250 passes over the weight; with a correction four times that, and four truncated SVDs.
+
+        Example:
+            >>> import torch
+            >>> dense = torch.nn.Conv2d(32, 64, 3, padding=1)
+            >>> layer = QuantizedConv2d.from_conv(dense, bits=4, group_size=48)
+            >>> bool((layer.weight - dense.weight).norm() < 0.1 * dense.weight.norm())
+            True
+        """
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"from_conv takes an nn.Conv2d, not {type(conv).__name__}")
+        if is_lazy(conv.weight):
+            raise ValueError(f"the {type(conv).__name__} has no weight yet: run it once first")
+        return cls._fitted_to(conv, bits=bits, group_size=group_size, low_rank=low_rank)
+
+    def to_conv(self) -> nn.Conv2d:
+        """Return the nn.Conv2d with this layer's effective weight and bias, copied.
+
+        Example:
+            >>> import torch
+            >>> layer, x = QuantizedConv2d(64, 128, 3, padding="same"), torch.randn(2, 64, 8, 8)
+            >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
+            True
+        """
+        return self._to_dense()
+
+    @property
+    def _form(self) -> list[int]:
+        """The form and the shape of a kernel: 3 x 1 and 1 x 3 have tensors of the same shapes."""
+        return [*super()._form, self.in_channels // self.groups, *self.kernel_size]
+
+    def _described(self, form: list[int]) -> str:
+        return f"{super()._described(form[:3])}, {form[3]} channels in a group, kernel_size={tuple(form[4:])}"
+
+    def extra_repr(self) -> str:
+        """Return sizes and form, as shown by print."""
+        form = f"bits={self.bits}, group_size={self.group_size}, low_rank={self.low_rank}"
+        return ", ".join((*self._geometry_parts(), form))
