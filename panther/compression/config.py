@@ -72,9 +72,9 @@ class HealConfig(Settings):
     learning_rate: float | None = None
     """Peak of the schedule: a tenth of the steps up to it, the rest down to zero along a cosine.
 
-    None gives each parameter a rate of its own, relative to its root mean square: 0.01 of it for low-rank factors, and
-    0.003 for everything else, such as the scales of quantized weights (of a bias at least 3e-5). A number is the rate
-    of all parameters."""
+    None gives each parameter a rate of its own, relative to its root mean square: 0.01 of it for the factors of
+    SKLinear, and 0.003 for everything else, such as the scales of quantized weights (of a bias at least 3e-5). A
+    number is the rate of all parameters."""
 
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""

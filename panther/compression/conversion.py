@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from panther.compression.fits import Fit, factor, metric_of, wide_dtype
 from panther.compression.forms.fitting import Fits
-from panther.compression.forms.options import DENSE, INTERPOLATIVE, LOW_RANK, Choice, Option
+from panther.compression.forms.options import DENSE, INTERPOLATIVE, LOW_RANK, Choice, Forms, Option
 from panther.compression.forms.quantization import QuantizedWeight
 from panther.compression.forms.quantized import QuantizedFit, fit_quantized
 from panther.compression.moments import gather_drift
 from panther.compression.runner import Runner
 from panther.compression.targets import Survey, Target, replace_modules
 from panther.errors import PerformanceWarning
-from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv2d, SKLinear
 from panther.nn._conv import is_channels_last
 from panther.nn._fitting import split_factors
 from panther.nn._sketched import CompressedModule
@@ -42,7 +42,7 @@ def convert_all(survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replac
             new |= _convert_fitted(target, option, fits.fits[target], found, fits.group_size, own)
         elif option.rank is not None:
             new |= convert_seeded(target, 1, option.rank // 2, "random", own)
-    return new
+    return _rounding_inputs(new, fits.activations)
 
 
 def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replacement:
@@ -57,7 +57,7 @@ def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choi
         description = f"sequential {number + 1}/{len(survey.inputs)}"
         drift = gather_drift(runner, several, fits.moments, survey.calls[several[0]], compressed, description)
         for target, option in chosen:
-            metric, own = metric_of(target, fits.moments[target], drift[target]), seeds[target]
+            metric, own = metric_of(target, fits.moments[target], drift[target], fits.ridge), seeds[target]
             rank, dtype = option.rank or 0, wide_dtype(target)
             quantized, wanted = None, rank
             if option.bits is not None:
@@ -65,7 +65,7 @@ def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choi
                 quantized, wanted = found[option.bits], 0
             fit = factor(metric.source, metric, most=wanted, seed=own, dtype=dtype)
             new |= _convert_fitted(target, option, fit, quantized, fits.group_size, own)
-    return new
+    return _rounding_inputs(new, fits.activations)
 
 
 def _convert_fitted(
@@ -131,15 +131,16 @@ def convert_quantized(
     factors = round_factors(found.left[0, :, :rank], found.right[0, :rank]) if rank else None
     change: Tensor | float = 0.0
     if found.means is not None:
-        mean, exact = found.means[0][0], found.means[1][0]
-        change = exact
+        mean, exact = found.means
+        change = exact.flatten()
         if weight is not None:
-            change = change - weight.dense() @ mean
-        if factors is not None:
+            matrices = weight.dense().unflatten(0, exact.shape)
+            change = change - (matrices @ mean[..., None]).flatten()
+        if factors is not None:  # not in groups
             left, right, scales = (part.double() for part in factors)
-            change = change - left @ (scales * (right @ mean))
+            change = change - left @ (scales * (right @ mean[0]))
 
-    def make(module: nn.Module) -> QuantizedLinear:
+    def make(module: nn.Module) -> QuantizedLinear | QuantizedConv2d:
         layer = _quantized(target, module, rank, bits, group_size)
         if weight is not None:
             layer.set_codes_(weight.codes, weight.scales, weight.zeros)
@@ -161,7 +162,7 @@ def convert_seeded(target: Target, num_terms: int, low_rank: int, init: str, see
     return _replacement(target, make)
 
 
-def random_layer(target: Target, module: nn.Module, option: Option, group_size: int | None) -> nn.Module:
+def random_layer(target: Target, module: nn.Module, option: Option, forms: Forms) -> nn.Module:
     """Make a layer of random numbers in a form, as fast as a fitted one, and with outputs as large as its inputs."""
     like, rank, dtype = target.weight, option.rank or 0, wide_dtype(target)
     if option.form == LOW_RANK:
@@ -171,12 +172,23 @@ def random_layer(target: Target, module: nn.Module, option: Option, group_size: 
     if option.form == INTERPOLATIVE:
         biased = getattr(module, "bias", None) is not None
         return InterpolativeLinear(target.inner, target.outer, rank, bias=biased, device=like.device, dtype=like.dtype)
-    return _quantized(target, module, rank, option.bits, group_size)
+    layer = _quantized(target, module, rank, option.bits, forms.group_size)
+    return _rounding_inputs({module: layer}, forms.activations)[module]
+
+
+def _rounding_inputs(new: Replacement, activations: str | None) -> Replacement:
+    """Let the quantized linear layers round their inputs."""
+    for layer in new.values():
+        if isinstance(layer, QuantizedLinear):
+            layer.activations = activations
+    return new
 
 
 def _quantized(
     target: Target, module: nn.Module, rank: int, bits: int | None, group_size: int | None
-) -> QuantizedLinear:
+) -> QuantizedLinear | QuantizedConv2d:
+    if isinstance(module, nn.Conv2d):
+        return QuantizedConv2d._in_place_of(module, bits=bits, group_size=group_size, low_rank=rank)
     return QuantizedLinear(
         target.inner, target.outer, bits, group_size=group_size, low_rank=rank,
         bias=getattr(module, "bias", None) is not None, device=target.weight.device, dtype=target.weight.dtype,
@@ -195,10 +207,10 @@ def _replacement(
         bias = getattr(module, "bias", None)
         if bias is not None:
             with torch.no_grad():
-                layer.bias.copy_(bias + change)  # type: ignore[operator]
+                layer.get_parameter("bias").copy_(bias + change)
         for name in first._parameters.keys() - {"bias"}:
             layer.register_parameter(name, first._parameters[name])
-        if isinstance(first, QuantizedLinear):
+        if isinstance(first, QuantizedLinear | QuantizedConv2d):
             layer._buffers.update(first._buffers)
     return dict(new)
 

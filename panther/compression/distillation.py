@@ -10,20 +10,19 @@ and a batch costs the mean of :math:`\ell` over the blocks' outputs plus :math:`
 Reference: X. Jiao et al., "TinyBERT: distilling BERT for natural language understanding", 2020, arXiv:1909.10351.
 """
 
-__all__ = ["Distillation", "blocks_of", "lost_variance"]
+__all__ = ["Distillation", "lost_variance"]
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
-from panther.compression.runner import Runner, counted, floating_tensor, seed_generators
+from panther.compression.runner import Runner, counted, entries_of, floating_tensor, seed_generators
+from panther.compression.survey import blocks_of
 from panther.compression.targets import replace_modules, swap_modules
 
 
@@ -78,7 +77,7 @@ class Distillation(nn.Module):
         # The others are foreseen from one batch: their outputs are as large as their inputs. It is not kept itself,
         # because the Trainer may compute it under autocast.
         size = _bytes(self._original(first := len(self.runner.batches)))
-        entries = [_entries(batch) for batch in self.batches]
+        entries = [entries_of(batch) for batch in self.batches]
         self._left, self.kept_bytes = limit, min(size * sum(entries) // max(entries[first], 1), limit)
 
     def place(self, *, student: bool) -> None:
@@ -166,11 +165,6 @@ def _bytes(found: list[list[Tensor]]) -> int:
     return sum(state.nbytes for states in found for state in states)
 
 
-def _entries(batch: Any) -> int:
-    """Return the entries of all tensors of a batch."""
-    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
 def lost_variance(state: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean square of the difference over the variance of ``wanted``, at the positions that count.
 
@@ -188,30 +182,3 @@ def lost_variance(state: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
     square = torch.where(square > 0, square, 1.0)
     variance = torch.where(variance > 1e-6 * square, variance, square)  # nothing varies: against its size
     return (state - wanted).square().sum() / count / variance
-
-
-def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Return where the blocks are: elements, with one of the layers, of the outermost ModuleLists and Sequentials.
-
-    An element that wraps a stack (as a Sequential of an encoder and a head does) stands for the stack's elements; a
-    stack has several elements of one class, each with some of the layers inside.
-    """
-    inside = {id(module) for module in model.modules() if any(child in layers for child in module.modules())}
-    found: list[tuple[nn.Module, str]] = []
-
-    def is_stack(module: nn.Module) -> bool:
-        kinds = Counter(type(child) for child in module.children() if id(child) in inside and child not in layers)
-        return isinstance(module, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
-
-    def visit(module: nn.Module) -> None:
-        for name, child in module._modules.items():
-            if child is None or id(child) not in inside:
-                continue
-            within = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList)
-            if within and (is_stack(module) or not any(map(is_stack, child.modules()))):
-                found.append((module, name))
-            else:
-                visit(child)
-
-    visit(model)
-    return found

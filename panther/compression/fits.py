@@ -6,7 +6,7 @@ weighted norm). Where a layer has a bias, A is the covariance of its inputs and 
 their mean, which is the best bias for every W.
 """
 
-__all__ = ["Fit", "Metric", "factor", "fit_weight", "leading_components", "metric_of", "wide_dtype"]
+__all__ = ["RIDGE", "Fit", "Metric", "factor", "fit_weight", "leading_components", "metric_of", "wide_dtype"]
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from panther.linalg import randomized_svd
 from panther.nn.quantized.grid import MAXIMUM_CODE
 
 # Added to the diagonal of a moment, relative to its mean: directions that the batches do not show keep some weight.
-_RIDGE = 1e-4
+RIDGE = 1e-4
 # From this size on the randomized SVD, where the rank is at most a quarter of it: in float64 at 1536 it takes 0.17 and
 # 0.6 of LAPACK's time at an eighth and a quarter, more beyond; its error is 3 to 6 in 10,000 above the least.
 _LARGE = 1024
@@ -87,11 +87,11 @@ def _tails(energy: Tensor, total: Tensor) -> Tensor:
     return (total - kept).clamp_min(0)
 
 
-def metric_of(target: Target, moments: Moments | None, drift: Moments | None = None) -> Metric:
+def metric_of(target: Target, moments: Moments | None, drift: Moments | None = None, ridge: float = RIDGE) -> Metric:
     """Return the metric of a target's moments, or the plain one without them.
 
     ``drift`` holds the moments of the layer's input once the layers before it are compressed; the weight is then the
-    one that best maps that input to the original's output.
+    one that best maps that input to the original's output. ``ridge`` is added to the diagonals, relative to their mean.
     """
     W = target.matrices()
     if moments is None:
@@ -104,10 +104,10 @@ def metric_of(target: Target, moments: Moments | None, drift: Moments | None = N
         A = A - _outer(mean, mean)
         cross = None if cross is None else cross - _outer(moments.mean, mean)
     # Cholesky factors rather than symmetric roots: a triangular solve is cheap and accurate, and any root will do.
-    L = _root(A)
+    L = _root(A, ridge)
     if cross is not None:  # the regression of the original's output on the new input: W C A^-1
         source = torch.cholesky_solve((W @ cross).mT, L).mT
-    R = None if moments.G is None else _root(moments.G).mT
+    R = None if moments.G is None else _root(moments.G, ridge).mT
     return Metric(source, L, R, (mean, (W @ moments.mean[..., None])[..., 0]) if biased else None)
 
 
@@ -170,15 +170,15 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
     return x[:, :, None] * y[:, None, :]
 
 
-def _root(A: Tensor) -> Tensor:  # (groups, n, n)
+def _root(A: Tensor, ridge: float) -> Tensor:  # (groups, n, n)
     """Return the lower triangular L with L L^T = A and a ridge; the identity where A is zero."""
-    n = A.shape[-1]
-    level = A.diagonal(dim1=-2, dim2=-1).mean(-1)
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    level = diagonal.mean(-1, keepdim=True)
     level = torch.where(level > 0, level, 1.0)
-    eye = torch.eye(n, dtype=A.dtype, device=A.device)
-    ridge = _RIDGE
     while True:
-        L, info = torch.linalg.cholesky_ex(A + (ridge * level)[:, None, None] * eye)
+        lifted = A.clone()
+        lifted.diagonal(dim1=-2, dim2=-1).copy_(diagonal + ridge * level)
+        L, info = torch.linalg.cholesky_ex(lifted)
         if not info.any():
             return L
         ridge *= 10  # rounding made an eigenvalue negative by more than the ridge

@@ -15,6 +15,7 @@ from panther.compression.measurement import Measured
 from panther.compression.report import CompressionReport, HealResult, layer_reports
 from panther.compression.targets import Survey, replace_modules, swap_modules
 from panther.errors import PerformanceWarning
+from panther.nn._specs import note_in_config_
 
 
 def install_layers(
@@ -53,7 +54,7 @@ def install_layers(
         measured_speedup=measured.speedup,
         measured_latency_s=measured.latency_s,
         passes=fits.passes,
-        extra_bytes=max(fits.extra_bytes, 0 if healed is None else fits.healing_bytes + healed.kept_bytes),
+        memory=fits.memory,
         seed=seed,
     )
     slow = {layer.names[0]: layer.speedup or 0.0 for layer in report.slower}
@@ -73,4 +74,5 @@ def install_layers(
     swap_modules(model, replacement)
     for encoder in encoders.values():
         encoder.use_nested_tensor = False
+    note_in_config_(model)
     return report

@@ -138,10 +138,16 @@ class CompressionReport:
     """Seconds that the compressed model takes for it."""
     passes: int = 0
     """Passes over the calibration batches that the moments took."""
-    extra_bytes: int = 0
-    """Most memory needed at once for moments, components, new layers and healing, as stated beforehand: by healing, of
-    the original's outputs, before its first step."""
+    memory: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Most memory that each phase was foreseen to take, in bytes over what was held before: ``"moments"`` of the
+    batches, ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. What the model itself takes was
+    measured on the largest batch; the code of libraries that load on first use comes on top."""
     seed: int = 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """Return the most of all phases, as logged before the first one."""
+        return max(self.memory.values(), default=0)
 
     @property
     def eligible_bytes_before(self) -> int:
@@ -194,6 +200,9 @@ class CompressionReport:
             slower = f", slower layers: {len(self.slower)} of {len(self.layers)}" if self.slower else ""
             latency = "" if self.measured_latency_s is None else f", {1e3 * self.measured_latency_s:.3g} ms a batch"
             lines.append(f"speed-up of the model  {self.measured_speedup:.2f}{latency}{slower}")
+        if self.memory:
+            phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in self.memory.items())
+            lines.append(f"peak memory, as foreseen  {format_bytes(self.extra_bytes)} ({phases})")
         lines += [f"note: {note}" for note in self.notes]
         rows: list[tuple[str, ...]] = [
             (
@@ -224,7 +233,14 @@ class CompressionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain numbers, strings, lists and dicts."""
-        properties = ("ratio", "eligible_ratio", "eligible_bytes_before", "eligible_bytes_after", "healed_error")
+        properties = (
+            "ratio",
+            "eligible_ratio",
+            "eligible_bytes_before",
+            "eligible_bytes_after",
+            "healed_error",
+            "extra_bytes",
+        )
         return asdict(self) | {
             "skipped": [entry._asdict() for entry in self.skipped],
             **{name: getattr(self, name) for name in properties},

@@ -1,13 +1,14 @@
 """Running a model on calibration batches: its arguments, the output that is compared, and the positions that count."""
 
 __all__ = [
-    "Loss", "Runner", "calibrating", "counted", "floating_tensor", "free_bytes", "main_output", "relative_error",
-    "rows_of", "seed_generators", "squares",
+    "Loss", "Runner", "calibrating", "counted", "entries_of", "floating_tensor", "free_bytes", "main_output",
+    "relative_error", "resident_bytes", "rows_of", "seed_generators", "squares",
 ]  # fmt: skip
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from panther.errors import CompressionError
 
@@ -58,6 +59,7 @@ class Runner:
         batches: Batches for the moments and for healing, on the model's device.
         held_out: Batches that errors are measured on.
         show: Whether progress is shown.
+        resident_bytes: What the process held before anything ran.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Runner:
     ) -> None:
         self.model, self.forward_fn, self.mask_fn, self.loss_fn, self.group = model, forward_fn, mask_fn, loss_fn, group
         self.show = sys.stderr.isatty() if progress is None else progress
+        self.resident_bytes = resident_bytes()
         self.batches: list[Any] = []
         self.held_out: list[Any] = []
         tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -222,6 +225,15 @@ def free_bytes(device: torch.device) -> int | None:
     return min(found, default=None)
 
 
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def squares(x: Tensor) -> float:
     """Return the sum of squares, accumulated in float64 without a float64 copy."""
     return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
@@ -281,8 +293,10 @@ def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and not is_lazy(buffer)
     ]
-    # A compiled model would be compiled again for every layer that is replaced for a while.
-    with torch.random.fork_rng(_gpus_of(model)), torch.compiler.set_stance("force_eager"):
+    # A compiled model would be compiled again for every layer that is replaced for a while. Without its module nothing
+    # is compiled, and loading it for that takes a second and 40 MB.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with torch.random.fork_rng(_gpus_of(model)), eager:
         try:
             seed_generators(model, seed)
             torch.backends.mha.set_fastpath_enabled(False)  # its outputs have other lengths where batches are padded
@@ -300,6 +314,11 @@ def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
                 owner[name] = buffer  # a forward may have put another tensor there
                 with torch.no_grad():
                     buffer.copy_(value)
+
+
+def entries_of(batch: Any) -> int:
+    """Return the entries of all tensors of a batch."""
+    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def _listed(calibration: Any) -> list[Any]:

@@ -1,6 +1,9 @@
 """Ranks against all combinations tried one by one, and budgets that are never exceeded."""
 
+import copy
 import itertools
+import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -19,7 +22,7 @@ from panther.compression.forms.options import (
     total_loss,
 )
 from panther.compression.targets import select_targets
-from panther.errors import CompressionError
+from panther.errors import CompressionError, NumericalWarning
 from tests.support.compressing import quick
 
 LOW_RANK_FORMS = ("dense", "low_rank")
@@ -156,3 +159,29 @@ def test_measured_losses_correct_the_predicted_ones(monkeypatch):
     assert forms_of == [{"pooled": "int3", "once": "int4"}, {"pooled": "int4", "once": "int3"}]
     assert corrected.measured_error < 0.9 * predicted.measured_error
     assert corrected.bytes_after == predicted.bytes_after
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_batches_that_show_too_little_are_met_with_a_larger_ridge(seed, monkeypatch):
+    """Each of 12 batches is one sample with noise: low rank looks lossless in their moments, and is not elsewhere."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 16)]
+    model, other = nn.Sequential(*layers), torch.randn(500, 96)
+    batches = [torch.randn(96) + 0.1 * torch.randn(16, 96) for _ in range(12)]
+    forms = ("low_rank", "int8_low_rank", "int4", "int3", "int4+low_rank")
+    errors, reports = [], []
+    with torch.no_grad():
+        expected = model(other)
+    for limit in (3.0, math.inf):
+        monkeypatch.setattr("panther.compression._compress._MISLED", limit)
+        small = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumericalWarning)  # that the held-out error is far from the predicted one
+            reports.append(pr.compress(small, 0.13, batches, forms=forms, seed=0, measure_speed=False))
+        with torch.no_grad():
+            errors.append((small(other) - expected).norm().item())
+    assert any("larger ridge" in note for note in reports[0].notes)
+    assert not any("larger ridge" in note for note in reports[1].notes)
+    assert reports[0].measured_error < reports[1].measured_error
+    assert errors[0] < 0.95 * errors[1]  # 0.81 to 0.83 were measured
+    assert reports[0].measured_error < 3 * reports[0].predicted_error

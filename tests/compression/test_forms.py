@@ -19,7 +19,7 @@ from panther.compression.forms.quantized import fit_quantized
 from panther.compression.moments import Moments
 from panther.compression.targets import select_targets
 from panther.errors import CompressionError, PerformanceWarning
-from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv2d, SKLinear
+from panther.nn import InterpolativeLinear, QuantizedConv2d, QuantizedLinear, SKConv2d, SKLinear
 
 every = dict.fromkeys(KNOWN_FORMS)
 kinds = {"dense": nn.Linear, "low_rank": SKLinear, "interpolative": InterpolativeLinear}
@@ -206,11 +206,14 @@ def test_compressed_already():
         pr.compress(model, bits=4.6, calibration=batches_of(), forms="int4", **quick)
 
 
-def test_healing_lowers_the_error():
+@pytest.mark.parametrize(("forms", "bits"), [(("int2", "int3"), 2.6), (None, 3.4)])
+def test_healing_lowers_the_error(forms, bits, tmp_path):
     model, batches = network(), batches_of()
-    heal = pr.HealConfig(max_steps=20, learning_rate=1e-3)
-    report = pr.compress(model, bits=2.6, calibration=batches, forms=("int2", "int3"), heal=heal, **quick)
-    assert report.healed_error <= report.measured_error
+    heal = pr.HealConfig(max_steps=30)
+    report = pr.compress(model, bits=bits, calibration=batches, forms=forms, heal=heal, **quick)
+    assert report.healed_error < report.measured_error
+    again = pr.load_compressed(pr.save_compressed(model, tmp_path), network())
+    assert torch.equal(again.eval()(batches[0]), model.eval()(batches[0]))
 
 
 def test_shared_weights_stay_shared(tmp_path):
@@ -238,21 +241,75 @@ def test_shared_weights_stay_shared(tmp_path):
     assert torch.equal(again(x), model(x))
 
 
-def test_convolutions_are_dense_or_low_rank():
+def images():
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, groups=2), nn.ReLU(), nn.Conv2d(64, 64, 1),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, groups=2), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding="same", groups=64, bias=False), nn.Conv2d(64, 64, 1), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
-    batches = list(torch.randn(120, 3, 12, 12).split(8))
-    before = state_of(model)
-    with pytest.raises(CompressionError, match=r"is a Conv2d, which .* pass exclude=nn\.Conv2d"):
-        pr.compress(model, 0.5, batches, forms="int4", **quick)
-    assert_untouched(model, before)
-    report = pr.compress(model, 0.3, batches, forms=("low_rank", "int4", "int6"), **quick)
-    assert {layer.form for layer in report.layers if layer.kind == "Conv2d"} <= {"dense", "low_rank"}
-    assert any(isinstance(module, SKConv2d) for module in model)
-    assert report.layers[-1].form in ("int4", "int6")
+
+
+def image_batches():
+    return list(torch.randn(120, 3, 12, 12, generator=torch.Generator().manual_seed(0)).split(8))
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (6.5, {"forms": "int4"}), (8.5, {"forms": ("int6", "low_rank"), "sequential": True}),
+        (12.0, {"forms": "int8", "method": "activation", "group_size": None}), (9.0, {"forms": ("int8", "int3")}),
+        (12.0, {"forms": ("int8_low_rank", "int6")}), (9.0, {"forms": ("int4+low_rank", "int4")}),
+        (8.0, {"forms": ("int6", "int5"), "method": "svd"}), (8.0, {"forms": KNOWN_FORMS}), (6.5, {}),
+    ],
+)  # fmt: skip
+def test_convolutions(size, options, tmp_path):
+    model, batches = images(), image_batches()
+    before = copy.deepcopy(model)
+    report = pr.compress(model, bits=size, calibration=batches, **(quick | options))
+    numbers = sum(layer.bytes_before / 4 for layer in report.layers)
+    assert 8 * report.eligible_bytes_after <= size * numbers
+    held_out = torch.cat(batches[4::5])
+    assert report.measured_error == pytest.approx(error(model, before(held_out).detach(), held_out), rel=1e-3)
+    assert report.measured_error < 0.3
+    assert report.bytes_after == sum(t.nbytes for t in model.state_dict().values())
+    for layer, module in zip(report.layers, (model[i] for i in (0, 2, 4, 5, 8)), strict=True):
+        linear = layer.kind == "Linear"
+        known = {"dense": getattr(nn, layer.kind), "low_rank": SKLinear if linear else SKConv2d}
+        assert type(module) is known.get(layer.form, QuantizedLinear if linear else QuantizedConv2d)
+        if layer.form not in known:
+            assert layer.bytes_after == sum(t.nbytes for name, t in module.state_dict().items() if name != "bias")
+    assert {type(model[i]) for i in (2, 4)} <= {nn.Conv2d, SKConv2d, QuantizedConv2d}
+    assert any(isinstance(module, QuantizedConv2d) for module in model)
+    again = pr.load_compressed(pr.save_compressed(model, tmp_path), images())
+    assert torch.equal(again(held_out), model(held_out))
+    assert not pr.to_linears_(model).kept
+    assert error(model, again(held_out).detach(), held_out) < 1e-5
+
+
+def test_feedback_lowers_the_error_of_convolutions():
+    errors = []
+    for method in ("svd", "activation", "two_sided"):
+        model = images()
+        options = {"method": method, "forms": "int3", "allocate": "uniform", **quick}
+        errors.append(pr.compress(model, bits=7.0, calibration=image_batches(), **options).measured_error)
+    assert errors[1] < 0.9 * errors[0]
+    assert errors[2] < errors[0]
+
+
+def test_forms_that_convolutions_cannot_take():
+    for forms, match in (
+        (
+            "interpolative",
+            r"'0' is a Conv2d, which none of forms=\('interpolative',\) can be: add .*exclude=nn\.Conv2d",
+        ),
+        (("int8_low_rank", "int4+low_rank"), r"'2' is a Conv2d in 2 groups, which none of"),
+    ):
+        model = images()
+        before = state_of(model)
+        with pytest.raises(CompressionError, match=match):
+            pr.compress(model, 0.5, image_batches(), forms=forms, **quick)
+        assert_untouched(model, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -19,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 import panther as pr
 from panther.compression import HealConfig, healing
-from panther.compression.distillation import blocks_of, lost_variance
+from panther.compression.distillation import lost_variance
+from panther.compression.forms.options import DEFAULT_FORMS, INTERPOLATIVE
 from panther.compression.healing import check_ranks, heal, shuffled
 from panther.compression.runner import Runner
+from panther.compression.survey import blocks_of
 from panther.compression.targets import swap_modules
 from panther.errors import CompressionError, ConfigError, DistributedError, FormatError
-from panther.nn import QuantizedLinear, SKLinear
+from panther.nn import InterpolativeLinear, QuantizedLinear, SKLinear
 
 WIDTH = 24
 
@@ -845,3 +847,26 @@ def test_the_default_rate_heals_quantized_layers():
     new = {dense: QuantizedLinear.from_linear(dense, 2, group_size=16) for dense in layers}
     result = healed(model, new, max_steps=60, learning_rate=None)
     assert result.loss_after < 0.5 * result.loss_before
+
+
+def test_layers_of_every_default_form_are_healed_together_and_saved(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 8))
+
+    model = build()
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.data.mul_(2)
+    layers = [getattr(block, name) for block in model[:4] for name in ("up", "down")]
+    widths = [form for form in DEFAULT_FORMS if form.startswith("int") and form != INTERPOLATIVE]
+    made = [SKLinear.from_linear(layers[0], 1, 4, seed=1), InterpolativeLinear.from_linear(layers[1], 4)]
+    made += [
+        QuantizedLinear.from_linear(layer, int(form[3:]), group_size=16)
+        for layer, form in zip(layers[2:], widths, strict=True)
+    ]
+    result = healed(model, dict(zip(layers, made, strict=True)), max_steps=60, learning_rate=None)
+    assert result.loss_after < 0.8 * result.loss_before
+    again = pr.load_compressed(pr.save_compressed(model, tmp_path), build())
+    x = data(1, seed=5)[0]
+    assert torch.equal(again.eval()(x), model.eval()(x))

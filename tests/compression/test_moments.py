@@ -19,7 +19,8 @@ def run(model, batches, gradients=True, **kwargs):
     selection = select_targets(model)
     with calibrating(model, 0):
         found = survey_targets(runner, selection, gradients=True)
-        moments, energy = gather_moments(runner, found.inputs, gradients=gradients, seed=5, description="")
+        options = {"gradients": gradients, "seed": 5, "description": "", "keep": gradients}
+        moments, energy = gather_moments(runner, found.inputs, **options)
     return runner, selection.targets, found, {target.name: moments[target] for target in moments}, energy
 
 
@@ -169,11 +170,11 @@ def test_passes_fit_into_the_memory():
     inputs = [[target] for target in select_targets(model).targets]
     sizes = [moments_bytes(several, True) for several in inputs]
     assert sizes[0] == 8 * 2 * 32**2
-    split, largest = split_passes(inputs, True, sum(sorted(sizes)[-3:]))
-    assert largest <= sum(sorted(sizes)[-3:])
+    split = split_passes(inputs, True, limit := sum(sorted(sizes)[-3:]))
+    assert all(sum(moments_bytes(several, True) for several in one) <= limit for one in split)
     assert [target for one in split for several in one for target in several] == [several[0] for several in inputs]
-    assert len(split_passes(inputs, True, 1)[0]) == 5
-    assert len(split_passes(inputs, True, 10**9)[0]) == 1
+    assert len(split_passes(inputs, True, 1)) == 5
+    assert len(split_passes(inputs, True, 10**9)) == 1
 
 
 def test_flags_and_random_state_are_put_back():

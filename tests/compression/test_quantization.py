@@ -24,6 +24,12 @@ def loss(found: QuantizedWeight, W: Tensor, A: Tensor, G: Tensor) -> float:
     return torch.einsum("ij,ik,kl,jl->", G, E, A, E).item()
 
 
+def rounded(W: Tensor, A: Tensor | None, G: Tensor | None, bits: int, group_size: int) -> QuantizedWeight:
+    """Round one matrix."""
+    A, G = (None if M is None else M[None] for M in (A, G))
+    return quantize_weight(W[None], A, G, bits, group_size)
+
+
 def nearest_plane(W: Tensor, A: Tensor, G: Tensor, bits: int, group_size: int) -> Tensor:
     """Return the codes as the textbook has it: one triangular basis of all entries, rounded from its last on."""
     outer, inner = W.shape
@@ -48,7 +54,7 @@ def nearest_plane(W: Tensor, A: Tensor, G: Tensor, bits: int, group_size: int) -
 def test_codes_are_those_of_the_nearest_plane(outer: int, inner: int, bits: int, group_size: int) -> None:
     W = torch.randn(outer, inner, dtype=DOUBLE, generator=torch.Generator().manual_seed(outer + inner))
     A, G = metric(inner, 1), metric(outer, 2)
-    found = quantize_weight(W, A, G, bits, group_size)
+    found = rounded(W, A, G, bits, group_size)
     expected = nearest_plane(W, A, G, bits, group_size)
     assert found.codes.dtype is torch.uint8
     assert found.scales.shape == found.zeros.shape == (outer, -(-inner // group_size))
@@ -58,19 +64,31 @@ def test_codes_are_those_of_the_nearest_plane(outer: int, inner: int, bits: int,
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     W = torch.randn(37, 50, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     A, G = metric(50, 1), metric(37, 2)
-    whole = quantize_weight(W, A, G, 3, 16)
+    whole = rounded(W, A, G, 3, 16)
     for block in (1, 7, 16):
         monkeypatch.setattr("panther.compression.forms.quantization._BLOCK", block)
-        codes = quantize_weight(W, A, G, 3, 16).codes
+        codes = rounded(W, A, G, 3, 16).codes
         # Sums in another order can round an entry that is near a tie to its other side, and those after it.
         assert loss(QuantizedWeight(codes, whole.scales, whole.zeros, 16), W, A, G) == pytest.approx(
             loss(whole, W, A, G), rel=0.05
         )
 
 
+@pytest.mark.parametrize(("outer", "inner"), [(1, 9), (1, 1), (3, 70), (70, 5)])
+@pytest.mark.parametrize("metrics", ["none", "inputs", "both"])
+def test_matrices_of_groups_are_rounded_each_on_its_own(outer: int, inner: int, metrics: str) -> None:
+    W = torch.randn(4, outer, inner, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    A = torch.stack([metric(inner, seed) for seed in range(4)]) if metrics != "none" else None
+    G = torch.stack([metric(outer, seed) for seed in range(4)]) if metrics == "both" else None
+    found = quantize_weight(W, A, G, 3, 4)
+    single = [rounded(W[i], *(None if M is None else M[i] for M in (A, G)), 3, 4) for i in range(4)]
+    for name in ("codes", "scales", "zeros"):
+        assert torch.equal(getattr(found, name), torch.cat([getattr(each, name) for each in single]))
+
+
 def test_without_metrics_entries_are_rounded_to_the_nearest() -> None:
     W = torch.randn(20, 33, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
-    found = quantize_weight(W, None, None, 4, 8)
+    found = rounded(W, None, None, 4, 8)
     assert torch.equal(found.codes, quantize(W, found.scales, found.zeros, 8, 4))
 
 
@@ -78,7 +96,7 @@ def test_without_metrics_entries_are_rounded_to_the_nearest() -> None:
 def test_each_metric_lowers_the_loss(bits: int) -> None:
     W = torch.randn(96, 130, dtype=DOUBLE, generator=torch.Generator().manual_seed(4))
     A, G = metric(130, 5), metric(96, 6)
-    nearest, rows, both = (loss(quantize_weight(W, *m, bits, 64), W, A, G) for m in ((None, None), (A, None), (A, G)))
+    nearest, rows, both = (loss(rounded(W, *m, bits, 64), W, A, G) for m in ((None, None), (A, None), (A, G)))
     # The mean over the diagonal exceeds the geometric mean of the eigenvalues 2.5 times in each of the metrics.
     assert rows < 0.8 * nearest
     assert both < 0.8 * rows
@@ -87,21 +105,21 @@ def test_each_metric_lowers_the_loss(bits: int) -> None:
 def test_four_times_less_loss_for_each_bit() -> None:
     W = torch.randn(64, 64, dtype=DOUBLE, generator=torch.Generator().manual_seed(7))
     A, G = metric(64, 8), metric(64, 9)
-    losses = [loss(quantize_weight(W, A, G, bits, 64), W, A, G) for bits in (3, 4, 5, 6, 7, 8)]
+    losses = [loss(rounded(W, A, G, bits, 64), W, A, G) for bits in (3, 4, 5, 6, 7, 8)]
     assert all(2.5 < a / b < 6.0 for a, b in pairwise(losses))
 
 
 @pytest.mark.parametrize("value", [0.0, 0.75, -1e-6, 1e6])
 def test_constant_weights_are_kept(value: float) -> None:
     W = torch.full((9, 10), value, dtype=DOUBLE)
-    found = quantize_weight(W, metric(10, 1), metric(9, 2), 3, 4)
+    found = rounded(W, metric(10, 1), metric(9, 2), 3, 4)
     assert (found.dense() - W).abs().max() <= abs(value) * 2**-7  # bfloat16 of the scale
 
 
 def test_large_and_small_weights_are_scaled_alike() -> None:
     W = torch.randn(12, 20, dtype=DOUBLE, generator=torch.Generator().manual_seed(10))
     A, G = metric(20, 1), metric(12, 2)
-    expected = quantize_weight(W, A, G, 4, 8).codes
+    expected = rounded(W, A, G, 4, 8).codes
     for scale in (2.0**-30, 2.0**30):
-        assert torch.equal(quantize_weight(W * scale, A, G, 4, 8).codes, expected)
-    assert torch.equal(quantize_weight(W, A * 2.0**-40, G * 2.0**40, 4, 8).codes, expected)
+        assert torch.equal(rounded(W * scale, A, G, 4, 8).codes, expected)
+    assert torch.equal(rounded(W, A * 2.0**-40, G * 2.0**40, 4, 8).codes, expected)

@@ -14,7 +14,7 @@ from panther._text import counted
 from panther.compression.conversion import convert_all
 from panther.compression.forms.choice import BYTES, Cost, choose_global, choose_uniform
 from panther.compression.forms.fitting import Fits
-from panther.compression.forms.options import Choice, Forms, Options, least_bytes, total_bytes
+from panther.compression.forms.options import Choice, Forms, Options, least_bytes, total_bytes, total_loss
 from panther.compression.runner import Runner
 from panther.compression.targets import Survey, replace_modules
 from panther.errors import CompressionError
@@ -38,6 +38,9 @@ class Allocation:
         uniform_error: Relative error of the output with uniform options, where both were tried.
         notes: Deviations from the arguments, with reasons.
         options: Those that were chosen from, with the losses by which they were.
+        error: Relative error of the output on the held-out batches, where several choices were tried.
+        of_predicted: The same of the choice by predicted losses, whether or not it is the one that was taken, and the
+            error that was predicted for it.
     """
 
     choice: Choice
@@ -45,6 +48,8 @@ class Allocation:
     uniform_error: float | None = None
     notes: tuple[str, ...] = ()
     options: Options = field(default_factory=dict)
+    error: float | None = None
+    of_predicted: tuple[float, float] | None = None
 
 
 def byte_limit(
@@ -135,7 +140,12 @@ def allocated(
             ),
         )
     return replace(
-        chosen, choice=as_predicted(fits, chosen.options, chosen.choice), uniform_error=uniform_error, notes=notes
+        chosen,
+        choice=as_predicted(fits, chosen.options, chosen.choice),
+        uniform_error=uniform_error,
+        notes=notes,
+        error=min(error, uniform_error),
+        of_predicted=(found[0], total_loss(candidates[0].choice) ** 0.5),
     )
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from panther.compression.config import HealConfig
-from panther.compression.forms.options import DEFAULT_FORMS, DENSE, KNOWN_FORMS, LOW_RANK, Forms
+from panther.compression.forms.options import DEFAULT_FORMS, DENSE, INT8_LOW_RANK, KNOWN_FORMS, LOW_RANK, Forms
 from panther.errors import CompressionError, check_size
+from panther.nn.quantized.activations import check_activations
 
 METHODS = ("two_sided", "activation", "svd", "random")
 CALIBRATED = ("two_sided", "activation")
@@ -36,7 +37,9 @@ def check_model(model: Any) -> None:
             )
 
 
-def checked_forms(forms: Any, rank_multiple: int, group_size: int | None, method: str) -> Forms:
+def checked_forms(
+    forms: Any, rank_multiple: int, group_size: int | None, method: str, activations: str | None
+) -> Forms:
     """Return the forms to choose from, by default all that the method can make, or raise if there are none."""
     if forms is None:
         forms = (DENSE, LOW_RANK) if method == "random" else DEFAULT_FORMS
@@ -56,7 +59,13 @@ def checked_forms(forms: Any, rank_multiple: int, group_size: int | None, method
         raise ValueError(f"rank_multiple={rank_multiple} must be even, because a low-rank layer has two halves")
     if group_size is not None:
         check_size("group_size", group_size, least=1)
-    return Forms(tuple(dict.fromkeys(names)), rank_multiple, group_size)
+    found = Forms(tuple(dict.fromkeys(names)), rank_multiple, group_size, check_activations(activations))
+    if activations is not None and not found.widths and INT8_LOW_RANK not in names:
+        raise ValueError(
+            f"activations={activations!r} is for quantized forms, and forms={names} has none: add one, such as 'int8', "
+            "or leave activations out"
+        )
+    return found
 
 
 def check_options(

@@ -69,7 +69,7 @@ def choose_uniform(options: Options, limit: float, cost: Cost = BYTES) -> Choice
     """
     options = cost.sorted(options)
     forms = [{option.form for option in several} - {DENSE} for several in options.values()]
-    # Those that all weights have, except that a convolution has none of the quantized ones.
+    # Those that all weights have, except those that can be low rank or dense alone, as small ones and groups may.
     names = sorted({name for several in forms for name in several})
     shared = [name for name in names if all(name in several or several <= {LOW_RANK} for several in forms)]
     found = [_uniform(options, limit, name, cost) for name in shared or names or (DENSE,)]

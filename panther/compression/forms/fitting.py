@@ -6,21 +6,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from panther.compression.fits import Fit, factor, leading_components, metric_of, wide_dtype
+from panther.compression.config import HealConfig
+from panther.compression.fits import RIDGE, Fit, factor, leading_components, metric_of, wide_dtype
 from panther.compression.forms.options import INT8_LOW_RANK, INTERPOLATIVE, LOW_RANK, Forms, Option, Options
 from panther.compression.forms.quantized import QuantizedFit, fit_quantized, planned_widths, sensitivity
+from panther.compression.memory import foresee
 from panther.compression.moments import Moments, check_calibration, gather_moments, split_passes
 from panther.compression.runner import Runner
 from panther.compression.targets import Survey, Target
 
 _log = logging.getLogger(__name__)
 
-_DOUBLE = torch.float64.itemsize
 _SPARE = 2**30  # bytes for moments by default, where twice as many are free
-_HEALING = 6  # times the trained numbers: values, gradients, two moments, the best point, a copy in half precision
-_PLANNED = 4  # widths of a weight that are fitted, at most: those next to two choices
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,12 @@ class Fits:
             (zero without gradients).
         moments: Moments of each target, kept for fitting in sequence.
         group_size: Columns of a quantized weight that share a scale; None is the whole row.
+        activations: How quantized linear layers round their inputs, None or "int8".
         passes: Passes over the batches.
-        extra_bytes: Most memory needed at once for moments, components, new layers and healing.
-        healing_bytes: Memory needed while healing, besides what it keeps of the original's outputs; 0 without healing.
+        memory: Most memory that each phase was foreseen to need, in bytes.
         comparable: Whether losses are in units of the output's squared norm.
         doubts: Why the batches say too little about some layers.
+        ridge: Of the metrics.
     """
 
     fits: Mapping[Target, Fit] = field(default_factory=dict)
@@ -46,32 +44,34 @@ class Fits:
     options: Options = field(default_factory=dict)
     moments: Mapping[Target, Moments] = field(default_factory=dict)
     group_size: int | None = None
+    activations: str | None = None
     passes: int = 0
-    extra_bytes: int = 0
-    healing_bytes: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
     comparable: bool = False
     doubts: tuple[str, ...] = ()
+    ridge: float = RIDGE
 
 
 def fit_targets(
-    runner: Runner, survey: Survey, forms: Forms, limit: int | None, *, memory: int | None, keep: bool, healing: bool,
-    seed: int,
+    runner: Runner, survey: Survey, forms: Forms, limit: int | None, *, memory: int | None, keep: bool,
+    heal: HealConfig | None, seed: int, ridge: float = RIDGE,
 ) -> Fits:  # fmt: skip
     """Gather moments pass by pass, and fit every weight in their metric.
 
     ``limit``, the bytes that all layers may take, if that is known, bounds the components and widths to fit. ``memory``
-    bounds the bytes of moments at once, which are kept for fitting in sequence with ``keep``. ``healing`` only adds its
-    memory to what is stated.
+    bounds the bytes of moments at once, which are kept for fitting in sequence with ``keep``. ``heal`` only adds the
+    memory of healing to what is stated. ``ridge`` is that of the metrics.
     """
     dense = sum(target.dense_bytes for target in survey.targets)
     share = 1.0 if limit is None else limit / dense
     most = {target: _stored_components(forms, target, share) for target in survey.targets}
     memory = runner.spare_bytes(_SPARE) if memory is None else memory
-    split, largest = split_passes(survey.inputs, survey.gradients, memory)
-    extra, healed = _most_bytes(forms, most, largest, limit, keep=keep, healing=healing)
+    split = split_passes(survey.inputs, survey.gradients, memory)
+    stated = foresee(runner, survey, forms, most, split, limit, keep=keep, heal=heal)
     _log.info(
-        "number of weights: %d, passes: %d, batches: %d, extra memory: at most %.0f MB besides the model's own forward "
-        "and backward", len(most), len(split), len(runner.batches), extra / 1e6,
+        "number of weights: %d, passes: %d, batches: %d, peak memory over what is held now: %.0f MB (%s)",
+        len(most), len(split), len(runner.batches), max(stated.values()) / 1e6,
+        ", ".join(f"{phase} {size / 1e6:.0f}" for phase, size in stated.items()),
     )  # fmt: skip
     seeds, comparable = survey.seeds(seed), survey.gradients and runner.loss_fn is None
     fits: dict[Target, Fit] = {}
@@ -85,37 +85,43 @@ def fit_targets(
         linear = [target for target in found if forms.quantizes(target)]
         ours = sum(target.dense_bytes for target in linear)
         within = None if limit is None else int(share * ours)
-        values = {target: sensitivity(metric_of(target, found[target])) for target in linear}
+        values = {target: sensitivity(metric_of(target, found[target], ridge=ridge)) for target in linear}
         for target, own in found.items():
             if own is not None and own.positions and target in values and survey.gradients:
                 values[target] *= own.positions
         widths = planned_widths(forms, values, within)
         for target in list(found):
             own = found.pop(target)  # so that its memory is free once it is used
-            metric, dtype = metric_of(target, own), wide_dtype(target)
+            metric, dtype = metric_of(target, own, ridge=ridge), wide_dtype(target)
+            scale = 0.0
+            if own is not None and survey.gradients:
+                scale = own.positions / energy if energy > 0 and comparable else own.positions
+            if keep and own is not None:
+                kept[target] = own
+            own = None
             fits[target] = factor(metric.source, metric, most=most[target], seed=seeds[target], dtype=dtype)
             if planned := widths.get(target):
                 rank = forms.largest_correction(target)
                 quantized[target] = fit_quantized(
                     metric, planned, forms.group_size, most=rank, seed=seeds[target], dtype=dtype
                 )
-            scale = 0.0
-            if own is not None and survey.gradients:
-                scale = own.positions / energy if energy > 0 and comparable else own.positions
             options[target] = _scored(forms.options(target), fits[target], quantized.get(target, {}), scale)
-            if keep and own is not None:
-                kept[target] = own
 
     for number, inputs in enumerate(split):
         description = f"moments {number + 1}/{len(split)}"
-        found, energy = gather_moments(runner, inputs, gradients=survey.gradients, seed=seed, description=description)
+        found, energy = gather_moments(
+            runner, inputs, gradients=survey.gradients, seed=seed, description=description, keep=keep
+        )
         positions |= {target: own.positions for target, own in found.items()}
         constant |= {target for target, own in found.items() if own.constant}
         fit(found, energy)  # type: ignore[arg-type]  # which empties it
     if not split:  # without calibration there are no inputs, and weights are fitted in the plain metric
         fit(dict.fromkeys(survey.targets), 0.0)
     doubts = check_calibration(positions, constant)
-    return Fits(fits, quantized, options, kept, forms.group_size, len(split), extra, healed, comparable, doubts)
+    return Fits(
+        fits, quantized, options, kept, forms.group_size, forms.activations, len(split), stated, comparable,
+        doubts, ridge,
+    )  # fmt: skip
 
 
 def _stored_components(forms: Forms, target: Target, share: float) -> int:
@@ -154,27 +160,3 @@ def _scored(options: Sequence[Option], fit: Fit, quantized: Mapping[int, Quantiz
         error = (found.local_tails[rank].item() / whole) ** 0.5 if whole > 0 else 0.0
         scored.append(replace(option, loss=loss.item() * scale, error=error))
     return sorted(scored, key=lambda option: (option.bytes, option.loss))
-
-
-def _most_bytes(
-    forms: Forms, most: Mapping[Target, int], moments: int, limit: int | None, *, keep: bool, healing: bool
-) -> tuple[int, int]:
-    """Return the bytes of all components, and of the most that is held beside them: moments, new layers, healing.
-
-    The second number is that of healing, which keeps outputs of the original besides.
-    """
-    stored = 0
-    for target, count in most.items():
-        widths = min(len(forms.widths), _PLANNED) if forms.quantizes(target) else 0
-        ranks = count + widths * forms.largest_correction(target)
-        stored += wide_dtype(target).itemsize * ranks * target.groups * (target.inner + target.outer)
-        stored += widths * target.dense_numbers  # codes, a byte each
-    work = max(
-        _DOUBLE * target.groups * (3 * (target.inner**2 + target.outer**2) + 6 * target.inner * target.outer)
-        for target in most
-    )
-    kept = keep * _DOUBLE * sum(target.groups * (target.inner**2 + target.outer**2) for target in most)
-    new = sum(target.dense_bytes for target in most) if limit is None else limit
-    widest = max(wide_dtype(target).itemsize / target.weight.itemsize for target in most)
-    healed = stored + new + int(_HEALING * widest * new) if healing else 0  # except for the hidden states
-    return max(stored + moments + work + kept, stored + 3 * new + kept, healed), healed

@@ -58,7 +58,7 @@ def check_wish(
     """
     fastest = seconds(forms.times).cheapest({target: forms.options(target) for target in survey.targets})
     replacement = {
-        module: random_layer(target, module, option, forms.group_size)
+        module: random_layer(target, module, option, forms)
         for target, option in fastest.items()
         if option.form != DENSE
         for module in target.modules

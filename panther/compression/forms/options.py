@@ -103,6 +103,7 @@ class Forms:
         names: Some of ``KNOWN_FORMS``.
         rank_multiple: What ranks are multiples of, except for weights too small for eight of it, whose ranks are even.
         group_size: Columns of a quantized weight that share a scale; None is the whole row.
+        activations: How quantized linear layers round their inputs, None or "int8".
         times: Times of each target; empty where they were not measured.
         slower: Whether there are options that were measured below ``SLOWER`` of the dense layer's speed.
         by_time: Whether the choice is by time, for which an option is of use only if it is faster than dense, and a
@@ -112,6 +113,7 @@ class Forms:
     names: tuple[str, ...] = DEFAULT_FORMS
     rank_multiple: int = 8
     group_size: int | None = 128
+    activations: str | None = None
     times: Mapping[Target, Times] = field(default_factory=dict)
     slower: bool = True
     by_time: bool = False
@@ -133,16 +135,15 @@ class Forms:
         """Return the options of a weight that are no larger than it, the smallest first, without their losses.
 
         Raises:
-            CompressionError: If it is a convolution, and all forms are those of linear layers.
+            CompressionError: If it is a convolution, which can be none of the forms.
         """
-        names = self.names
-        if not _is_linear(target):
-            names = tuple(name for name in names if name in (DENSE, LOW_RANK))
-            if not names:
-                raise CompressionError(
-                    f"layer {target.name!r} is a {target.kind}, which can only be dense or low rank, and forms="
-                    f"{self.names} has neither: add 'low_rank', or pass exclude=nn.{target.kind}"
-                )
+        names = tuple(name for name in self.names if _is_possible(target, name))
+        if not names:
+            groups = "" if target.groups == 1 else f" in {target.groups} groups"
+            raise CompressionError(
+                f"layer {target.name!r} is a {target.kind}{groups}, which none of forms={self.names} can be: add "
+                f"'low_rank' or 'int8', or pass exclude=nn.{target.kind}"
+            )
         found = [option for name in names for option in self._of_form(target, name)]
         if self.times:
             found = self._timed(target, found)
@@ -198,9 +199,11 @@ class Forms:
         least = min(target.inner, target.outer)
         if name == LOW_RANK:
             largest = target.largest_rank
-        elif name in (INT8_LOW_RANK, INTERPOLATIVE) and _is_linear(target):
+        elif not _is_possible(target, name):
+            return range(0)
+        elif name in (INT8_LOW_RANK, INTERPOLATIVE):
             largest = least
-        elif name.endswith(CORRECTED) and _is_linear(target):
+        elif name.endswith(CORRECTED):
             largest = min(least, _LARGEST_CORRECTION)
         else:
             return range(0)
@@ -209,7 +212,8 @@ class Forms:
 
     def largest_correction(self, target: Target) -> int:
         """Return the largest rank of a correction; 0 if there are no corrected forms."""
-        return max((self.ranks(target, name)[-1] for name in self.names if name.endswith(CORRECTED)), default=0)
+        corrected = [name for name in self.names if name.endswith(CORRECTED) and _is_possible(target, name)]
+        return max((self.ranks(target, name)[-1] for name in corrected), default=0)
 
     def smallest_bytes(self, target: Target) -> int:
         """Return the bytes of the smallest option that is not dense; those of the dense weight if there is none."""
@@ -221,13 +225,20 @@ def _width(name: str) -> int | None:
     return next((bits for bits in _WIDTHS if name in (f"int{bits}", f"int{bits}{CORRECTED}")), None)
 
 
-def _is_linear(target: Target) -> bool:
-    return target.groups == 1 and not isinstance(target.modules[0], nn.Conv2d)
+def _is_possible(target: Target, name: str) -> bool:
+    """Return whether a weight can take a form at all, whatever its size."""
+    if name == INTERPOLATIVE:
+        return not isinstance(target.modules[0], nn.Conv2d)
+    # A low-rank matrix of all groups of channels would have its components in none of the groups' metrics.
+    return target.groups == 1 or (name != INT8_LOW_RANK and not name.endswith(CORRECTED))
 
 
 def quantized_bytes(target: Target, bits: int | None, group_size: int | None, rank: int) -> int:
     """Return the bytes of a quantized form of a weight on disk."""
-    return stored_bytes(target.inner, target.outer, bits, group_size=group_size, low_rank=rank)
+    return stored_bytes(
+        target.inner, target.groups * target.outer, bits, group_size=group_size, low_rank=rank,
+        conv=isinstance(target.modules[0], nn.Conv2d),
+    )  # fmt: skip
 
 
 def interpolative_bytes(target: Target, rank: int) -> int:

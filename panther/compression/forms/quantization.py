@@ -23,12 +23,14 @@ _BLOCK = 64  # rows and columns: larger blocks add scalar products, smaller ones
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight on a grid: ``scales * (codes - zeros)``, with a scale and a zero for each group of a row.
+    """A weight on a grid: ``scales * (codes - zeros)``, with a scale and a zero for each group of a row's columns.
+
+    The rows of a grouped convolution's matrices follow each other, as in the layer.
 
     Attributes:
-        codes: (outer, inner), uint8.
-        scales: (outer, groups), bfloat16.
-        zeros: (outer, groups), uint8.
+        codes: (rows, inner), uint8.
+        scales: (rows, groups of columns), bfloat16.
+        zeros: (rows, groups of columns), uint8.
         group_size: Columns of a group; the last one can have fewer.
     """
 
@@ -37,7 +39,7 @@ class QuantizedWeight:
     zeros: Tensor
     group_size: int
 
-    def dense(self) -> Tensor:  # (outer, inner), float64
+    def dense(self) -> Tensor:  # (rows, inner), float64
         """Return the weight that the codes stand for."""
         scales, zeros = (
             spread(each.double(), self.group_size, self.codes.shape[1]) for each in (self.scales, self.zeros)
@@ -46,9 +48,9 @@ class QuantizedWeight:
 
 
 def quantize_weight(
-    W: Tensor,  # (outer, inner)
-    A: Tensor | None,  # (inner, inner); None is the identity, as for G
-    G: Tensor | None,  # (outer, outer)
+    W: Tensor,  # (matrices, outer, inner), one matrix except for grouped convolutions
+    A: Tensor | None,  # (matrices, inner, inner); None is the identity, as for G
+    G: Tensor | None,  # (matrices, outer, outer)
     bits: int,
     group_size: int,
 ) -> QuantizedWeight:
@@ -56,32 +58,39 @@ def quantize_weight(
 
     A and G must be positive definite. The grid of each group is found beforehand, for the weight without feedback.
 
-    Cost: ``2 outer inner (outer + inner)`` flops, and two Cholesky factorisations.
+    Cost: ``2 outer inner (outer + inner)`` flops a matrix, and two Cholesky factorisations.
     """
-    scales, zeros = quantization_grid(W, bits, group_size)
-    outer, inner = W.shape
+    matrices, outer, inner = W.shape
+    scales, zeros = quantization_grid(W.flatten(0, 1), bits, group_size)
     rows, g = _feedback(G, outer, W)
     columns, a = _feedback(A, inner, W)
-    group = columns // group_size
+    each, rows, columns = torch.arange(matrices, device=W.device)[:, None, None], rows[..., None], columns[:, None]
     # Rounded entries are few units of float32 from a tie at most in a share of 2^-20 of the cases: either will do.
-    scale, zero = (x[rows][:, group].to(torch.float32) for x in (scales, zeros))
-    found = _nearest_plane(W[rows][:, columns].to(torch.float32), scale, zero, a, g, 2**bits - 1)
+    scale, zero = (
+        x.unflatten(0, (matrices, outer))[each, rows, columns // group_size].to(torch.float32) for x in (scales, zeros)
+    )
+    found = _nearest_plane(W[each, rows, columns].to(torch.float32), scale, zero, a, g, 2**bits - 1)
     codes = torch.empty(W.shape, dtype=torch.uint8, device=W.device)
-    codes[rows[:, None], columns] = found
-    return QuantizedWeight(codes, scales, zeros, group_size)
+    codes[each, rows, columns] = found
+    return QuantizedWeight(codes.flatten(0, 1), scales, zeros, group_size)
 
 
 def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order of rounding, and by how much each later entry is moved by the earlier ones' errors.
+    """Return the orders of rounding, and by how much each later entry is moved by the earlier ones' errors.
 
     The largest diagonal entries come first: their errors are the dearest, and can still be made up for by the others.
     """
+    matrices = len(like)
     if M is None:
-        return torch.arange(size, device=like.device), like.new_zeros(size, size, dtype=torch.float32)
-    order = M.diagonal().argsort(descending=True)
-    last_first = order.flip(0)
-    R = torch.linalg.cholesky(M[last_first][:, last_first], upper=True).flip(0, 1)  # lower triangular
-    return order, (R / R.diagonal()[:, None]).tril(-1).to(torch.float32)
+        order = torch.arange(size, device=like.device).expand(matrices, size)
+        return order, like.new_zeros(matrices, size, size, dtype=torch.float32)
+    order = M.diagonal(dim1=-2, dim2=-1).argsort(descending=True)
+    last_first, each = order.flip(1), torch.arange(matrices, device=like.device)[:, None, None]
+    sorted_ = M[each, last_first[..., None], last_first[:, None]]
+    R = torch.linalg.cholesky(sorted_, upper=True).flip(1, 2)  # lower triangular
+    del sorted_
+    R /= R.diagonal(dim1=-2, dim2=-1)[..., None].clone()
+    return order, R.to(torch.float32).tril_(-1)
 
 
 def _nearest_plane(W: Tensor, scale: Tensor, zero: Tensor, a: Tensor, g: Tensor, largest: int) -> Tensor:
@@ -91,7 +100,7 @@ def _nearest_plane(W: Tensor, scale: Tensor, zero: Tensor, a: Tensor, g: Tensor,
     rows up to i and the columns up to j: all blocks of an anti-diagonal are independent of each other, and so are the
     entries of an anti-diagonal in a block. Blocks bring most of the sums into matrix products.
     """
-    outer, inner = W.shape
+    matrices, outer, inner = W.shape
     B = min(_BLOCK, max(outer, inner))
     high, wide = -(-outer // B), -(-inner // B)
     margin = (0, wide * B - inner, 0, high * B - outer)
@@ -106,12 +115,12 @@ def _nearest_plane(W: Tensor, scale: Tensor, zero: Tensor, a: Tensor, g: Tensor,
         ]
         parts = []
         for i, j in blocks:
-            along, across = E[i, : j.start] @ a[j, : j.start].T, g[i, : i.start] @ Y[: i.start, j]
-            parts.append((W[i, j], scale[i, j], zero[i, j], a[j, j], g[i, i], along, across))
-        found = _round_blocks(*map(torch.stack, zip(*parts, strict=True)), largest=largest)
-        for block, code, error, moved in zip(blocks, *found, strict=True):
-            codes[block], E[block], Y[block] = code, error, moved
-    return codes[:outer, :inner]
+            along, across = E[:, i, : j.start] @ a[:, j, : j.start].mT, g[:, i, : i.start] @ Y[:, : i.start, j]
+            parts.append((*(x[:, i, j] for x in (W, scale, zero)), a[:, j, j], g[:, i, i], along, across))
+        found = _round_blocks(*map(torch.cat, zip(*parts, strict=True)), largest=largest)
+        for (i, j), code, error, moved in zip(blocks, *(x.split(matrices) for x in found), strict=True):
+            codes[:, i, j], E[:, i, j], Y[:, i, j] = code, error, moved
+    return codes[:, :outer, :inner]
 
 
 def _round_blocks(

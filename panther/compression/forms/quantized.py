@@ -40,19 +40,21 @@ def fit_quantized(
 
     Cost: for each width that of ``quantize_weight``, and an SVD if ``most``.
     """
-    W = metric.source[0]
-    A = None if metric.L is None else _ridged(metric.L[0] @ metric.L[0].mT)
-    G = None if metric.R is None else _ridged(metric.R[0].mT @ metric.R[0])
+    W = metric.source
+    A = None if metric.L is None else _add_ridge_(metric.L @ metric.L.mT)
+    G = None if metric.R is None else _add_ridge_(metric.R.mT @ metric.R)
     found = {}
     for bits in widths:
-        weight = quantize_weight(W, A, G, bits, W.shape[1] if group_size is None else min(group_size, W.shape[1]))
-        residual = factor(metric.source - weight.dense(), metric, most=most, seed=seed, dtype=dtype)
+        weight = quantize_weight(W, A, G, bits, W.shape[2] if group_size is None else min(group_size, W.shape[2]))
+        residual = factor(W - weight.dense().view_as(W), metric, most=most, seed=seed, dtype=dtype)
         found[bits] = QuantizedFit(weight, residual)
     return found
 
 
-def _ridged(A: Tensor) -> Tensor:
-    return A + _RIDGE * A.diagonal().mean() * torch.eye(len(A), dtype=A.dtype, device=A.device)
+def _add_ridge_(A: Tensor) -> Tensor:
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    diagonal += _RIDGE * diagonal.mean(-1, keepdim=True)
+    return A
 
 
 def sensitivity(metric: Metric) -> float:
@@ -61,9 +63,9 @@ def sensitivity(metric: Metric) -> float:
     With feedback in both metrics, the error of each entry counts with the square of its pivots in the Cholesky factors.
     """
     _, outer, inner = metric.source.shape
-    columns = float(inner) if metric.L is None else metric.L.diagonal(dim1=-2, dim2=-1).square().sum().item()
-    rows = float(outer) if metric.R is None else metric.R.diagonal(dim1=-2, dim2=-1).square().sum().item()
-    return metric.source.square().mean().item() * columns * rows
+    columns = inner if metric.L is None else metric.L.diagonal(dim1=-2, dim2=-1).square().sum(-1)
+    rows = outer if metric.R is None else metric.R.diagonal(dim1=-2, dim2=-1).square().sum(-1)
+    return (metric.source.square().mean((1, 2)) * columns * rows).sum().item()
 
 
 def planned_widths(

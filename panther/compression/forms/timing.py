@@ -46,7 +46,7 @@ def timed_layers(runner: Runner, targets: Sequence[Target], forms: Forms) -> dic
     for key, (target, module, x) in runner.over(samples.items(), "time of forms"):
         # One new layer at a time: all together could take several times the memory of the dense one.
         pairs = [
-            compared(_call(module, x), _call(random_layer(target, module, option, forms.group_size), x), x.device)
+            compared(_call(module, x), _call(random_layer(target, module, option, forms), x), x.device)
             for option in plans[target]
         ]
         dense_s = statistics.median(old for old, _ in pairs)

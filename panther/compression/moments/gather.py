@@ -20,15 +20,16 @@ __all__ = ["Moments", "check_calibration", "gather_drift", "gather_moments", "mo
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from panther.compression.moments.sums import Shifted, Sums, add_products, add_squares, input_rows, is_finite
+from panther.compression.moments.batch import Call, gradient_rows, run_batch
+from panther.compression.moments.sums import Shifted, Sums, add_products, add_squares, input_rows, square_zeros
 from panther.compression.runner import Runner, counted, squares
-from panther.compression.survey import input_key, output_gradients, watched
+from panther.compression.survey import Receive, send_gradients, watched
 from panther.compression.targets import Target
 from panther.errors import CompressionError
 
@@ -102,10 +103,8 @@ def moments_bytes(targets: Sequence[Target], gradients: bool) -> int:
     return _DOUBLE * (A + gradients * sum(target.groups * target.outer**2 for target in targets))
 
 
-def split_passes(
-    inputs: Sequence[Sequence[Target]], gradients: bool, limit: int
-) -> tuple[list[list[Sequence[Target]]], int]:
-    """Return passes of sets of targets whose moments fit into ``limit`` bytes, and the bytes of the largest one.
+def split_passes(inputs: Sequence[Sequence[Target]], gradients: bool, limit: int) -> list[list[Sequence[Target]]]:
+    """Return passes of sets of targets whose moments fit into ``limit`` bytes.
 
     A set that is larger by itself has a pass of its own.
     """
@@ -119,55 +118,48 @@ def split_passes(
         else:
             split.append([several])
             sizes.append(size)
-    return split, max(sizes, default=0)
+    return split
 
 
 def gather_moments(
-    runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, description: str
+    runner: Runner,
+    inputs: Sequence[Sequence[Target]],
+    *,
+    gradients: bool,
+    seed: int,
+    description: str,
+    keep: bool = False,
 ) -> tuple[dict[Target, Moments], float]:
     """Pass over the batches once: return the moments, and the output's squares.
 
-    Without gradients, targets of one input share its moments.
+    Without gradients, targets of one input share its moments. With ``keep`` they have the weights of the positions.
     """
     sums: dict[Target, Sums] = {}
     for several in inputs:
         for together in [[target] for target in several] if gradients else [several]:
-            sums |= dict.fromkeys(together, Sums(together, gradients, runner.device))
+            sums |= dict.fromkeys(together, Sums(together, gradients, runner.device, keep=keep))
     # Sharing was seen on the first batch only; a model that branches could break it on a later one.
     compared = {target for several in inputs if len(several) > 1 for target in several}
-    seen: dict[Target, list[Any]] = {}
-    alive: list[Tensor] = []  # so that an address is not used again within a batch
-    copies: dict[Any, Tensor] = {}  # of inputs, because the model may write to its own before gradients are known
-    waiting: list[tuple[Target, nn.Module, Tensor, int | None]] = []  # inputs, and which gradient belongs to each
+    levels = _levels(runner, list(sums), seed) if gradients else {}
     energy = torch.zeros(1, dtype=torch.float64)
-    levels: dict[Target, float] = {}  # mean squares of the gradients, of the first batch
 
-    def note(target: Target, module: nn.Module, x: Tensor) -> None:
-        if not is_finite(x if isinstance(module, nn.Conv2d) else counted(x, mask)):
-            raise CompressionError(
-                f"layer {target.name!r} reads NaN or infinite values in calibration batch {number}: check the "
-                "batch and the model, or exclude the layer"
-            )
-        key = input_key(module, x) if target in compared else None
-        if key is not None:
-            alive.append(x)
-            seen.setdefault(target, []).append(key)
-        if not gradients:
-            if sums[target].leader is target:
-                sums[target].add(module, x, mask, None)
-            return
-        if (copy := copies.get(key)) is None:
-            copy = x.clone()
-        if key is not None:
-            copies[key] = copy
-        # No tap is taken where the model computes without gradients.
-        waiting.append((target, module, copy, len(watch.taps) if torch.is_grad_enabled() else None))
+    def add(target: Target, call: Call, slope: Tensor | None) -> None:
+        roots: Tensor | float | None = _EVEN**0.5 if gradients else None
+        if slope is not None:
+            if not add_squares(sums[target].G[target], slope):
+                raise CompressionError(
+                    f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {call.place[0]}: "
+                    "use method='activation', or a model in float32"
+                )
+            roots = _roots(slope, levels[target])
+        if gradients or sums[target].leader is target:
+            sums[target].add(call.module, call.x, roots, call.place)
 
     for number, batch in enumerate(runner.over(runner.batches, description)):
-        mask = runner.mask(batch)
-        with watched(list(sums), note, gradients=gradients) as watch, torch.set_grad_enabled(gradients):
-            output = runner.output(batch)
-            found = output_gradients(runner, output, batch, watch, seed + number) if watch.taps else []
+        size, seen = run_batch(
+            runner, batch, list(sums), compared, add, number=number, seed=seed + number, gradients=gradients
+        )
+        energy += size
         for several in inputs:
             for other in several[1:]:
                 if seen.get(several[0]) != seen.get(other):
@@ -175,29 +167,6 @@ def gather_moments(
                         f"layers {several[0].name!r} and {other.name!r} read the same input in the first batch and "
                         f"different ones in batch {number}: exclude one of them"
                     )
-        size = squares(counted(output.detach(), mask))
-        if not isfinite(size):
-            raise CompressionError(
-                f"the model's output is NaN or infinite in calibration batch {number}: check the batch and the model, "
-                "or return a finite part of the output in forward_fn"
-            )
-        energy += size
-        slopes = [
-            None if gradient is None else _gradient_rows(module, gradient, mask, target)
-            for (target, module, _), gradient in zip(watch.taps, found, strict=True)
-        ]
-        if gradients and not levels:
-            levels = _levels(runner, list(sums), [tap[0] for tap in watch.taps], slopes)
-        for target, module, x, index in waiting:
-            slope = None if index is None else slopes[index]
-            if slope is not None and not add_squares(sums[target].G[target], slope):
-                raise CompressionError(
-                    f"the gradient at layer {target.name!r} is NaN or infinite in calibration batch {number}: use "
-                    "method='activation', or a model in float32"
-                )
-            sums[target].add(module, x, mask, _EVEN**0.5 if slope is None else _roots(slope, levels[target]))
-        for held in (seen, alive, copies, waiting):
-            held.clear()
     runner.sum_([energy])
     result: dict[Target, Moments] = {}
     for several in inputs:
@@ -216,22 +185,35 @@ def gather_moments(
             mean /= weight
             for G in own.G.values():
                 G /= positions
-            roots = torch.cat(own.roots, 1) if own.roots else None
+            own.roots.sort(key=lambda entry: entry[0])  # of calls in the order of the forwards, as drift has them
+            roots = torch.cat([roots for _, roots in own.roots], 1) if own.roots else None
             result[target] = Moments(own.A, mean, own.G.get(target), positions, roots=roots)
     return result, energy.item()
 
 
-def _levels(
-    runner: Runner, targets: Sequence[Target], called: Sequence[Target], gradients: Sequence[Tensor | None]
-) -> dict[Target, float]:
-    """Return the mean squares of the gradients at the targets' outputs, over all ranks; 1 where there are none."""
+def _levels(runner: Runner, targets: Sequence[Target], seed: int) -> dict[Target, float]:
+    """Return the mean squares of the gradients at the targets' outputs in the first batch; 1 where there are none.
+
+    In a run of its own: weights of positions are relative to them, and no gradient is kept until all are known.
+    """
+    batch = runner.batches[0]
+    mask = runner.mask(batch)
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))
-    for target, rows in zip(called, gradients, strict=True):
-        if rows is not None:
+
+    def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
+        def receive(gradient: Tensor) -> None:
+            rows = gradient_rows(module, gradient, mask, target)
             sums_of[target] += torch.tensor([squares(rows), rows.shape[0] * rows.shape[1]], dtype=torch.float64)
+
+        return receive
+
+    with watched(targets, note) as watch:
+        output = runner.output(batch)
+        if watch.tapped:
+            send_gradients(runner, output, batch, watch, seed)
     runner.sum_([sums])
-    means = {target: total / max(count, 1.0) for target, (total, count) in zip(targets, sums.tolist(), strict=True)}
+    means = {target: total / max(number, 1.0) for target, (total, number) in zip(targets, sums.tolist(), strict=True)}
     return {target: mean if 0 < mean < inf else 1.0 for target, mean in means.items()}
 
 
@@ -260,7 +242,7 @@ def gather_drift(
     sums, crosses, originals, starts = {}, {}, {}, dict.fromkeys(several, 0)
     for target in several:
         sums[target] = Sums([target], False, runner.device)
-        crosses[target] = torch.zeros_like(sums[target].A)
+        crosses[target] = square_zeros(target.groups, target.inner, runner.device)
         originals[target] = Shifted(target.groups, target.inner, runner.device)
 
     def read(batch: Any) -> list[Tensor]:
@@ -269,12 +251,13 @@ def gather_drift(
 
         def note(target: Target, module: nn.Module, x: Tensor) -> None:
             nonlocal left
-            found.extend(input_rows(module, x, mask, target.groups))
+            rows = x if isinstance(module, nn.Conv2d) else counted(x, mask)
+            found.extend(input_rows(module, rows, target.groups))
             left -= 1
             if left == 0:
                 raise _Stop
 
-        with watched(several[:1], note, gradients=False), suppress(_Stop):
+        with watched(several[:1], note), suppress(_Stop):
             runner.output(batch)
         return found
 
@@ -303,12 +286,3 @@ def gather_drift(
         positions = moments[target].positions
         drift[target] = Moments(own.A / weight[..., None], mean / weight, None, positions, cross / weight[..., None])
     return drift
-
-
-def _gradient_rows(module: nn.Module, gradient: Tensor, mask: Tensor | None, target: Target) -> Tensor:
-    """Return the gradients at a layer's output, (groups, rows, outer) in float32 or wider."""
-    if isinstance(module, nn.Conv2d):
-        rows = gradient.movedim(-3, -1).reshape(-1, target.groups, target.outer).movedim(1, 0)
-    else:
-        rows = counted(gradient, mask)[None]
-    return rows.to(torch.promote_types(rows.dtype, torch.float32))

@@ -4,17 +4,16 @@ Rows are multiplied in blocks, in float32 (of float64 models in float64), and th
 are taken about the mean of the first rows: where the mean is large, their covariance would cancel in float32.
 """
 
-__all__ = ["Shifted", "Sums", "add_products", "add_squares", "input_rows", "is_finite"]
+__all__ = ["Shifted", "Sums", "add_products", "add_squares", "input_rows", "is_finite", "square_zeros"]
 
+import mmap
 from collections.abc import Iterator, Sequence
-from functools import partial
 from math import frexp, isfinite, ldexp
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther.compression.runner import counted
 from panther.compression.targets import Target
 from panther.linalg._operand import driver
 from panther.nn._conv import pad_input
@@ -24,6 +23,7 @@ _CHUNK = 2**22  # entries of unfolded input at a time
 _ROWS = 2048
 # Only what is right of the diagonal is computed, in strips of so many rows: 0.61 of the time at 1536 columns.
 _STRIP = 256
+_OWN_PAGES = 2**18  # bytes from which on a moment is mapped by itself
 _SAFE_POWER = 40  # largest entries up to two to this, and down to its inverse, have float32 squares as exact as any
 
 
@@ -33,15 +33,18 @@ class Shifted:
     def __init__(self, groups: int, n: int, device: torch.device) -> None:
         self.sum = torch.zeros(groups, n, dtype=torch.float64, device=device)
         self.weight = torch.zeros(groups, 1, dtype=torch.float64, device=device)  # of all rows together
-        self.shift: Tensor | None = None  # (groups, 1, n)
+        # Made now, because memory that stays and is taken amid activations keeps malloc from joining what they leave.
+        self.shift = torch.zeros(groups, 1, n, dtype=torch.float64, device=device)  # rounded to the rows' dtype
+        self._shifted = False
 
     def add(self, rows: Tensor, roots: Tensor | None) -> Tensor:  # (groups, rows, n), (groups, rows)
         """Add rows, and return them without the shift, times the roots of their weights."""
-        if self.shift is None:
+        if not self._shifted:
             if not rows.shape[1]:
                 return rows
-            self.shift = rows.mean(1, keepdim=True, dtype=torch.float64).to(rows.dtype)
-        rows = rows - self.shift
+            self._shifted = True
+            self.shift.copy_(rows.mean(1, keepdim=True, dtype=torch.float64).to(rows.dtype))
+        rows = rows - self.shift.to(rows.dtype)
         if roots is None:
             self.sum += rows.sum(1, dtype=torch.float64)
             self.weight += rows.shape[1]
@@ -54,38 +57,43 @@ class Shifted:
 
     def whole(self) -> Tensor:  # (groups, n)
         """Return the sum of the rows as they were."""
-        return self.sum if self.shift is None else self.sum + self.weight * self.shift[:, 0]
+        return self.sum + self.weight * self.shift[:, 0]
 
     def restore_(self, products: Tensor, other: "Shifted") -> None:
         """Turn sums of products, of these rows by those of another sum, into products of rows as they were."""
-        if self.shift is not None and other.shift is not None:  # (x + s)(y + t)^T = x y^T + x t^T + s (y + t)^T
-            products.baddbmm_(self.sum[:, :, None], other.shift.double())
-            products.baddbmm_(self.shift.double().mT, other.whole()[:, None, :])
+        # (x + s)(y + t)^T = x y^T + x t^T + s (y + t)^T
+        products.baddbmm_(self.sum[:, :, None], other.shift)
+        products.baddbmm_(self.shift.mT, other.whole()[:, None, :])
 
 
 class Sums:
-    """Sums over the rows of one input, and over the gradients of the targets that read it."""
+    """Sums over the rows of one input, and over the gradients of the targets that read it.
 
-    def __init__(self, targets: Sequence[Target], gradients: bool, device: torch.device) -> None:
-        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        self.leader = targets[0]
+    With ``keep`` the roots of the weights are kept too.
+    """
+
+    def __init__(self, targets: Sequence[Target], gradients: bool, device: torch.device, *, keep: bool = False) -> None:
+        self.leader, self.keep = targets[0], keep
         groups, n = self.leader.groups, self.leader.inner
-        self.A, self.inputs = zeros(groups, n, n), Shifted(groups, n, device)
-        self.G = {target: zeros(groups, target.outer, target.outer) for target in targets if gradients}
-        self.positions = zeros(1)
-        self.roots: list[Tensor] = []  # of the weights
+        self.A, self.inputs = square_zeros(groups, n, device), Shifted(groups, n, device)
+        self.G = {target: square_zeros(groups, target.outer, device) for target in targets if gradients}
+        self.positions = torch.zeros(1, dtype=torch.float64, device=device)
+        self.roots: list[tuple[tuple[int, int], Tensor]] = []  # of the weights, with the batch and the call in it
 
-    def add(self, module: nn.Module, x: Tensor, mask: Tensor | None, roots: Tensor | float | None) -> None:
-        """Add a finite input of the layer, with the roots of its positions' weights, (groups, rows) or all the same."""
+    def add(self, module: nn.Module, x: Tensor, roots: Tensor | float | None, place: tuple[int, int]) -> None:
+        """Add a finite input of the layer (of a linear one the rows that count), with the roots of their weights.
+
+        They are (groups, rows), or all the same. ``place`` puts calls in order.
+        """
         start = 0
-        for rows in input_rows(module, x, mask, self.leader.groups):
+        for rows in input_rows(module, x, self.leader.groups):
             end = start + rows.shape[1]
             own = roots[:, start:end] if isinstance(roots, Tensor) else roots
             if isinstance(own, float):
                 own = torch.full(rows.shape[:2], own, dtype=rows.dtype, device=rows.device)
             add_squares(self.A, self.inputs.add(rows, own))
-            if own is not None:
-                self.roots.append(own)
+            if own is not None and self.keep:
+                self.roots.append((place, own))
             start = end
         self.positions += start
 
@@ -96,6 +104,19 @@ class Sums:
             for start in range(0, moment.shape[-1], _STRIP):
                 end = start + _STRIP
                 moment[:, end:, start:end] = moment[:, start:end, end:].mT
+
+
+def square_zeros(groups: int, n: int, device: torch.device) -> Tensor:  # (groups, n, n), float64
+    """Return zeros of which nothing stays behind in malloc's heap.
+
+    Once a block of up to 32 MB was freed, glibc takes its like from the heap, which shrinks from its end only: moments
+    that live longer than the activations around them would keep all of it.
+    """
+    size = torch.float64.itemsize * groups * n * n
+    if device.type != "cpu" or size < _OWN_PAGES:
+        return torch.zeros(groups, n, n, dtype=torch.float64, device=device)
+    pages = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)  # zeros, and private to this process
+    return torch.frombuffer(pages, dtype=torch.float64).view(groups, n, n)
 
 
 @driver
@@ -139,11 +160,14 @@ def _scaled(rows: Tensor, largest: float) -> tuple[Tensor, int]:
     return rows * ldexp(1.0, -power), power
 
 
-def input_rows(module: nn.Module, x: Tensor, mask: Tensor | None, groups: int) -> Iterator[Tensor]:
-    """Yield the rows that a layer multiplies its weight with, (groups, rows, inner), in float32 or wider, in chunks."""
+def input_rows(module: nn.Module, x: Tensor, groups: int) -> Iterator[Tensor]:
+    """Yield the rows that a layer multiplies its weight with, (groups, rows, inner), in float32 or wider, in chunks.
+
+    ``x`` is the input of a convolution, or the rows of a linear layer's that count.
+    """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if not isinstance(module, nn.Conv2d):
-        yield counted(x, mask)[None]
+        yield x[None]
         return
     x = x if x.dim() == 4 else x[None]  # Conv2d takes one image without a batch too
     x, padding = pad_input(x, module.kernel_size, module.padding, module.dilation, module.padding_mode)
