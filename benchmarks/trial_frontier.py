@@ -7,12 +7,14 @@ to the nearest code in groups of 128 columns (int8: one scale a row), the range 
 same with error feedback in the metric of the inputs, ``method="activation"``; *SVD* is a truncated SVD of the weights,
 its factors in float32 or int8; *panther* is what pr.compress chooses among all quantized forms, and *low rank* and *low
 rank, int8* are its two-sided fit with such factors, *pivot rows* the same in the form "interpolative", at a higher rank
-in as many bytes; *by time* asks for a speed in place of a size. *+ healing* is a distillation of 500 steps on the same
-batches. No row uses labels.
+in as many bytes; *by time* asks for a speed in place of a size; *int8 inputs* rounds inputs while the model runs, too.
+*+ healing* is a distillation: 500 steps on the same batches for quantized layers; for low-rank ones, which have more to
+learn, 640 steps on four times as many others besides. No row uses labels.
 
-Times are CPU seconds of compressing, healing included. ``stated_mb`` is the memory that the report announces
-beforehand, besides the model's own forward and backward, and ``peak_mb`` by how much the process's memory rose at most,
-with them. Rows are kept in the cache: a row is computed again if its options changed, or with --again.
+Times are CPU seconds of compressing, healing included. ``stated_mb`` is the peak memory that is announced
+beforehand, over what the process holds then and with the model's own forward and backward, and ``peak_mb`` by how much
+the process's memory rose at most. Rows are kept in the cache: a row is computed again if its options changed, or with
+--again.
 """
 
 __all__ = ["CASES", "Case", "kept_model", "rise_mb", "run"]
@@ -46,7 +48,6 @@ FORMS = (
 WIDTHS = (8, 4, 3)
 BITS = (3.25, 3.75, 4.25, 4.75, 6.0, 8.0)
 FRACTIONS = (0.75, 0.5, 0.25)
-HEAL_STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,14 @@ class Case:
         size: What was asked for: a width, bits a weight, or a fraction of the numbers.
         options: Of ``pr.compress``.
         heal_steps: Of healing, if any.
+        further: Batches to compress with besides those of all rows.
     """
 
     method: str
     size: str
     options: dict[str, Any] = field(default_factory=dict)
     heal_steps: int = 0
+    further: int = 0
 
     @property
     def name(self) -> str:
@@ -82,43 +85,54 @@ def _low_rank(fractions: tuple[float, ...], pivots: bool = False) -> list[Case]:
     return cases
 
 
-def _quantized(bits: tuple[float, ...]) -> list[Case]:
+def _quantized(bits: tuple[float, ...], depthwise: bool = False) -> list[Case]:
+    """Return the rows with codes and factors in int8; ``depthwise`` layers of 9 or 25 columns stay dense with those."""
+    low_rank = ("dense", "int8_low_rank") if depthwise else "int8_low_rank"
     cases = []
-    for width in WIDTHS:
-        own = {"forms": f"int{width}", "bits": width + 0.25, "group_size": None if width == 8 else 128}
+    for width in WIDTHS:  # every layer in this width, whose scales take less than the bits that are left for them
+        most = width + (0.5 if depthwise else 0.25)
+        own = {"forms": f"int{width}", "bits": most, "group_size": None if width == 8 else 128}
         cases.append(Case("nearest", f"int{width}", {"method": "svd", **own}))
         cases.append(Case("GPTQ", f"int{width}", {"method": "activation", **own}))
     cases += [Case("panther", f"{each:g} bits", {"bits": each, "forms": FORMS}) for each in bits]
     for each in (8.0, 6.0, 4.25):
         size = f"{each:g} bits"
-        cases.append(Case("SVD, int8", size, {"method": "svd", "bits": each, "forms": "int8_low_rank"}))
-        cases.append(Case("low rank, int8", size, {"bits": each, "forms": "int8_low_rank"}))
+        cases.append(Case("SVD, int8", size, {"method": "svd", "bits": each, "forms": low_rank}))
+        cases.append(Case("low rank, int8", size, {"bits": each, "forms": low_rank}))
     return cases
 
 
-def _healed(cases: list[Case], names: tuple[str, ...]) -> list[Case]:
+def _healed(cases: list[Case], names: tuple[str, ...], steps: int = 500, further: int = 0) -> list[Case]:
     """Return those of the cases with such names, healed."""
-    found = {case.name: case for case in cases}
-    return [replace(found[name], method=f"{found[name].method} + healing", heal_steps=HEAL_STEPS) for name in names]
+    found = [case for case in cases if case.name in names]
+    return [replace(case, method=f"{case.method} + healing", heal_steps=steps, further=further) for case in found]
 
 
 _ENCODER = [*_quantized(BITS), *_low_rank(FRACTIONS, pivots=True)]
-_HEALED = ("panther, 3.25 bits", "pivot rows, 50% of the numbers", "pivot rows, 25% of the numbers")
+_PIVOTS = ("pivot rows, 50% of the numbers", "pivot rows, 25% of the numbers")
 CASES: dict[str, list[Case]] = {
     "encoder": [
         *_ENCODER,
+        *(
+            Case("panther, int8 inputs", f"{bits:g} bits", {"bits": bits, "forms": FORMS, "activations": "int8"})
+            for bits in (3.25, 4.25, 6.0)
+        ),
         Case("panther, by time", "1.5 times as fast", {"speedup": 1.5, "forms": None, "measure_speed": True}),
-        *_healed(_ENCODER, _HEALED),
+        *_healed(_ENCODER, ("panther, 3.25 bits",)),
+        *_healed(_ENCODER, _PIVOTS, 640, 128),
     ],
     "encoder-3": _ENCODER,
     "smollm2": _low_rank((0.9, 0.75, 0.5)),
-    "images": _low_rank(FRACTIONS),
+    "images": [*_quantized(BITS, depthwise=True), *_low_rank(FRACTIONS)],
 }
 QUICK: dict[str, list[Case]] = {
     "encoder": [case for case in _quantized((4.25,)) if case.name.endswith((", int4", "panther, 4.25 bits"))],
     "encoder-3": _healed(_low_rank((0.5,)), ("low rank, 50% of the numbers",)),
     "smollm2": _low_rank((0.5,)),
-    "images": _low_rank((0.5,)),
+    "images": [
+        *_low_rank((0.5,)),
+        *(case for case in _quantized((6.0,), True) if "int4" in case.size or "6" in case.size),
+    ],
 }
 
 
@@ -157,7 +171,7 @@ def kept_model(task: str, name: str, subject: Subject, cache: Path) -> nn.Module
 
 
 def _file(cache: Path, task: str, case: Case) -> Path:
-    content = repr((case.name, case.options, case.heal_steps))
+    content = repr((case.name, case.options, case.heal_steps, *[case.further] * (case.further > 0)))
     words = "".join(letter if letter.isalnum() else "-" for letter in case.name)
     return cache / f"frontier-{task}" / f"{words}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
 
@@ -174,7 +188,9 @@ def _compress(task: str, subject: Subject, case: Case, quick: bool) -> tuple[dic
     model = copy.deepcopy(subject.model)
     steps = min(case.heal_steps, 4) if quick else case.heal_steps
     heal = pr.HealConfig(max_steps=steps) if steps else None
-    arguments: dict[str, Any] = {"calibration": subject.calibration, "seed": 0, "measure_speed": False, "heal": heal}
+    batches = [*subject.calibration, *subject.further(1 if quick else case.further)] if case.further else None
+    arguments: dict[str, Any] = {"calibration": batches or subject.calibration, "seed": 0, "measure_speed": False}
+    arguments["heal"] = heal
     start = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)  # a question of size here: times have a table of their own

@@ -3,8 +3,9 @@
 Forwards without gradients, of inputs without padding; ratios are to the dense model in float32, 2 is twice as fast.
 *int8, torch dynamic* is ``torch.ao.quantization.quantize_dynamic`` of the same layers. The rows that start with a
 method's name are of the compressed models in trial_frontier.py's cache, which is to run first, as far as they are
-there; low-rank ones in float32 are fused (``pr.fuse_``). ``memory_mb`` is by how much a process's memory rises when the
-model is copied and run once: weights, what its layers unpack, and activations.
+there; low-rank ones in float32 are fused (``pr.fuse_``). ``per_s`` is tokens, or images, a second; of a language model,
+1 x 1 is a step of generation with an empty cache. ``memory_mb`` is by how much a process's memory rises when the model
+is copied and run once: weights, what its layers unpack, and activations.
 """
 
 __all__ = ["run"]
@@ -30,9 +31,11 @@ KEPT = {
         "low rank, 50% of the numbers", "pivot rows, 50% of the numbers", "panther, by time, 1.5 times as fast",
         "low rank, int8, 4.25 bits", "GPTQ, int8",
         "GPTQ, int4", "panther, 8 bits", "panther, 4.25 bits", "panther, 3.25 bits",
+        "panther, int8 inputs, 4.25 bits", "panther, int8 inputs, 3.25 bits",
     ),
+    "encoder-3": ("low rank, 50% of the numbers", "pivot rows, 50% of the numbers", "GPTQ, int8", "panther, 4.25 bits"),
     "smollm2": ("low rank, 75% of the numbers", "low rank, 50% of the numbers"),
-    "images": ("low rank, 75% of the numbers", "low rank, 50% of the numbers"),
+    "images": ("low rank, 75% of the numbers", "low rank, 50% of the numbers", "GPTQ, int8", "panther, 4.25 bits"),
 }  # fmt: skip
 
 
@@ -50,7 +53,8 @@ def run(task: str, quick: bool, cache: Path | None) -> list[dict[str, Any]]:
         timings = interleave(calls, budget_s=0.1 if quick else 20, min_rounds=2 if quick else 5)
         for name, timing in timings.items():
             row = {"model": task, "form": name, "batch": batch, "tokens": tokens}
-            row |= {"time_ms": figure(1e3 * timing.median_s), "x float32": figure(timing.ratio_to(timings["float32"]))}
+            row |= {"time_ms": figure(1e3 * timing.median_s), "per_s": figure(batch * tokens / timing.median_s)}
+            row["x float32"] = figure(timing.ratio_to(timings["float32"]))
             rows.append(row | {"memory_mb": memory[name], "stored_mb": figure(_stored_bytes(forms[name]) / 1e6)})
         print_table(rows[-len(forms) :])
     return rows
