@@ -5,6 +5,7 @@ __all__ = ["add_parser", "run"]
 import argparse
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from panther.cli._arguments import add_option, positive, positive_float
@@ -34,7 +35,10 @@ def add_parser(commands: Any) -> None:
         "advise",
         description="Predict memory, bytes sent and time of every way to train a model on a cluster, and rank them.",
     )
-    models = f"transformer/SIZE, one of {', '.join(_SIZES)}; or module:function, which returns a model and a batch"
+    models = (
+        f"transformer/SIZE, one of {', '.join(_SIZES)}; a folder of transformers, compressed or not; or "
+        "module:function, which returns a model and a batch"
+    )
     parser.add_argument("--model", required=True, metavar="MODEL", help=models)
     parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="devices, one for each process")
     add_option(parser, "--memory", _memory, "memory of a device, as 80GB (default: --device's)", metavar="BYTES")
@@ -98,18 +102,40 @@ def _stats(args: argparse.Namespace) -> Any:
             sketch=args.sketch,
             mixed_precision=half,
         )
-    if not names_function(args.model):
+    folder = Path(args.model)
+    if not folder.is_dir() and not names_function(args.model):
         raise PantherError(
-            f"--model {args.model} is neither transformer/SIZE nor module:function: use for example transformer/1.3b"
+            f"--model {args.model} is not a folder, and neither transformer/SIZE nor module:function: use for example "
+            "transformer/1.3b"
         )
     if args.sketch is not None:
         raise PantherError("--sketch is for transformer/SIZE: let the function return a model with sketched layers")
+    if folder.is_dir():
+        return _stats_of_folder(folder, args.sequence, half)
     with current_folder_importable():
         made = call(args.model)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise wrong_return(args.model, made, "an nn.Module and a batch, the arguments of its forward")
         with explained(f"{args.model}: the model does not run on its batch"):
             return ModelStats.of(*made, mixed_precision=half)
+
+
+def _stats_of_folder(folder: Path, sequence: int, half: str | None) -> Any:
+    """Measure the model that config.json describes, without its weights."""
+    from panther.cli._transformers import empty_model, sample_inputs
+    from panther.distributed import ModelStats
+
+    if not (folder / "config.json").is_file():
+        raise PantherError(f"{folder} holds no config.json: give a folder that save_pretrained of transformers wrote")
+    model = empty_model(folder)
+    known = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
+    length = min(sequence, known) if isinstance(known, int) else sequence
+    fix = "give module:function, which returns a model and a batch"
+    sample: dict[str, Any] = dict(sample_inputs(model, 1, length, fix))
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # training keeps none
+    with explained(f"{folder}: the model does not run on a sample"):
+        return ModelStats.of(model, sample, mixed_precision=half)
 
 
 def _memory(text: str) -> float:

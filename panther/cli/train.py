@@ -39,7 +39,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the settings, train, and print the last record."""
-    settings = (read_config(args.config)[0] if args.config else {}) | _given(args.settings)
+    given = _given(args.settings)
+    settings = read_config(args.config)[0] if args.config else {}
+    # They exclude each other, so one on the command line also replaces the other one of the file.
+    for name, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+        if given.get(name) is not None and other not in given:
+            settings.pop(other, None)
+    settings |= given
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
     for name in ("model", "data"):
         if name not in functions:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from .comm.metrics import DistributedMetricsCollector
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
     from .comm.traffic import CommunicationCounter
+    from .data.accumulation import no_sync
     from .data.advanced_trainer import AdvancedDistributedTrainer
     from .data.sketched_model import DistributedSketchedModel
     from .data.strategies import data_parallel
     from .hybrid import HybridParallelTrainer
     from .launcher.config import LaunchConfig
     from .launcher.function import launch
-    from .launcher.script import launch_distributed_training
+    from .launcher.script import DistributedLauncher, launch_distributed_training
     from .pipeline.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
     from .pipeline.schedules import PipelineSchedule, make_schedule
     from .pipeline.stages import split_stages
@@ -44,12 +45,13 @@ _MODULES = {
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
     "data.advanced_trainer": ("AdvancedDistributedTrainer",),
+    "data.accumulation": ("no_sync",),
     "data.sketched_model": ("DistributedSketchedModel",),
     "data.strategies": ("data_parallel",),
     "hybrid": ("HybridParallelTrainer",),
     "launcher.function": ("launch",),
     "launcher.config": ("LaunchConfig",),
-    "launcher.script": ("launch_distributed_training",),
+    "launcher.script": ("DistributedLauncher", "launch_distributed_training"),
     "pipeline.microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
     "pipeline.schedules": ("PipelineSchedule", "make_schedule"),
     "pipeline.stages": ("split_stages",),
@@ -68,6 +70,7 @@ __all__ = [
     "CommunicationCounter",
     "CommunicationProfile",
     "DistributedInfo",
+    "DistributedLauncher",
     "DistributedMetricsCollector",
     "DistributedSketchedModel",
     "HeadwiseParallel",
@@ -97,6 +100,7 @@ __all__ = [
     "launch_distributed_training",
     "make_mesh",
     "make_schedule",
+    "no_sync",
     "plan_parallelism",
     "profile_communication_overhead",
     "reduce_scatter",

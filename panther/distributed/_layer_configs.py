@@ -14,12 +14,14 @@ from panther.nn import SKLinear
 _KEYS = ("in_features", "out_features", "sketch_size")
 
 
-def check_configs(layer_configs: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int]]:
+def check_configs(
+    layer_configs: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()
+) -> list[tuple[int, int, int]]:
     """Return every layer's three sizes, or raise if one is missing or an input is not as wide as the last output."""
     if not layer_configs:
         raise ShapeError("layer_configs is empty and must have at least one layer")
     for index, config in enumerate(layer_configs):
-        if set(config) != set(_KEYS):
+        if set(config) - {*optional} != set(_KEYS):
             raise ShapeError(f"layer_configs[{index}] must have the keys {', '.join(_KEYS)}, not {', '.join(config)}")
     for index, (before, after) in enumerate(pairwise(layer_configs)):
         if before["out_features"] != after["in_features"]:

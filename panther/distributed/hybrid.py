@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from panther.distributed._layer_configs import check_configs, perceptron
+from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import transport
@@ -26,9 +28,11 @@ from panther.distributed.pipeline.losses import DividedLoss, check_reduction, re
 from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model
-from panther.distributed.tensor._plan import Plan, plan_automatically
+from panther.distributed.tensor._plan import Plan, plan_automatically, plan_by_names
 from panther.distributed.tensor.parallelize import TensorParallelReport, plan_in_words, shard_model_
+from panther.distributed.tensor.styles import ColwiseSKParallel
 from panther.errors import DistributedError, ShapeError, check_size
+from panther.nn import SKLinear
 
 
 class HybridParallelTrainer:
@@ -39,7 +43,9 @@ class HybridParallelTrainer:
 
     Args:
         model_config: A module; or ``{"layers": [...]}``, for each SKLinear a mapping with ``in_features``,
-            ``out_features`` and ``sketch_size``, with ReLU between them.
+            ``out_features`` and ``sketch_size``, without activations between them. With ``tensor_parallel`` in any of
+            the mappings, the layers that have True there are sharded along tp by their outputs, which are gathered, and
+            the others are replicated; without it pairs are sharded, as by :func:`tensor_parallel`.
         parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (the
             rest of the world), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``), ``gradient_clipping``
             (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``). For the stages of a model other than
@@ -53,6 +59,8 @@ class HybridParallelTrainer:
         report: What tensor parallelism did, or None.
         dp_group: The ranks that have the same stages and shards.
         tp_group: The ranks that share this rank's layers.
+        dp_rank: The place of this rank among those of ``dp_group``.
+        tp_rank: The place of this rank among those of ``tp_group``.
 
     Raises:
         ValueError: If a key or a value is unknown.
@@ -82,9 +90,10 @@ class HybridParallelTrainer:
         self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
         self.num_microbatches = config["num_microbatches"]
         self.dp_group, self.tp_group = self.mesh["dp"].get_group(), self.mesh["tp"].get_group()
+        self.dp_rank, self.tp_rank = self.mesh["dp"].get_local_rank(), self.mesh["tp"].get_local_rank()
         self._loss_fn: DividedLoss | None = None
         self._schedule: PipelineSchedule | None = None
-        model = model_config if isinstance(model_config, nn.Module) else _perceptron(model_config)
+        model, styles = (model_config, None) if isinstance(model_config, nn.Module) else _layers(model_config)
         strategy = config["data_parallel"]
         layer_plan: Plan = {}
         stage_plans: list[StagePlan] = []
@@ -93,7 +102,8 @@ class HybridParallelTrainer:
             check_model(model, strategy)
             described = {name: value for name, value in config.items() if name != "sample_input"}
             if config["tensor_parallel_size"] > 1:
-                layer_plan.update(plan_automatically(model, config["tensor_parallel_size"]))
+                ranks = config["tensor_parallel_size"]
+                layer_plan.update(plan_automatically(model, ranks) if styles is None else plan_by_names(model, styles))
             if config["pipeline_parallel_size"] > 1:  # here, because the trace needs layers of full size
                 stage_plans[:] = [self._plan(model, config)]
                 described["sample_input"] = stage_plans[0].sample
@@ -270,9 +280,19 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _perceptron(model_config: Mapping[str, Any]) -> nn.Sequential:
+def _layers(model_config: Mapping[str, Any]) -> tuple[nn.Sequential, dict[str, ParallelStyle] | None]:
+    """Build the layers; return also the styles of those to shard, or None where no layer says so."""
     if not isinstance(model_config, Mapping):
         raise TypeError(f"model_config must be a module or a mapping, not {type(model_config).__name__}")
     if set(model_config) != {"layers"}:
         raise ValueError(f"model_config must be a module or have the key 'layers', and has {', '.join(model_config)}")
-    return perceptron(check_configs(model_config["layers"]))
+    layers = model_config["layers"]
+    sizes = check_configs(layers, optional=("tensor_parallel",))
+    model = nn.Sequential(*(SKLinear(*one) for one in sizes))
+    if not any("tensor_parallel" in layer for layer in layers):
+        return model, None
+    for index, layer in enumerate(layers):
+        if not isinstance(flag := layer.get("tensor_parallel", False), bool):
+            raise TypeError(f"layers[{index}]['tensor_parallel']={flag!r} must be True or False")
+    gathered = ColwiseSKParallel(output_layouts=Replicate())
+    return model, {str(index): gathered for index, layer in enumerate(layers) if layer.get("tensor_parallel")}

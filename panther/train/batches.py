@@ -10,7 +10,7 @@ __all__ = ["Batch", "Feed", "count_samples"]
 
 import multiprocessing
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -110,9 +110,10 @@ class Feed:
     """Windows of batches for one process.
 
     Args:
-        data: A DataLoader, whose sampler defines the order and whose other settings are kept, or a Dataset. If it is a
-            stream (an IterableDataset, or a loader with its own iteration), each process reads its own loader, from
-            where the loader's ``load_state_dict`` sets it if it has one.
+        data: A DataLoader, whose sampler defines the order and whose other settings are kept, or a Dataset or another
+            object with a length that returns samples by number. If it is a stream (an IterableDataset, or a loader with
+            its own iteration), each process reads its own loader, from where the loader's ``load_state_dict`` sets it
+            if it has one.
         batch_size: Samples per batch and process of a Dataset. A DataLoader for training must have the same or none.
         seed: Seed of the order.
         rank: The rank of this process among those that split the data.
@@ -137,12 +138,13 @@ class Feed:
         even: bool = False,
         shuffle: bool = True,
     ) -> None:
+        if isinstance(data, nn.Module):  # it has a state, as a stream may have
+            raise ConfigError(
+                f"the data is a module, {type(data).__name__}: pass the model to Trainer, the data to fit"
+            )
         keeps_own_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         if not isinstance(data, DataLoader) and not (keeps_own_state and hasattr(data, "__iter__")):
-            if not isinstance(data, Dataset):
-                raise ConfigError(f"the data must be a DataLoader or a Dataset, not a {type(data).__name__}")
-            if batch_size is None:
-                raise ConfigError("a Dataset needs batch_size in the configuration, or pass a DataLoader")
+            _check_samples(data, batch_size, "training" if shuffle else "validation")
             data = DataLoader(data, batch_size, shuffle=None if isinstance(data, IterableDataset) else shuffle)
         self.seed, self.rank, self.size, self.accumulation, self.even = seed, rank, size, accumulation, even
         self.user_loader: Any = data
@@ -267,6 +269,24 @@ class Feed:
         if state is not None and self.keeps_own_state:
             self.loader.load_state_dict(state)
             self._positioned = True
+
+
+def _check_samples(data: Any, batch_size: int | None, name: str) -> None:
+    """Raise ConfigError unless a DataLoader can be made of the data: a Dataset, or samples by number and a length."""
+    by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    # Not a tensor or a tuple (inputs, targets), whose rows and items would be taken for samples without targets.
+    if isinstance(data, Tensor | np.ndarray | Mapping | tuple | str) or not (by_number or isinstance(data, Dataset)):
+        raise ConfigError(
+            f"the data must be a DataLoader, a Dataset or a list of samples, not a {type(data).__name__}: for tensors, "
+            "pass TensorDataset(inputs, targets)"
+        )
+    if batch_size is None:
+        raise ConfigError(
+            f"a {type(data).__name__} needs batch_size in the configuration: set it, or pass DataLoader(data, size)"
+        )
+    # Also before torch's sampler says that num_samples should be positive.
+    if by_number and not isinstance(data, IterableDataset) and not len(data):
+        raise ConfigError(f"the {name} data is empty")
 
 
 def _is_stream(data: Any) -> bool:

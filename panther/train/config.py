@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from panther.errors import ConfigError
 
@@ -26,12 +26,58 @@ _NAMES_ELSEWHERE = {
     "max_norm": "gradient_clipping",
     "max_grad_norm": "gradient_clipping",
     "output_dir": "checkpoint_dir",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "gradient_checkpointing": "activation_checkpointing",
+    "checkpoint_frequency": "checkpoint_every_n_epochs",
+    "resume_from_checkpoint": "resume",
+    "mlflow_tracking": "trackers",
+    "tensorboard": "trackers",
+    "tensorboard_dir": "checkpoint_dir",
+    "mlflow_experiment": "run_name",
+    "bucket_size_mb": "bucket_cap_mb",
+    "compression": "comm_hook",
+    "compression_ratio": "topk_fraction",
+    "matrix_approximation_rank": "powersgd_rank",
+    "start_powerSGD_iter": "powersgd_start_step",
+    "chunks": "num_microbatches",
+    "timeout": "timeout_s",
 }
+
+_LAUNCHER = "the launcher decides it, in panther launch"
+_SENTENCES_ELSEWHERE = {
+    "num_gpus": f"{_LAUNCHER} --nproc-per-node and --nnodes",
+    "gpus_per_node": f"{_LAUNCHER} --nproc-per-node",
+    "nproc_per_node": f"{_LAUNCHER} --nproc-per-node",
+    "num_nodes": f"{_LAUNCHER} --nnodes",
+    "nnodes": f"{_LAUNCHER} --nnodes",
+    "world_size": f"{_LAUNCHER} --nproc-per-node and --nnodes",
+    "max_restarts": f"{_LAUNCHER} --max-restarts",
+    "communication_backend": f"{_LAUNCHER} --backend",
+    "backend": f"use strategy='ddp' for pytorch-ddp; for nccl or gloo {_LAUNCHER} --backend",
+    "zero_stage": "use strategy='zero1' for stage 1, 'fsdp' for stages 2 and 3",
+    "fp16_opt_level": "use mixed_precision='fp16'",
+    "offload_optimizer": "use panther.distributed.data_parallel(model, strategy='fsdp', cpu_offload=True)",
+    "offload_param": "use panther.distributed.data_parallel(model, strategy='fsdp', cpu_offload=True)",
+    "num_workers": "pass a DataLoader that has it to fit",
+    "num_replicas": "leave it out, a Trainer divides the samples among the ranks",
+    "sampler": "pass a DataLoader that has it to fit",
+    "shuffle": "pass a DataLoader that has it to fit",
+    "model": "pass it to Trainer",
+    "optimizer": "pass it to Trainer",
+    "loss_fn": "pass it to Trainer",
+    "criterion": "pass it to Trainer as loss_fn",
+    "callbacks": "pass them to Trainer",
+    "metrics": "pass them to Trainer",
+}
+"""What to do in place of a setting of other libraries that a TrainConfig has no field for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of dataclasses of settings, which are given by name and checked against their types."""
+
+    _sentences: ClassVar[Mapping[str, str]] = {}
+    """What to do in place of a setting that exists elsewhere only, by its name."""
 
     def __new__(cls, *values: Any, **settings: Any) -> Self:
         """Refuse unknown names before ``__init__`` does, which could not suggest the right one."""
@@ -43,6 +89,8 @@ class Settings:
             if name not in known:
                 near = [_NAMES_ELSEWHERE.get(name, ""), *difflib.get_close_matches(name, known, 1)]
                 suggestion = next((one for one in near if one in known), None)
+                if name in cls._sentences:
+                    raise ConfigError(f"{name!r} is not a setting of {cls.__name__}: {cls._sentences[name]}")
                 hint = f"did you mean {suggestion!r}?" if suggestion else f"use some of {', '.join(known)}"
                 raise ConfigError(f"{name!r} is not a setting of {cls.__name__}: {hint}")
         return super().__new__(cls)
@@ -70,6 +118,8 @@ class TrainConfig(Settings):
         Traceback (most recent call last):
         panther.errors.ConfigError: 'lr' is not a setting of TrainConfig: did you mean 'learning_rate'?
     """
+
+    _sentences = _SENTENCES_ELSEWHERE
 
     epochs: int | None = None
     """Number of passes over the training data. Set either this or ``max_steps``; with neither it is 1."""
@@ -113,6 +163,12 @@ class TrainConfig(Settings):
     mixed_precision: Literal["bf16", "fp16"] | None = None
     """Dtype of matrix products under autocast; parameters keep theirs. ``fp16`` also scales the loss. None computes in
     the dtype of the parameters."""
+
+    scaler_init_scale: float | None = None
+    """For ``fp16``, the factor of the loss in the first step. None is torch's, 65536."""
+
+    scaler_growth_interval: int | None = None
+    """For ``fp16``, the number of finite steps in a row after which the factor doubles. None is torch's, 2000."""
 
     learning_rate: float | None = None
     """Peak learning rate of every parameter group. None keeps the optimizer's own (1e-3 for the default AdamW)."""
@@ -187,8 +243,17 @@ class TrainConfig(Settings):
     bucket_cap_mb: float | None = None
     """For DDP, the size in megabytes of the buckets in which gradients are sent. None keeps torch's default."""
 
-    comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
+    comm_hook: Literal["fp16", "bf16", "powersgd", "topk"] | None = None
     """For DDP, how gradients are compressed before they are sent. None sends them unchanged."""
+
+    powersgd_rank: int | None = None
+    """For ``comm_hook="powersgd"``, the rank of the sent gradients. None is 4."""
+
+    powersgd_start_step: int | None = None
+    """For ``comm_hook="powersgd"``, the number of steps whose gradients are sent whole; at least 2. None is 10."""
+
+    topk_fraction: float | None = None
+    """For ``comm_hook="topk"``, the share of the gradients' entries that is sent. None is 0.01."""
 
     timeout_s: float = 300.0
     """Seconds to wait for other ranks."""
@@ -205,6 +270,21 @@ class TrainConfig(Settings):
                 raise ConfigError(f"{name}={value} must be positive and finite")
         if self.epochs is not None and self.max_steps is not None:
             raise ConfigError(f"epochs={self.epochs} and max_steps={self.max_steps} exclude each other: give one")
+        for name, needed, value in (
+            ("scaler_init_scale", "mixed_precision", "fp16"),
+            ("scaler_growth_interval", "mixed_precision", "fp16"),
+            ("powersgd_rank", "comm_hook", "powersgd"),
+            ("powersgd_start_step", "comm_hook", "powersgd"),
+            ("topk_fraction", "comm_hook", "topk"),
+        ):
+            if getattr(self, name) is not None and getattr(self, needed) != value:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} needs {needed}={value!r}, not {getattr(self, needed)!r}: set both"
+                )
+        if self.topk_fraction is not None and self.topk_fraction > 1:
+            raise ConfigError(f"topk_fraction={self.topk_fraction} must be at most 1")
+        if self.powersgd_start_step == 1:
+            raise ConfigError("powersgd_start_step=1 must be at least 2, because DDP forms its buckets in the first")
         if self.schedule == "callback" and self.warmup_steps:
             raise ConfigError(f"schedule='callback' and warmup_steps={self.warmup_steps} exclude each other: give one")
         if self.seed >= 1 << 63:
@@ -275,7 +355,9 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 def _kinds(settings: type) -> dict[str, tuple[Any, bool]]:
     """Return the type of each setting, and whether it may be None."""
     kinds = {}
-    for name, hint in typing.get_type_hints(settings).items():
+    hints = typing.get_type_hints(settings)
+    for name in (entry.name for entry in dataclasses.fields(settings)):
+        hint = hints[name]
         options = typing.get_args(hint)
         optional = type(None) in options
         kinds[name] = (options[0] if optional else hint, optional)

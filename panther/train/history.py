@@ -5,7 +5,7 @@ __all__ = ["History", "peak_memory"]
 import csv
 import math
 import os
-import resource
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +13,20 @@ import torch
 
 from panther.errors import require_extra
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 
 class History:
-    """The records of a run, each a mapping with ``step``, ``epoch`` and quantities.
+    """The records of a run, each a mapping with ``step``, ``epoch``, ``elapsed_s`` and quantities.
 
-    Training records have ``loss`` (the mean over the samples of all ranks since the last record), ``learning_rate``,
-    ``gradient_norm``, ``samples_per_s``, ``memory_bytes`` (this process's peak memory) and ``skipped``; validation
-    records have ``validation_loss`` and ``validation_<metric>``.
+    ``epoch`` counts completed epochs; the end of a stream is not known before the step after it. ``elapsed_s`` is the
+    time spent in ``fit``, with that of the run which this one resumed. Training records have ``loss`` (the mean over
+    the samples of all ranks since the last record), ``learning_rate``, ``gradient_norm``, ``samples_per_s``,
+    ``memory_bytes`` (this process's peak memory; None on Windows without a GPU) and ``skipped``; validation records
+    have ``validation_loss`` and ``validation_<metric>``.
 
     Example:
         >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}])
@@ -78,6 +85,23 @@ class History:
                 return min(rows, key=lambda row: row[name])
         raise ValueError("the history has no records: train first")
 
+    @property
+    def total_time(self) -> float:
+        """Seconds from the start of training to the last record; 0 without records."""
+        return max((row["elapsed_s"] for row in self._records if "elapsed_s" in row), default=0.0)
+
+    @property
+    def best_accuracy(self) -> float:
+        """The highest ``validation_accuracy``.
+
+        Raises:
+            ValueError: If no record has it.
+        """
+        values = [row["validation_accuracy"] for row in self._records if row.get("validation_accuracy") is not None]
+        if not values:
+            raise ValueError("no record has validation_accuracy: pass metrics={'accuracy': ...}, and validation data")
+        return max(values)
+
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row per record and one column per quantity; missing values are empty."""
         with open(path, "w", newline="", encoding="utf-8") as file:
@@ -115,8 +139,11 @@ class History:
         return figure
 
 
-def peak_memory() -> int:
-    """Return this process's peak memory in bytes: the GPU's if it uses one, else resident memory."""
+def peak_memory() -> int | None:
+    """Return this process's peak memory in bytes: the GPU's if it uses one, else resident memory; None on Windows."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    if resource is None:
+        return None
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -36,6 +36,7 @@ from panther.distributed.data.strategies import compute_dtype
 from panther.errors import ConfigError
 from panther.train.batches import count_samples
 from panther.train.config import TrainConfig
+from panther.train.coordination import GradientCarrier
 from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output
 from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
 
@@ -88,10 +89,20 @@ def set_up(
         if strategy in ("ddp", "zero1"):
             options: dict[str, Any] = {} if config.bucket_cap_mb is None else {"bucket_cap_mb": config.bucket_cap_mb}
             options["find_unused_parameters"] = config.find_unused_parameters
+            hooks = ("powersgd_rank", "powersgd_start_step", "topk_fraction")
+            options |= {name: getattr(config, name) for name in hooks if getattr(config, name) is not None}
             model = data_parallel(model, comm_hook=config.comm_hook, **options)
+            if config.comm_hook is None:
+                common["carrier"] = GradientCarrier.of(model)
         elif strategy != "single":
             model = data_parallel(model, strategy=strategy)
-        scaler = torch.amp.GradScaler(device.type, enabled=config.mixed_precision == "fp16")
+        scaler = torch.amp.GradScaler(
+            device.type,
+            # torch's own defaults, which it has in its signature only.
+            init_scale=config.scaler_init_scale or 2.0**16,
+            growth_interval=config.scaler_growth_interval or 2000,
+            enabled=config.mixed_precision == "fp16",
+        )
         engine = ModelEngine(model=model, rank=get_rank(), size=world, scaler=scaler, **common)
     made = make_optimizer(optimizer, groups, _named_parameters(engine), shard_state=strategy == "zero1")
     if isinstance(made, torch.optim.LBFGS):

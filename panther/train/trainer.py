@@ -39,7 +39,14 @@ from panther.train.run_directory import locked_directory
 from panther.train.strategies import set_up
 from panther.train.trackers import built_in_callbacks
 
-_SAVED = ("epoch", "skipped", "_windows_done", "_sums", "_validated_at")  # attributes that checkpoints hold as they are
+_SAVED = (
+    "epoch",
+    "skipped",
+    "_windows_done",
+    "_sums",
+    "_validated_at",
+    "_elapsed_s",
+)  # attributes that checkpoints hold as they are
 _log = logging.getLogger(__name__)
 
 
@@ -107,14 +114,16 @@ class Trainer:
         self._peak_rates: list[float] = []
         self._pending: Any = None
         self._validated_at = -1
+        self._elapsed_s = 0.0  # in earlier calls of fit, and in the run that this one resumes
         self._saved_at: tuple[int, ...] = ()
 
     def fit(self, train: Any, validation: Any = None) -> History:
         """Train the model.
 
         Args:
-            train: A DataLoader, or a Dataset with ``batch_size`` in the configuration. Its samples are divided among
-                the data-parallel ranks; the batch size is that of one rank.
+            train: A DataLoader; or, with ``batch_size`` in the configuration, a Dataset, a list of samples or another
+                object with a length that returns samples by number, such as a ``datasets.Dataset`` in torch's format.
+                Its samples are divided among the data-parallel ranks; the batch size is that of one rank.
             validation: The same, for computing the loss and the metrics during training.
 
         Returns:
@@ -266,6 +275,7 @@ class Trainer:
             raise ConfigError(f"schedule={config.schedule!r} needs to know the last step: set max_steps")
         self._notify("on_start")
         self._clock, self._samples_seen = time.perf_counter(), 0.0
+        self._counted_until = self._clock
         if (self.epoch >= epochs or self._is_over()) and get_rank() == 0:
             _log.warning("training is finished (step %d): raise epochs or max_steps to continue", self.step)
         # A signal may have come between the last step of an epoch and the end of that epoch.
@@ -324,7 +334,9 @@ class Trainer:
         self.optimizer.zero_grad()
         samples = sum(batch.samples for batch in window)
         # The exchange starts before the last backward pass and is waited for after it.
-        engine.forward_backward(window, lambda loss_sum: exchange.start(loss_sum, samples, engine.reports_loss))
+        engine.forward_backward(
+            window, lambda loss_sum: exchange.start(loss_sum, samples, engine.reports_loss, engine.carrier)
+        )
         loss, seen = exchange.finish()
         step = self.step + 1
         if not math.isfinite(loss):
@@ -374,9 +386,16 @@ class Trainer:
 
     def _append(self, quantities: Mapping[str, Any]) -> None:
         """Add a record to the history."""
-        record = {"step": self.step, "epoch": self.epoch, **quantities}
+        # The last step of an epoch is recorded before the end of the epoch, which it completes.
+        completed = self.epoch + (self._windows_done != 0 and self._windows_done == self._windows_per_epoch)
+        record = {"step": self.step, "epoch": completed, **quantities, "elapsed_s": self._count_time()}
         self.history.append(record)
         self._notify("on_record", record)
+
+    def _count_time(self) -> float:
+        now = time.perf_counter()
+        self._elapsed_s, self._counted_until = self._elapsed_s + now - self._counted_until, now
+        return self._elapsed_s
 
     def _record(self, **more: float | None) -> None:
         losses, samples = self._sums
@@ -412,6 +431,7 @@ class Trainer:
         if self.config.checkpoint_dir is None or self._saved_at == state:
             return
         self._saved_at = state
+        self._count_time()
         text = json.dumps(list(self.history), default=float)  # of NumPy's numbers, and of tensors
         extra = {name: getattr(self, name) for name in _SAVED} | {
             "samples": feed.window_samples,

@@ -79,7 +79,7 @@ def test_a_sketched_transformer_needs_less(capsys):
     ("args", "message"),
     [
         (["--model", "transformer/9b"], "--model transformer/9b is unknown: use transformer/ and one of 125m, "),
-        (["--model", "net"], "--model net is neither transformer/SIZE nor module:function"),
+        (["--model", "net"], "--model net is not a folder, and neither transformer/SIZE nor module:function"),
         (["--model", "nowhere:net"], "there is no module nowhere"),
         (
             ["--model", "advised_models:model_only"],
@@ -111,3 +111,28 @@ def test_bad_flags_exit_with_2(args, message, capsys):
         main(["advise", "--model", "a:b", *args])
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.extra
+def test_a_folder_of_transformers(models, capsys):
+    """Its config.json is enough, and a compressed model sends less."""
+    transformers = pytest.importorskip("transformers")
+    import panther as pr
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, **sizes))
+    model.config.save_pretrained("dense")
+    pr.sketch_layers_(model, pr.SketchConfig(low_rank=2))
+    pr.save_compressed(model, "small")
+    (models / "small" / "model.safetensors").unlink()
+    memory = {}
+    for folder in ("dense", "small"):
+        assert main(["advise", "--model", folder, "--gpus", "2", "--sequence", "16", "--json"]) == 0
+        best = json.loads(capsys.readouterr().out)["options"][0]
+        memory[folder] = best["memory_bytes"]["total"]
+    assert 0 < memory["small"] < memory["dense"]
+    assert main(["advise", "--model", "dense", "--gpus", "2", "--sketch", "8"]) == 2
+    assert "--sketch is for transformer/SIZE" in capsys.readouterr().err
+    (models / "empty").mkdir()
+    assert main(["advise", "--model", "empty", "--gpus", "2"]) == 2
+    assert "empty holds no config.json" in capsys.readouterr().err

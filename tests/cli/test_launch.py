@@ -1,5 +1,6 @@
 """panther launch as a user meets it: what is shown and kept, who is blamed, exit codes, signals, restarts, nodes."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 from launchers import Launcher, until
 
 from panther.cli import main
-from panther.distributed import LaunchConfig, launch_distributed_training
+from panther.distributed import DistributedLauncher, LaunchConfig, launch_distributed_training
 from panther.distributed.comm._store import listens
 from panther.distributed.launcher._arguments import _parse
 from panther.distributed.launcher._failures import describe, explain
@@ -466,3 +467,14 @@ def test_config_and_its_arguments():
         launch_distributed_training("x.py", nproc=2)
     with pytest.raises(ConfigError, match=r"the script x.py does not exist"):
         launch_distributed_training("x.py")
+
+
+def test_the_names_of_guides():
+    """LaunchConfig(monitor_interval=, start_timeout=) and DistributedLauncher."""
+    config = LaunchConfig(nproc_per_node=2, monitor_interval=1.0, start_timeout=600, max_restarts=3)
+    assert config == LaunchConfig(nproc_per_node=2, monitor_interval_s=1.0, rdzv_timeout_s=600, max_restarts=3)
+    assert LaunchConfig(start_timeout=60).arguments() == ["--rdzv-conf=timeout=60,join_timeout=60"]
+    assert dataclasses.replace(config, max_restarts=0).monitor_interval_s == 1.0
+    with pytest.raises(TypeError, match="start_timeout and rdzv_timeout_s are the same setting: give one"):
+        LaunchConfig(start_timeout=60, rdzv_timeout_s=50)
+    assert DistributedLauncher(config).config is config

@@ -84,6 +84,9 @@ def test_a_file_and_settings_over_it(work, capsys, caplog):
     assert checkpoint.checkpoints("runs")[-1].name == "step-00000018"
     assert main(["train", "--config", "run.toml", "epochs=3"]) == 0
     assert "training is finished (step 18): raise epochs or max_steps to continue" in caplog.text
+    capsys.readouterr()
+    assert main(["train", "--config", "run.toml", "max_steps=3", "checkpoint_dir=short"]) == 0  # in place of epochs
+    assert capsys.readouterr().out.startswith("step 3  epoch 0")
 
 
 def test_without_a_file(work, capsys):
@@ -119,10 +122,10 @@ def test_export(work):
         (["model=build"], "model=build must be of the form module:function"),
         (["model=WORK:nothing"], "returns a value of type int: it must return an nn.Module"),
         (["data=WORK:fails"], "fails failed: RuntimeError: no such file"),
-        (["data=WORK:nothing"], "the data must be a DataLoader or a Dataset, not a int"),
+        (["data=WORK:nothing"], "the data must be a DataLoader, a Dataset or a list of samples, not a int"),
         (["resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),
-        (["max_steps=3"], "epochs=2 and max_steps=3 exclude each other: give one"),
-        (["batch_size=null"], "a Dataset needs batch_size"),
+        (["max_steps=3", "epochs=2"], "epochs=2 and max_steps=3 exclude each other: give one"),
+        (["batch_size=null"], "a TensorDataset needs batch_size"),
         (["trian=3"], "'trian' is not a setting: did you mean 'train'?"),
         (["--export", "run.toml"], "--export run.toml cannot be written to (Not a directory): give another folder"),
         (["checkpoint_dir=run.toml"], "checkpoint_dir run.toml cannot be written to (Not a directory)"),

@@ -83,6 +83,35 @@ def test_sketches_are_checked_and_not_sent():
     assert on_ranks(rank) == [16, 16]
 
 
+class Partial(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(40, 5).double(), nn.Linear(40, 5).double()
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_parameters_that_a_forward_does_not_use():
+    def rank():
+        r, losses = dist.get_rank(), []
+        for find in (True, False):
+            torch.manual_seed(0)
+            trainer = AdvancedDistributedTrainer(Partial(), r, 2, find_unused_parameters=find)
+            optimizer = torch.optim.SGD(trainer.ddp_model.parameters(), 0.1)
+            try:
+                losses.append(trainer.train_epoch(batches(2, r), optimizer, nn.CrossEntropyLoss()))
+            except RuntimeError as error:
+                losses.append("find_unused_parameters" in str(error))
+        return losses
+
+    (first, refused), (second, refused_too) = on_ranks(rank, fresh=True)
+    assert first == second > 0
+    assert refused is refused_too is True
+
+
 def test_without_a_group():
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
         AdvancedDistributedTrainer(network(0), 0, 1)

@@ -44,6 +44,53 @@ OPERATIONS = {
 }
 
 
+def tied(parts):
+    """Equal values on ranks 0 and 1 in the first row, zeros on all in the last one."""
+    for part in parts:
+        part[0], part[-1] = parts[0][0], 0.0
+    return parts
+
+
+REDUCTIONS = {
+    "max": (dist.ReduceOp.MAX, lambda xs: torch.stack(list(xs)).amax(0)),  # amax and amin share between ties
+    "min": (dist.ReduceOp.MIN, lambda xs: torch.stack(list(xs)).amin(0)),
+    "product": (dist.ReduceOp.PRODUCT, lambda xs: torch.stack(list(xs)).prod(0)),
+    "sum": (dist.ReduceOp.SUM, sum),
+    "mean": (dist.ReduceOp.AVG, lambda xs: sum(xs) / len(xs)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_and_their_gradients_are_those_of_one_process(name):
+    """By name and by torch's value, for a loss a rank and for one loss, and scattered in chunks of 2, 2 and 1 rows."""
+    value, joint = REDUCTIONS[name]
+    parts = tied([given(rank, 5, 2) for rank in range(3)])
+
+    def rank():
+        found = []
+        for run in (
+            lambda x: all_reduce(x, name, grad="partial"),
+            lambda x: all_reduce(x, value, grad="partial"),
+            lambda x: reduce_scatter(x, op=value),
+        ):
+            x = parts[dist.get_rank()].clone().requires_grad_()
+            out = run(x)
+            found += [out.detach(), *torch.autograd.grad((dist.get_rank() + 1) * out.sin().sum(), x)]
+        x = parts[dist.get_rank()].clone().requires_grad_()
+        found += torch.autograd.grad(all_reduce(x, name).sin().sum(), x)
+        return found, all_reduce(torch.tensor([3 - dist.get_rank()]), name)
+
+    outputs, gradients = differentiated(lambda xs: [joint(xs)] * 3, parts)
+    chunks, scattered = differentiated(lambda xs: joint(xs).chunk(3), parts)
+    leaves = [part.clone().requires_grad_() for part in parts]
+    shared = torch.autograd.grad(joint(leaves).sin().sum(), leaves)
+    for r, (found, integer) in enumerate(on_ranks(rank, 3)):
+        wanted = [*[outputs[r], gradients[r]] * 2, chunks[r], scattered[r], shared[r]]
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert integer.item() == {"max": 3, "min": 1, "product": 6, "sum": 6, "mean": 2}[name]
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_rank_with_a_loss_of_its_own(name, n):
@@ -117,7 +164,7 @@ def test_what_is_refused():
         messages = []
         for call in (
             lambda: all_gather(torch.zeros(2 + dist.get_rank(), 3 + dist.get_rank())),
-            lambda: all_reduce(torch.zeros(1), "max"),
+            lambda: all_reduce(torch.zeros(1), "median"),
             lambda: all_reduce(torch.zeros(1), grad="sum"),
             lambda: reduce_scatter(torch.zeros(1)),
         ):
@@ -128,7 +175,7 @@ def test_what_is_refused():
 
     for messages in on_ranks(rank):
         assert messages[0] == "all_gather along dim=0 takes shapes that differ only there, not [(2, 3), (3, 4)]"
-        assert messages[1].startswith("op='max' is unknown: use 'sum' or 'mean'")
+        assert messages[1].startswith("op='median' is unknown: use one of 'sum', 'mean', 'max', 'min', 'product', or a")
         assert messages[2].startswith("grad='sum' is unknown: use 'replicate' or 'partial'")
         assert messages[3].startswith("a dimension of 1 cannot be split into 2 chunks")
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
@@ -160,6 +207,9 @@ def test_meshes():
     assert message == f"{rule}: use tp=2, or start 6 processes"
     assert "dp=-4 must be at least 1" in negative
     assert (get_rank(), get_world_size(), get_distributed_info().backend) == (0, 1, None)
+    assert (info["rank"], info["world_size"]) == (3, 4)
+    with pytest.raises(KeyError, match="'size' is unknown: use one of rank, world_size, local_rank"):
+        info["size"]
     with pytest.raises(DistributedError, match="there is no process group"):
         make_mesh(dp=1)
 
@@ -193,8 +243,10 @@ def joint_second_derivatives(inputs, combine):
         (lambda x: all_reduce(x, "mean"), lambda parts: sum(parts) / len(parts)),
         (lambda x: all_gather(x, 1), lambda parts: torch.cat(parts, 1)),
         (lambda x: broadcast(x, 1), lambda parts: parts[1]),
+        (lambda x: all_reduce(x, "max"), lambda parts: torch.stack(parts).amax(0)),
+        (lambda x: all_reduce(x, "product"), lambda parts: torch.stack(parts).prod(0)),
     ],
-    ids=["sum", "mean", "gather", "broadcast"],
+    ids=["sum", "mean", "gather", "broadcast", "max", "product"],
 )
 def test_second_derivatives_are_those_of_one_process(operation, combine):
     results = on_ranks(second_derivatives, 3, operation)

@@ -1,5 +1,6 @@
 """Sharded and replicated data parallelism, and gradients that travel in other forms, against one process."""
 
+import math
 import warnings
 
 import pytest
@@ -22,9 +23,11 @@ from panther.distributed import (
     data_parallel,
     init,
     make_mesh,
+    no_sync,
     shutdown,
     verify_sketches,
 )
+from panther.distributed.data.gradient_compression import TopK
 from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
@@ -204,6 +207,138 @@ def test_powersgd_trains():
         assert losses[-1] < 0.5 * losses[10]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_all_entries_by_top_k_are_the_gradient_uncompressed(dtype):
+    """Over three steps, for DDP forms other buckets after the first one."""
+
+    def rank():
+        found = []
+        for settings in ({}, {"comm_hook": "topk", "topk_fraction": 1.0}):
+            model = data_parallel(network(100, dtype=dtype), bucket_cap_mb=0.002, **settings)
+            x, y = data(dtype=dtype)
+            own, grads = slice_of(dist.get_rank(), 2), []
+            for _ in range(3):
+                model.zero_grad()
+                nn.functional.mse_loss(model(x[own]), y[own]).backward()
+                grads += [parameter.grad.clone() for parameter in model.parameters()]
+            found.append(grads)
+        return found
+
+    for plain, compressed in on_ranks(rank):
+        assert all(map(torch.equal, plain, compressed))
+
+
+def test_what_top_k_sends_and_keeps_is_the_sum_of_the_gradients():
+    """Exactly, as the gradients are whole numbers; and the bytes are those of a value and an index an entry sent."""
+    steps, fraction, numbers = 7, 0.2, 4 * 6 + 4
+
+    def rank():
+        r = dist.get_rank()
+        model = nn.Linear(6, 4)
+        parallel = data_parallel(model)
+        hook = TopK(parallel.process_group, fraction)
+        parallel.register_comm_hook(hook, TopK.send)
+        generator = torch.Generator().manual_seed(r)
+        given, mean = [torch.zeros(4, 6), torch.zeros(4)], [torch.zeros(4, 6), torch.zeros(4)]
+        for _ in range(steps):
+            weights = torch.randint(-50, 50, (8, 4), generator=generator).float()
+            x = torch.randint(-5, 5, (8, 6), generator=generator).float()
+            parallel.zero_grad()
+            with CommunicationCounter() as traffic:
+                (parallel(x) * weights).sum().backward()
+            for total, term in zip(given, (weights.T @ x, weights.sum(0)), strict=True):
+                total += term
+            for total, parameter in zip(mean, model.parameters(), strict=True):
+                total += parameter.grad
+        return given, mean, [hook.residuals[parameter] for parameter in model.parameters()], traffic.bytes
+
+    results = on_ranks(rank)
+    for place in range(2):
+        assert torch.equal(
+            results[0][1][place] * 2 + sum(kept[place] for _, _, kept, _ in results),
+            sum(given[place] for given, *_ in results),
+        )
+    for _, mean, kept, sent in results:
+        assert torch.equal(mean[0], results[0][1][0])
+        assert sent == 8 * math.ceil(fraction * numbers)
+        assert any(tensor.any() for tensor in kept)
+
+
+def test_top_k_needs_its_feedback():
+    """The largest entry of every rank cancels in the mean: without feedback nothing else is ever sent."""
+
+    def rank():
+        found = []
+        for feedback in (True, False):
+            model = nn.Linear(4, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            parallel = data_parallel(model)
+            parallel.register_comm_hook(TopK(parallel.process_group, 0.25, feedback), TopK.send)
+            optimizer = torch.optim.SGD(parallel.parameters(), 0.02)
+            for _ in range(400):
+                optimizer.zero_grad()
+                y = parallel(torch.eye(4))[:, 0]
+                loss = (5.0 - 10.0 * dist.get_rank()) * y[0] + 0.5 * (y[1:] - 1).square().sum()
+                loss.backward()
+                optimizer.step()
+            found.append(model.weight[0].detach())
+        return found
+
+    for learned, stuck in on_ranks(rank):
+        assert (learned[1:] - 1).abs().max() < 0.25
+        assert torch.equal(stuck, torch.zeros(4))
+
+
+def test_settings_of_powersgd():
+    """Gradients have full rank up to the start, and from then on the rank that was asked for."""
+
+    def rank():
+        layer = data_parallel(
+            nn.Linear(24, 16, bias=False), comm_hook="powersgd", powersgd_rank=2, powersgd_start_step=3
+        )
+        ranks = []
+        for _ in range(5):
+            layer.zero_grad()
+            layer(torch.randn(32, 24)).square().sum().backward()
+            values = torch.linalg.svdvals(layer.module.weight.grad.double())
+            ranks.append(int((values > 1e-4 * values[0]).sum()))
+        with pytest.raises(ValueError, match="powersgd_rank=2 needs comm_hook='powersgd', not 'fp16': set both"):
+            data_parallel(nn.Linear(2, 2), comm_hook="fp16", powersgd_rank=2)
+        return ranks
+
+    for ranks in on_ranks(rank):
+        assert ranks == [16, 16, 16, 2, 2]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "replicate", None])
+def test_no_sync_adds_up_gradients_and_sends_their_sum_once(strategy):
+    x, y = data()
+
+    def rank():
+        model = network(100)
+        run = model if strategy is None else data_parallel(model, strategy=strategy)
+        own = slice_of(dist.get_rank(), 2)
+        with no_sync(run), CommunicationCounter() as traffic:
+            nn.functional.mse_loss(run(x[own]), y[own]).backward()
+        quiet = not any("reduce" in name for name in traffic.calls_by_operation)
+        nn.functional.mse_loss(run(2 * x[own]), y[own]).backward()
+        return quiet, [whole(parameter.grad) for parameter in run.parameters()]
+
+    model = network(100)
+    losses = [nn.functional.mse_loss(model(scale * x), y) for scale in (1, 2)]
+    sum(losses).backward()
+    for r, (quiet, gradients) in enumerate(on_ranks(rank)):
+        assert quiet
+        if strategy is None:
+            model.zero_grad()
+            own = slice_of(r, 2)
+            sum(nn.functional.mse_loss(model(scale * x[own]), y[own]) for scale in (1, 2)).backward()
+        for ours, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, parameter.grad, rtol=1e-9, atol=1e-11)
+    with pytest.raises(TypeError, match="no_sync takes the model that data_parallel returned, not a list"):
+        no_sync([]).__enter__()
+
+
 def test_zero_optimizer_no_sync_and_uneven_inputs():
     """ZeRO-1, accumulation without sending, and ranks with other numbers of batches: torch's own, on our model."""
     x, y = data()
@@ -258,7 +393,7 @@ def test_what_is_refused():
     )
     assert messages[1].startswith("strategy='replicate' takes a mesh of one axis, and the mesh has")
     assert messages[1].endswith("pass mesh['dp']")
-    assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', or None"
+    assert messages[2] == "comm_hook='int8' is unknown: use one of 'fp16', 'bf16', 'powersgd', 'topk', or None"
     assert messages[3].startswith("comm_hook='fp16' is for strategy='ddp'")
     assert messages[4].startswith("mixed_precision is for strategy='fsdp'")
     assert messages[5].startswith("cpu_offload needs strategy='fsdp'")

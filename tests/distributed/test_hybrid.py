@@ -130,6 +130,51 @@ def test_a_model_is_compared_and_broadcast_once(world, config):
         assert calls.total() == parameters + 2, calls
 
 
+FLAGS = [True, True, False, None, None]
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"), [(2, FLAGS), (2, [None] * 5), (2, [False] * 5), (4, FLAGS)], ids=["2", "none", "False", "4"]
+)
+def test_layers_with_and_without_the_key(world, flags):
+    """Three steps are those of one process on the same layers, with no activation between them."""
+    layers = [
+        config | ({} if flag is None else {"tensor_parallel": flag})
+        for config, flag in zip(CONFIG["layers"], flags, strict=True)
+    ]
+    x, y = data()
+
+    def rank():
+        torch.manual_seed(100)
+        trainer = HybridParallelTrainer({"layers": layers}, {"tensor_parallel_size": 2})
+        optimizer = torch.optim.SGD(trainer.model.parameters(), 0.5)
+        places = trainer.dp_rank, trainer.tp_rank, trainer.dp_group.size(), trainer.tp_group.size()
+        own = slice(16 // places[2] * places[0], 16 // places[2] * (places[0] + 1))
+        losses = [trainer.train_step((x[own].float(), y[own]), optimizer, nn.CrossEntropyLoss()) for _ in range(3)]
+        return losses, places, [entry.action for entry in trainer.report.placements]
+
+    torch.manual_seed(100)
+    model = nn.Sequential(*(SKLinear(n, m, 2) for n, m in pairwise(WIDTHS)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses, _ = take_steps(optimizer, lambda: nn.functional.cross_entropy(model(x.float()), y), 3, None)
+    pairs = ["outputs sharded", "inputs sharded"] * 2 + ["replicated"]
+    wanted = pairs if flags == [None] * 5 else ["outputs sharded" if flag else "replicated" for flag in flags]
+    for r, (found, places, actions) in enumerate(on_ranks(rank, world)):
+        assert found == pytest.approx(losses, rel=1e-4)
+        assert places == (r // 2, r % 2, world // 2, 2)
+        assert actions == wanted
+
+
+def test_a_key_that_is_neither_true_nor_false():
+    layers = [CONFIG["layers"][0] | {"tensor_parallel": "yes"}]
+
+    def rank():
+        with pytest.raises(TypeError, match=r"layers\[0\]\['tensor_parallel'\]='yes' must be True or False"):
+            HybridParallelTrainer({"layers": layers}, {"tensor_parallel_size": 1})
+
+    on_ranks(rank, 1)
+
+
 def test_what_is_refused():
     def rank():
         messages = []

@@ -138,6 +138,13 @@ def test_second_init_says_what_to_do():
         (lambda: init("mpi"), DistributedError, "backend='mpi' is not in this build of torch"),
         (lambda: init(timeout_s=0), ValueError, "timeout_s=0 must be a positive number of seconds"),
         (lambda: init(timeout_s=-1), ValueError, "timeout_s=-1"),
+        (
+            lambda: init(init_method="file:///x"),
+            ValueError,
+            "init_method='file:///x' must be 'env://' or 'tcp://HOST:P",
+        ),
+        (lambda: init(init_method="tcp://host"), ValueError, "init_method='tcp://host' must be"),
+        (lambda: init(rank=0), ValueError, "rank=0 and world_size=None belong together: give both, or neither"),
         (lambda: init(timeout_s="long"), TypeError, "timeout_s must be a number of seconds"),
         (lambda: launch(max, 1, nproc=0), ValueError, "nproc=0 must be at least 1"),
         (lambda: launch(max, 1, nproc=-2), ValueError, "nproc=-2"),
@@ -380,6 +387,23 @@ def test_missing_rank_over_tcp(free_port):
     assert answers[0] == answers[1]
     assert f"rank 0 did not listen {tried} within 1 s" in started(member(1))[0]
     assert started(*map(member, range(3))) == [[3.0, "lo"]] * 3
+
+
+def test_ranks_that_are_told_where_to_meet(free_port):
+    """By arguments in place of the environment, which is as before afterwards."""
+
+    def member(rank):
+        def work():
+            os.environ.update(MASTER_ADDR="no.such.host.invalid", RANK="7", WORLD_SIZE="9")
+            init("gloo", init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=2)
+            x = torch.full((1,), rank + 1.0)
+            dist.all_reduce(x)
+            shutdown()
+            return [x.item(), os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT")]
+
+        return work
+
+    assert started(member(0), member(1)) == [[3.0, "no.such.host.invalid", None]] * 2
 
 
 def test_port_in_use(free_port, monkeypatch):

@@ -1,6 +1,8 @@
 """Metrics over ranks against the same over all samples."""
 
 import math
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -57,9 +59,10 @@ def test_printing_takes_every_rank_and_shows_once():
     def rank():
         collector = DistributedMetricsCollector(dist.get_rank(), 2)
         collector.update_metric("loss", float(dist.get_rank()))
-        return collector.print_metrics()
+        with redirect_stdout(StringIO()) as out:
+            return collector.print_metrics(), out.getvalue()
 
-    assert on_ranks(rank) == [{"loss": 0.5}] * 2
+    assert on_ranks(rank) == [({"loss": 0.5}, "\nGlobal Metrics:\n  loss: 0.500000\n"), ({"loss": 0.5}, "")]
 
 
 def test_nan_reset_and_bad_input():

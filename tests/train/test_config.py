@@ -52,6 +52,11 @@ VALUES = {
     "progress": (False, ["no"]),
     "profile": (True, [1]),
     "find_unused_parameters": (True, [1]),
+    "scaler_init_scale": (1024.0, [0, "1024"]),
+    "scaler_growth_interval": (100, [0, 1.5]),
+    "powersgd_rank": (2, [0, "2"]),
+    "powersgd_start_step": (5, [0, 1]),
+    "topk_fraction": (0.1, [0, 1.5, "1"]),
     "bucket_cap_mb": (5.0, [0, "5"]),
     "comm_hook": ("fp16", ["int8"]),
     "timeout_s": (60.0, [0, None]),
@@ -64,7 +69,13 @@ def test_the_schedules_of_pipelines_are_those_of_make_schedule():
 
 
 def with_directory(name, value):
-    """A setting, and a directory where it needs one."""
+    """A setting, and a directory or the setting that it needs."""
+    if name.startswith("scaler"):
+        return {name: value, "mixed_precision": "fp16"}
+    if name.startswith("powersgd"):
+        return {name: value, "comm_hook": "powersgd"}
+    if name.startswith("topk"):
+        return {name: value, "comm_hook": "topk"}
     needs = name.startswith("checkpoint_every") or name in ("profile", "trackers")
     return {name: value} | ({"checkpoint_dir": "runs"} if needs else {})
 
@@ -108,6 +119,11 @@ def test_a_wrong_value_is_named(name, value):
         ({"profile": True}, "profile=True needs checkpoint_dir, which is None: set it"),
         ({"trackers": ("mlflow",)}, "trackers=('mlflow',) needs checkpoint_dir, which is None: set it"),
         ({"schedule": "callback", "warmup_steps": 1}, "schedule='callback' and warmup_steps=1 exclude each other"),
+        (
+            {"scaler_init_scale": 2.0, "mixed_precision": "bf16"},
+            "scaler_init_scale=2.0 needs mixed_precision='fp16', not 'bf16': set both",
+        ),
+        ({"powersgd_rank": 2}, "powersgd_rank=2 needs comm_hook='powersgd', not None: set both"),
         ({"learning_rate": "fast"}, "learning_rate='fast' must be a number, not str"),
         ({"compile": 1}, "compile=1 must be true or false, not int"),
         ({"epochs": True}, "epochs=True must be a whole number, not bool"),
@@ -137,6 +153,43 @@ def test_messages(given, message):
 def test_an_unknown_key_names_the_nearest(key, near):
     with pytest.raises(ConfigError, match=f"'{key}' is not a setting of TrainConfig: did you mean '{near}'"):
         TrainConfig(**{key: 1})
+
+
+# Every keyword of the trainers and configurations in the guides to distributed training that we follow.
+NAMES_OF_GUIDES = {
+    "batch_size": None, "epochs": None, "learning_rate": None, "checkpoint_dir": None, "max_steps": None,
+    "gradient_accumulation_steps": None, "gradient_clipping": None, "find_unused_parameters": None,
+    "log_every_n_steps": None, "scaler_init_scale": None, "scaler_growth_interval": None, "run_name": None,
+    "data_parallel_size": None, "tensor_parallel_size": None, "pipeline_parallel_size": None, "num_microbatches": None,
+    "mixed_precision": None,
+    "accumulation_steps": "'gradient_accumulation_steps'",
+    "checkpoint_frequency": "'checkpoint_every_n_epochs'",
+    "resume_from_checkpoint": "'resume'",
+    "mlflow_tracking": "'trackers'", "tensorboard": "'trackers'",
+    "tensorboard_dir": "'checkpoint_dir'", "mlflow_experiment": "'run_name'",
+    "bucket_size_mb": "'bucket_cap_mb'", "compression": "'comm_hook'",
+    "compression_ratio": "'topk_fraction'",
+    "chunks": "'num_microbatches'", "lr": "'learning_rate'",
+    "num_gpus": "panther launch --nproc-per-node and --nnodes", "world_size": "panther launch --nproc-per-node",
+    "gpus_per_node": "panther launch --nproc-per-node", "nproc_per_node": "panther launch --nproc-per-node",
+    "num_nodes": "panther launch --nnodes", "nnodes": "panther launch --nnodes",
+    "max_restarts": "panther launch --max-restarts", "communication_backend": "panther launch --backend",
+    "backend": "panther launch --backend", "zero_stage": "strategy='zero1' for stage 1, 'fsdp' for stages 2 and 3",
+    "offload_optimizer": "cpu_offload=True", "offload_param": "cpu_offload=True",
+    "num_workers": "pass a DataLoader", "sampler": "pass a DataLoader", "shuffle": "pass a DataLoader",
+    "num_replicas": "a Trainer divides the samples", "model": "pass it to Trainer", "optimizer": "pass it to Trainer",
+    "loss_fn": "pass it to Trainer", "criterion": "pass it to Trainer as loss_fn", "metrics": "pass them to Trainer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OF_GUIDES)
+def test_a_name_of_a_guide_is_a_setting_or_leads_to_the_right_one(name):
+    if NAMES_OF_GUIDES[name] is None:
+        assert name in FIELDS
+        return
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**{name: 1})
+    assert NAMES_OF_GUIDES[name] in str(caught.value)
 
 
 def test_a_key_near_to_nothing_lists_all():

@@ -49,6 +49,15 @@ def test_best_is_never_a_value_that_is_not_finite():
     assert History([*rows[:1], {"step": 1, "loss": 4.0}]).best == {"step": 1, "loss": 4.0}
 
 
+def test_time_and_accuracy_of_a_run():
+    rows = [{**row, "elapsed_s": 0.5 * i} for i, row in enumerate(ROWS)]
+    assert History(rows).total_time == 2.0
+    assert History(rows).best_accuracy == 0.75
+    assert History().total_time == 0.0
+    with pytest.raises(ValueError, match="no record has validation_accuracy: pass metrics="):
+        assert History(ROWS[:2]).best_accuracy
+
+
 def test_csv_has_a_row_a_record(tmp_path):
     History(ROWS).to_csv(tmp_path / "history.csv")
     with open(tmp_path / "history.csv", newline="", encoding="utf-8") as file:

@@ -428,8 +428,22 @@ def test_what_cannot_be_trained_is_said():
             Trainer(model, config=config, **more).fit(data)
         return str(caught.value)
 
-    assert "must be a DataLoader or a Dataset, not a list" in message(nn.Linear(2, 2), [1])
-    assert "a Dataset needs batch_size" in message(nn.Linear(2, 2), samples())
+    assert "must be a DataLoader, a Dataset or a list of samples, not a tuple: for tensors, pass TensorDataset" in (
+        message(nn.Linear(2, 2), samples().tensors)
+    )
+    assert "a TensorDataset needs batch_size" in message(nn.Linear(2, 2), samples())
+    assert "a list needs batch_size" in message(nn.Linear(2, 2), [1])
+    sized = TrainConfig(batch_size=4)
+    assert message(build(), samples(0), sized, loss_fn=nn.MSELoss()) == "the training data is empty"
+    assert message(build(), [], sized, loss_fn=nn.MSELoss()) == "the training data is empty"
+    assert message(build(), build(), sized).startswith("the data is a module, Sequential: pass the model to Trainer")
+    assert message(build(), samples(), sized).endswith(": pass loss_fn for batches (input, target)")
+    assert message(build(), [x for x, _ in samples()], sized).endswith(
+        "the loss has shape (4, 3) and must be a scalar: there is no loss_fn, so the model's output is the loss: pass "
+        "loss_fn"
+    )
+    with pytest.raises(ConfigError, match="the validation data is empty"):
+        Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=sized).fit(samples(), samples(0))
     assert "the training data is empty" in message(build(), DataLoader(samples(0), 2), loss_fn=nn.MSELoss())
     assert "a batch must be (input, target), and is a list of 1" in message(
         build(), DataLoader(TensorDataset(torch.ones(4, 24)), 2), loss_fn=nn.MSELoss()
@@ -474,6 +488,77 @@ class Wrapper(nn.Module):
 
     def forward(self, x):
         return self.module(x * self.weight) + self.bias
+
+
+class Raises(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(24, 3)
+
+    def forward(self, x, y):
+        return self.layer(x) + "text"
+
+
+def test_an_error_in_a_forward_that_takes_the_batch_is_its_own():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Trainer(Raises()).fit(DataLoader(samples(), 8))
+
+
+class ByNumber:
+    """Samples by number, as datasets.Dataset has them, without a class of torch."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("kind", [list, ByNumber])
+def test_data_without_a_class_of_torch(kind):
+    found = []
+    for data in (samples(), kind(list(samples()))):
+        trainer = Trainer(build(), torch.optim.SGD, nn.CrossEntropyLoss(), TrainConfig(batch_size=8, epochs=2))
+        trainer.fit(data, data)
+        found.append(trainer.model.state_dict())
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
+@pytest.mark.parametrize("every", [1, 3, 4, 7])
+def test_the_recorded_epoch_does_not_depend_on_the_log_interval(every):
+    config = TrainConfig(batch_size=10, epochs=2, log_every_n_steps=every)
+    history = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config).fit(samples(30), samples(30))
+    assert [(row["step"], row["epoch"]) for row in history if row["step"] in (3, 6)] == [
+        *([(3, 1)] * (1 + (3 % every == 0))), (6, 2), (6, 2),
+    ]  # fmt: skip
+
+
+def test_time_goes_on_where_a_run_stopped(tmp_path):
+    def fit(epochs):
+        config = TrainConfig(batch_size=10, epochs=epochs, checkpoint_dir=str(tmp_path), log_every_n_steps=2)
+        return Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config).fit(samples(30), samples(30))
+
+    first, second = fit(1), fit(3)
+    times = second["elapsed_s"][1]
+    assert times == sorted(times)
+    assert 0 < first.total_time < second.total_time
+    assert times[: len(first)] == first["elapsed_s"][1]
+
+
+def test_settings_of_the_loss_scaler(tmp_path):
+    more = {"scaler_init_scale": 256.0, "scaler_growth_interval": 2}
+    config = TrainConfig(batch_size=10, mixed_precision="fp16", **more)
+    trainer = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config)
+    trainer.fit(samples(30))
+    assert trainer._engine.scaler.get_scale() == 512.0  # doubled after the second of three steps
+    default = torch.amp.GradScaler("cpu").state_dict()
+    config = TrainConfig(batch_size=30, mixed_precision="fp16")
+    trainer = Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config)
+    trainer.fit(samples(30))
+    assert trainer._engine.scaler.state_dict() == default | {"_growth_tracker": 1}
 
 
 def test_every_parameter_is_trained_whatever_it_is_called():

@@ -20,8 +20,8 @@ from panther.distributed.checkpoint._storage import empty, read_manifest, read_t
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError
-from panther.nn._specs import build_modules, module_specs
-from panther.nn.io import write_folder
+from panther.nn._specs import build_modules, model_config, module_specs
+from panther.nn.io import unwrapped, write_folder
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,15 @@ def export(
     temporary = Path(run_on_first_rank(beside, group))
     try:
         saved = save(temporary, model, step=0, group=group)
-        run_on_first_rank(lambda: _consolidate(saved, target), group)
+        whole = unwrapped(model) if isinstance(model, nn.Module) else None  # not the stages of a pipeline
+        run_on_first_rank(lambda: _consolidate(saved, target, whole), group)
     finally:
         if get_rank(group) == 0:
             remove(temporary)
     return target
 
 
-def _consolidate(folder: Path, target: Path) -> None:
+def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> None:
     """Write the whole model of a checkpoint in the inference format, in one process."""
     manifest = read_manifest(folder)
     tensors: dict[str, Tensor] = {}
@@ -181,7 +182,8 @@ def _consolidate(folder: Path, target: Path) -> None:
         else:
             aliases[name] = first
     read_tensors(folder, manifest, {place: tensors[name] for place, name in places.items()}, None, alone=True)
-    write_folder(target, tensors, manifest["modules"], aliases)
+    config = None if model is None else model_config(model, manifest["modules"])
+    write_folder(target, tensors, manifest["modules"], aliases, config)
 
 
 def _is_tensor(entry: Any) -> bool:

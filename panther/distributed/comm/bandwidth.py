@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from panther._text import format_table
-from panther.distributed.comm._ranks import Group, require_process_group, transport
+from panther.distributed.comm._ranks import Group, in_process_group, require_process_group, transport
 from panther.errors import check_size
 
 _SIZES = (2**10, 2**14, 2**18, 2**22)
+_NO_GROUP = "There is no process group, so there is no communication to profile: call panther.distributed.init() first."
 _WARM_UP = 2  # the first calls also open connections
 
 
@@ -69,32 +70,42 @@ class CommunicationProfile:
 
 
 def profile_communication_overhead(
-    message_sizes: Sequence[int] = _SIZES, *, repetitions: int = 10, group: Group = None
+    message_sizes: Sequence[int] = _SIZES, *, repetitions: int = 10, group: Group = None, show: bool = True
 ) -> CommunicationProfile:
-    """Time collective operations over sizes. Every rank of the group must call it.
+    """Time collective operations over sizes, and print a table on rank 0. Every rank of the group must call it.
+
+    Without a process group there is nothing to time: it prints this in a sentence, and returns a profile without
+    timings.
 
     Args:
         message_sizes: Sizes in bytes, rounded up to multiples of four times the number of ranks.
         repetitions: Timed repetitions of each, after two that do not count.
         group: Process group; None means all ranks.
+        show: Whether the first rank of the group prints.
 
     Returns:
         Times and bandwidths; see the module for the formulas.
 
     Raises:
         ShapeError: If a size or ``repetitions`` is not positive.
-        DistributedError: If there is no process group, or this rank is not in it.
+        DistributedError: If this rank is not in the group.
 
     Cost: ``2 + repetitions`` runs of each operation and size.
 
     Example:
         >>> import panther as pr
         >>> pr.distributed.init()
-        >>> profile = profile_communication_overhead([1024])
+        >>> profile = profile_communication_overhead([1024], show=False)
         >>> profile.timings[0].message_bytes
         1024
         >>> pr.distributed.shutdown()
+        >>> _ = profile_communication_overhead()
+        There is no process group, so there is no communication to profile: call panther.distributed.init() first.
     """
+    if not in_process_group():
+        if show:
+            print(_NO_GROUP)
+        return CommunicationProfile(1, "no backend", ())
     require_process_group(group)
     n, backend = dist.get_world_size(group), dist.get_backend(group)
     check_size("repetitions", repetitions, least=1)
@@ -106,7 +117,10 @@ def profile_communication_overhead(
             seconds = _time(run, repetitions, device, group)
             bandwidth = size / seconds / 1e9
             timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
-    return CommunicationProfile(n, backend, tuple(sorted(timings, key=lambda timing: timing.operation)))
+    profile = CommunicationProfile(n, backend, tuple(sorted(timings, key=lambda timing: timing.operation)))
+    if show and dist.get_rank(group) == 0:
+        print(f"Communication Profiling Results:\n{profile}")
+    return profile
 
 
 def _time(run: Callable[[], object], repetitions: int, device: torch.device, group: Group) -> float:

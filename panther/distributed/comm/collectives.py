@@ -26,18 +26,28 @@ from panther.distributed.comm._ranks import Group, is_fake, ranks_of
 from panther.distributed.comm.mesh import chunk_sizes, get_world_size
 from panther.errors import DistributedError, DTypeError, ShapeError
 
+_REDUCTIONS = ("sum", "mean", "max", "min", "product")
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_NAMES = {**{value: name for name, value in _OPS.items()}, dist.ReduceOp.AVG: "mean", dist.ReduceOp.PRODUCT: "product"}
+"""The reductions that torch's values stand for."""
+
 _Map = Callable[[Tensor], Tensor]
 
 _agreed: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
 """Calls on which the ranks of a group were found to agree: names, shapes, dtypes and settings."""
 
 
-def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "replicate") -> Tensor:
-    """Return the sum or mean of a tensor over the ranks of a group, on each of them.
+def all_reduce(
+    x: Tensor, op: str | dist.ReduceOp.RedOpType = "sum", group: Group = None, *, grad: str = "replicate"
+) -> Tensor:
+    """Return the sum, mean, maximum, minimum or product of a tensor over the ranks of a group, on each of them.
+
+    The gradient of a maximum or minimum goes to the ranks that hold it, in equal shares if there are several.
 
     Args:
         x: A tensor of the same shape and dtype on every rank; it is not changed.
-        op: ``"sum"`` or ``"mean"``.
+        op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``; or torch's ``ReduceOp.SUM``, ``AVG``, ``MAX``,
+            ``MIN`` or ``PRODUCT``.
         group: Process group; None means all ranks.
         grad: ``"replicate"`` or ``"partial"``; see the module.
 
@@ -46,7 +56,8 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "
         DistributedError: If there is no process group, or this rank is not in it; on every rank, if dtypes, shapes or
             settings differ (compared once for each combination); if a rank is gone or late.
 
-    Cost: the bytes of ``x``, once; backward nothing, or the same with ``"partial"``.
+    Cost: the bytes of ``x``, once, or twice for a maximum or minimum; a product gathers ``x`` of all ranks. Backward
+    nothing, or the bytes of ``x`` with ``"partial"``; a product gathers no more.
 
     Example:
         >>> import panther as pr
@@ -55,13 +66,20 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None, *, grad: str = "
         tensor([1., 1.])
         >>> pr.distributed.shutdown()
     """
-    if op not in ("sum", "mean"):
-        raise ValueError(f"op={op!r} is unknown: use 'sum' or 'mean'")
+    op = _reduction(op)
     n = _check("all_reduce", x, group, grad, op=op)
+    if op == "product":  # torch's own product also has the right gradient where factors are zero
+        return all_gather(x.unsqueeze(0), 0, group, grad=grad).prod(0, dtype=x.dtype)
     total = partial(_sum, group=group)
+    adjoint = _view if grad == "replicate" else total
+    if op in ("max", "min"):
+        with watched("all_reduce", group):
+            found = _sum(x.detach(), group, _OPS[op])
+            holds = (x.detach() == found).to(x.dtype)
+            return _Extremum.apply(x, found, holds / _sum(holds, group).clamp(min=1), adjoint, total)
     with watched("all_reduce", group):
         # The sum over ranks is its own adjoint. If the ranks share the result, each has the whole gradient already.
-        result = _Collective.apply(x, total, _view if grad == "replicate" else total)
+        result = _Collective.apply(x, total, adjoint)
     return result / n if op == "mean" else result
 
 
@@ -92,25 +110,34 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
         return _Collective.apply(x, partial(_gather, **place), partial(adjoint, **place))
 
 
-def reduce_scatter(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
-    """Sum a tensor over ranks, and return to each rank its chunk along ``dim``, by :func:`torch.chunk`.
+def reduce_scatter(
+    x: Tensor, dim: int = 0, group: Group = None, *, op: str | dist.ReduceOp.RedOpType = "sum"
+) -> Tensor:
+    """Reduce a tensor over ranks, and return to each rank its chunk along ``dim``, by :func:`torch.chunk`.
 
     Args:
         x: A tensor of the same shape and dtype on every rank.
         dim: Dimension to shard.
         group: Process group; None means all ranks.
+        op: As for :func:`all_reduce`.
 
     Raises:
         ShapeError: If ``dim`` is not a dimension of ``x``, or has fewer chunks than ranks.
         DistributedError: As :func:`all_reduce`.
 
-    Cost: the bytes of ``x``; the same in backward, which gathers the gradients of all chunks.
+    Cost: the bytes of ``x``; the same in backward, which gathers the gradients of all chunks. A maximum, minimum or
+    product costs an :func:`all_reduce`.
     """
     dim = _dimension("reduce_scatter", x, dim)
-    n = _check("reduce_scatter", x, group, dim=dim)
+    op = _reduction(op)
+    n = _check("reduce_scatter", x, group, dim=dim, op=op)
     place: dict[str, Any] = {"dim": dim, "sizes": chunk_sizes(x.shape[dim], n), "group": group}
+    if op not in ("sum", "mean"):
+        # Each rank's loss depends on a chunk of its own, so gradients are summed.
+        return all_reduce(x, op, group, grad="partial").split(place["sizes"], dim)[dist.get_rank(group)].clone()
     with watched("reduce_scatter", group):
-        return _Collective.apply(x, partial(_sum_own_chunk, **place), partial(_gather, **place))
+        own = _Collective.apply(x, partial(_sum_own_chunk, **place), partial(_gather, **place))
+    return own / n if op == "mean" else own
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "replicate") -> Tensor:
@@ -155,13 +182,38 @@ class _Collective(torch.autograd.Function):
         return _Collective.apply(gradient, ctx.adjoint, ctx.run), None, None
 
 
+class _Extremum(torch.autograd.Function):
+    """The maximum or minimum, whose gradient is the one of a sum over ranks with constant weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: Tensor, weight: Tensor, adjoint: _Map, total: _Map) -> Tensor:
+        ctx.adjoint, ctx.total = adjoint, total
+        ctx.save_for_backward(weight)
+        return _view(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _Collective.apply(gradient, ctx.adjoint, ctx.total) * ctx.saved_tensors[0], None, None, None, None
+
+
+def _reduction(op: Any) -> str:
+    """Return the name of a reduction."""
+    name = op if isinstance(op, str) else _NAMES.get(op)
+    if name not in _REDUCTIONS:
+        raise ValueError(
+            f"op={op!r} is unknown: use one of {', '.join(map(repr, _REDUCTIONS))}, or a value of "
+            "torch.distributed.ReduceOp"
+        )
+    return name
+
+
 def _view(x: Tensor) -> Tensor:
     return x.view_as(x)  # autograd takes no input for an output
 
 
-def _sum(x: Tensor, group: Group) -> Tensor:
+def _sum(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     total = x.contiguous().clone()  # collectives write in place, and autograd needs x as it was
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, op, group=group)
     return total
 
 

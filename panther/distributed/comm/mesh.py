@@ -14,7 +14,8 @@ import itertools
 import math
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 @dataclass(frozen=True)
 class DistributedInfo:
-    """Rank, world size, backend and device of a process."""
+    """Rank, world size, backend and device of a process: ``info.rank``, or ``info["rank"]``."""
 
     rank: int
     world_size: int
@@ -60,6 +61,17 @@ class DistributedInfo:
     device: torch.device
     """The device of this rank: its current GPU with nccl, else the CPU."""
     host: str
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a field by its name.
+
+        Raises:
+            KeyError: If there is no such field.
+        """
+        known = [field.name for field in fields(self)]
+        if name not in known:
+            raise KeyError(f"{name!r} is unknown: use one of {', '.join(known)}")
+        return getattr(self, name)
 
 
 def get_distributed_info() -> DistributedInfo:

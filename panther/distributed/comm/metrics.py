@@ -118,8 +118,9 @@ class DistributedMetricsCollector:
         """Reduce and return the metrics, all ranks taking part, and print them on rank 0."""
         result = self.compute_global_metrics()
         if self.rank == 0:
+            print("\nGlobal Metrics:")
             for name, value in result.items():
-                print(f"{name}: {value:.6g}")
+                print(f"  {name}: {value:.6f}")
         return result
 
     def reset(self) -> None:

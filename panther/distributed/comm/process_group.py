@@ -13,10 +13,12 @@ __all__ = [
 ]
 
 import os
+import re
 import signal
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -139,7 +141,14 @@ def check_backend(backend: str | None) -> None:
             raise DistributedError(f"backend={backend!r} is not in this build of torch: use backend=None or 'gloo'")
 
 
-def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
+def init(
+    backend: str | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    *,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> None:
     """Join the process group of this run, or make one of a single process.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read from the environment, as torchrun sets them. Without any of
@@ -155,10 +164,15 @@ def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
             nccl if every rank has a GPU of its own, else gloo, decided jointly. With nccl the current CUDA device
             becomes the rank's own.
         timeout_s: Seconds to wait for the other ranks, and afterwards for each collective operation.
+        init_method: Where the ranks meet: ``"env://"`` or None, as the environment says, or ``"tcp://HOST:PORT"`` of
+            rank 0, in place of MASTER_ADDR and MASTER_PORT.
+        rank: This process, in place of RANK; together with ``world_size``.
+        world_size: Number of processes, in place of WORLD_SIZE.
 
     Raises:
         DistributedError: If ranks are missing (they are named), disagree, or the process is in a group already.
-        ValueError: If ``backend``, ``timeout_s`` or the environment is not valid.
+        ValueError: If ``backend``, ``timeout_s``, ``init_method`` or the environment is not valid, or only one of
+            ``rank`` and ``world_size`` is given.
 
     Cost: a few messages a rank.
 
@@ -168,12 +182,42 @@ def init(backend: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
         1
         >>> shutdown()
     """
-    rank, world_size = _ranks_from_environment()
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank={rank} and world_size={world_size} belong together: give both, or neither")
+    meeting = _meeting_place(init_method)
+    if rank is None or world_size is None:
+        rank, world_size = _ranks_from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A launcher that is killed would leave its processes behind; torch's own workers use the same private call.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
         record_uncaught_exceptions()
-    start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s)
+    with _in_environment(meeting):
+        start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s)
+
+
+def _meeting_place(init_method: str | None) -> dict[str, str]:
+    """Return the address of an ``init_method`` as the environment would give it; nothing for the environment's."""
+    if init_method in (None, "env://"):
+        return {}
+    found = re.fullmatch(r"tcp://(\[.+\]|[^:/\[]+):(\d+)/?", init_method) if isinstance(init_method, str) else None
+    if found is None:
+        raise ValueError(f"init_method={init_method!r} must be 'env://' or 'tcp://HOST:PORT'")
+    return {"MASTER_ADDR": found[1].strip("[]"), "MASTER_PORT": found[2]}
+
+
+@contextmanager
+def _in_environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables of the environment for a while: the store's host and port are read from there only."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:

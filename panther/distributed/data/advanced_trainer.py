@@ -27,6 +27,8 @@ class AdvancedDistributedTrainer:
         rank: This process.
         world_size: Number of processes.
         gradient_clipping: Largest norm of the averaged gradient.
+        find_unused_parameters: Whether a forward may leave some parameters unused, which costs a pass over the graph in
+            every step.
 
     Attributes:
         model: The model.
@@ -45,14 +47,24 @@ class AdvancedDistributedTrainer:
         >>> pr.distributed.shutdown()
     """
 
-    def __init__(self, model: nn.Module, rank: int, world_size: int, *, gradient_clipping: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        world_size: int,
+        *,
+        gradient_clipping: float = 1.0,
+        find_unused_parameters: bool = False,
+    ) -> None:
         if not in_process_group() or (rank, world_size) != (get_rank(), get_world_size()):
             raise DistributedError(
                 f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
                 f"{get_world_size()}: call panther.distributed.init() first, and pass get_rank() and get_world_size()"
             )
         self.model, self.rank, self.world_size, self.gradient_clipping = model, rank, world_size, gradient_clipping
-        self.ddp_model = data_parallel(model, gradient_as_bucket_view=True)
+        self.ddp_model = data_parallel(
+            model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
+        )
 
     def synchronize_sketching_matrices(self) -> None:
         """Check that every rank has the same sketches; they are not sent again.

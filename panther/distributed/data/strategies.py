@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -24,6 +23,7 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import fsdp_blocks, has_no_forward
+from panther.distributed.data.gradient_compression import check_hook, register_hook
 from panther.distributed.sync.replicas import check_same_model, send_model, unfuse_
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
@@ -38,6 +38,9 @@ def data_parallel(
     strategy: str = "ddp",
     *,
     comm_hook: str | None = None,
+    powersgd_rank: int | None = None,
+    powersgd_start_step: int | None = None,
+    topk_fraction: float | None = None,
     mixed_precision: str | None = None,
     cpu_offload: bool = False,
     **options: Any,
@@ -54,8 +57,14 @@ def data_parallel(
             ``mesh["replicate", "dp"]``: sharded along the second, replicated along the first (HSDP).
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
             children of ModuleLists and Sequentials, are sharded one by one.
-        comm_hook: For ``"ddp"``, the compression of gradients: ``"fp16"``, ``"bf16"``, or ``"powersgd"`` (low rank,
-            after ten uncompressed steps). None sends them uncompressed.
+        comm_hook: For ``"ddp"``, the compression of gradients: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after
+            uncompressed steps; Vogels and others 2019, arXiv:1905.13727) or ``"topk"`` (the largest entries, and what
+            is left added to the next gradient; Stich and others 2018, arXiv:1809.07599). None sends them uncompressed.
+            What the last two keep from step to step is not in checkpoints.
+        powersgd_rank: Rank to which each gradient is approximated; 4 if None.
+        powersgd_start_step: Number of uncompressed steps before, at least 2; 10 if None.
+        topk_fraction: Share of the entries that is sent, each with an index of 4 bytes, to every other rank; 0.01 if
+            None.
         mixed_precision: For ``"fsdp"`` and ``"replicate"``, ``"bf16"`` or ``"fp16"`` to compute in; parameters and sums
             of gradients stay float32, and so does the output.
         cpu_offload: For ``"fsdp"``, whether parameters, gradients and optimizer states are kept in the CPU's memory.
@@ -88,13 +97,19 @@ def data_parallel(
         torch.Size([8, 256])
         >>> pr.distributed.shutdown()
     """
+    hook_settings: dict[str, Any] = {
+        "powersgd_rank": powersgd_rank,
+        "powersgd_start_step": powersgd_start_step,
+        "topk_fraction": topk_fraction,
+    }
 
     def settings() -> dict[str, Any]:
+        check_hook(comm_hook, hook_settings)
         _check_options(mesh, strategy, comm_hook, mixed_precision, cpu_offload)
         check_model(model, strategy)
         axes = (mesh.mesh_dim_names, tuple(mesh.shape)) if isinstance(mesh, DeviceMesh) else None
         given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
-        return {**given, "cpu_offload": cpu_offload, **options}
+        return {**given, **hook_settings, "cpu_offload": cpu_offload, **options}
 
     # Ranks that new_group leaves out get a number, which ranks_of explains.
     if not (
@@ -108,7 +123,10 @@ def data_parallel(
     if strategy == "ddp":
         unfuse_(model)
         send_sketches(model, ranks_of(groups[0])[0], groups[0])  # by their seeds; DDP itself broadcasts the rest
-        return wrap_in_ddp(model, groups[0], comm_hook, **options)
+        parallel = wrap_in_ddp(model, groups[0], **options)
+        if comm_hook is not None:
+            register_hook(parallel, comm_hook, hook_settings)
+        return parallel
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.from_group(mesh or dist.group.WORLD, transport(mesh).type, mesh_dim_names=("dp",))  # type: ignore[arg-type]
     for axis in range(mesh.ndim):  # along one axis, then the other, so that all ranks get those of the first
@@ -151,8 +169,6 @@ def _check_options(
 ) -> None:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}")
-    if comm_hook is not None and comm_hook not in _HOOKS:
-        raise ValueError(f"comm_hook={comm_hook!r} is unknown: use one of {', '.join(map(repr, _HOOKS))}, or None")
     if comm_hook is not None and strategy != "ddp":
         raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
     compute_dtype(mixed_precision)
@@ -227,9 +243,7 @@ def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if rows % ranks and columns % ranks == 0 else None
 
 
-def wrap_in_ddp(
-    model: nn.Module, group: dist.ProcessGroup | None, comm_hook: str | None = None, **options: Any
-) -> DistributedDataParallel:
+def wrap_in_ddp(model: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> DistributedDataParallel:
     """Wrap a model whose sketches are equal on all ranks already; with ``init_sync=False``, all of it."""
     # They never change in training: without this list DDP sends them again in every forward, evaluation included.
     sketches = sketch_ids(model)
@@ -249,25 +263,4 @@ def wrap_in_ddp(
     # model that outlives shutdown()) destroys it while it holds the GIL, and waits for gloo's threads, which may need
     # the GIL to end.
     parallel.process_group = parallel.__dict__.pop("process_group")
-    if comm_hook is not None:
-        _groups_with_hooks.add(parallel.process_group)
-        state: Any = parallel.process_group
-        if comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=4, start_powerSGD_iter=10)
-        parallel.register_comm_hook(state, _HOOKS[comm_hook])
     return parallel
-
-
-def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Call torch's hook under another name: DDP refuses the original by its name on gloo, which does sum bfloat16."""
-    return default_hooks._compress_hook(torch.bfloat16, group, bucket)
-
-
-_HOOKS: dict[str, Any] = {
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": _bf16_hook,
-    "powersgd": powerSGD_hook.powerSGD_hook,
-}
-# A hook's last futures hold its group, and are freed on gloo's own thread. If theirs were the last reference, that
-# thread would destroy the group, wait for itself, and abort the process. So the groups are kept here.
-_groups_with_hooks: set[dist.ProcessGroup] = set()

@@ -2,7 +2,7 @@
 
 __all__ = ["LOG_DIR", "LaunchConfig"]
 
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from os import PathLike
 
 LOG_DIR = "panther-logs"
@@ -28,6 +28,11 @@ class LaunchConfig:
         shutdown_timeout_s: Time that processes have to save and leave after SIGTERM or Ctrl-C, before they are killed;
             whole seconds.
         module: Whether the script is the name of a module, as after ``python -m``.
+        monitor_interval: Another name of monitor_interval_s.
+        start_timeout: Another name of rdzv_timeout_s.
+
+    Raises:
+        TypeError: If a setting is given by both of its names.
 
     Example:
         >>> LaunchConfig(nproc_per_node=4, backend="gloo").arguments()
@@ -47,6 +52,19 @@ class LaunchConfig:
     log_dir: str | PathLike[str] = LOG_DIR
     shutdown_timeout_s: float = 30
     module: bool = False
+    monitor_interval: InitVar[float | None] = None
+    start_timeout: InitVar[float | None] = None
+
+    def __post_init__(self, monitor_interval: float | None, start_timeout: float | None) -> None:
+        """Take a setting that is given by its other name."""
+        given = {"monitor_interval": monitor_interval, "start_timeout": start_timeout}
+        for other, name in (("monitor_interval", "monitor_interval_s"), ("start_timeout", "rdzv_timeout_s")):
+            if given[other] is None:
+                continue
+            if getattr(self, name) != getattr(type(self), name):
+                raise TypeError(f"{other} and {name} are the same setting: give one")
+            # The only way to set a value of a frozen dataclass.
+            object.__setattr__(self, name, given[other])
 
     def arguments(self) -> list[str]:
         """Return these options as ``panther launch`` takes them, without those that have their default."""

@@ -3,8 +3,9 @@
 torch's own launcher does it, with torchrun's options.
 """
 
-__all__ = ["launch_distributed_training", "run_script"]
+__all__ = ["DistributedLauncher", "launch_distributed_training", "run_script"]
 
+import logging
 import signal
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 from panther.distributed.launcher.config import LaunchConfig
 from panther.errors import DistributedError
+
+_log = logging.getLogger(__name__)
 
 
 def launch_distributed_training(
@@ -57,6 +60,35 @@ def launch_distributed_training(
 
     with signals_followed():
         return run_script([*config.arguments(), str(script), *map(str, args)])
+
+
+class DistributedLauncher:
+    """Start scripts by one configuration, and return exit statuses: :func:`launch_distributed_training` as a class.
+
+    Args:
+        config: How to start them.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     script = pathlib.Path(folder, "ends.py")
+        ...     _ = script.write_text("import sys; sys.exit(int(sys.argv[1]))")
+        ...     launcher = DistributedLauncher(LaunchConfig(log_dir=folder))
+        ...     launcher.launch(script, 0), launcher.launch(script, 3)
+        (0, 1)
+    """
+
+    def __init__(self, config: LaunchConfig | None = None) -> None:
+        self.config = config or LaunchConfig()
+
+    def launch(self, script: str | PathLike[str], *args: object) -> int:
+        """Run a script with its arguments; return 0, or 1 if it failed, with the reason in the log of this module."""
+        try:
+            launch_distributed_training(script, *args, config=self.config)
+        except DistributedError as error:
+            _log.error("%s", error)
+            return 1
+        return 0
 
 
 def run_script(argv: list[str], name: str | None = None) -> Path:

@@ -28,6 +28,7 @@ class PipelineParallelSketchedModel(nn.Module):
     Attributes:
         stages: The stages, an nn.ModuleList of nn.Sequential.
         devices: Their devices.
+        num_stages: Their number.
 
     Raises:
         ShapeError: If there are fewer layers than devices, none of either, keys are missing or unknown, or the width of
@@ -47,6 +48,7 @@ class PipelineParallelSketchedModel(nn.Module):
         if not devices:
             raise ShapeError("devices is empty and must name one device for each stage")
         self.devices = [torch.device(device) for device in devices]
+        self.num_stages = len(self.devices)
         begins = balance_stages([sketch_size * (n_in + n_out) for n_in, n_out, sketch_size in sizes], len(devices))
         self.stages = nn.ModuleList()
         for device, (begin, end) in zip(self.devices, pairwise([*begins, len(sizes)]), strict=True):

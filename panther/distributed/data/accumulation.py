@@ -1,0 +1,48 @@
+"""Gradients that are added up on each rank, and averaged with those of a later backward pass."""
+
+__all__ = ["no_sync"]
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Do not send gradients in the backward passes of this block; the first one after it sends the sum.
+
+    A Trainer does this itself for its ``gradient_accumulation_steps``.
+
+    Args:
+        model: What :func:`data_parallel` returned. A model that is neither wrapped nor sharded sends nothing anyway,
+            so the same loop runs on one process.
+
+    Cost: with ``"fsdp"``, memory for the gradients of the whole model; otherwise nothing.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> pr.distributed.init()
+        >>> model = pr.distributed.data_parallel(nn.Linear(4, 2))
+        >>> with no_sync(model):
+        ...     model(torch.ones(3, 4)).sum().backward()
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model.module.bias.grad
+        tensor([6., 6.])
+        >>> pr.distributed.shutdown()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"no_sync takes the model that data_parallel returned, not a {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
