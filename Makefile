@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test test-isa test-all torture lint docs bench trials clean
+.PHONY: demo test test-isa test-all test-engines torture lint docs bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -28,6 +28,11 @@ test-isa: .venv/.test-stamp
 test-all: .venv/.all-stamp
 	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=$${PANTHER_FUZZ_EXAMPLES:-200} .venv/bin/python tests/support/shards.py \
 	    -m '(slow or tool or fuzz or extra) and not torture and not gpu' --timeout 900 $(ARGS)
+
+# Adapters to libraries that are heavy, or that want versions of their own: in .venv-engines, so that nothing else meets
+# them.
+test-engines: .venv-engines/.stamp
+	OMP_NUM_THREADS=1 .venv-engines/bin/python tests/support/shards.py -m engine --timeout 900 $(ARGS)
 
 # The property tests with 2,000 examples each, tests of minutes, and a hundred runs that are killed and resumed: more
 # than an hour.
@@ -75,7 +80,7 @@ TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/word
 	    for package in *.deb; do dpkg -x "$$package" .; done; fi
 	touch $@
 
-# Leaves .venv, which is only slow to make again; `rm -r .venv` removes it.
+# Leaves .venv and .venv-engines, which are only slow to make again; `rm -r .venv*` removes them.
 clean:
 	rm -rf build dist panther_sketch.egg-info docs/_build docs/api/generated \
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
@@ -102,5 +107,12 @@ clean:
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation \
-	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,tensorboard,mlflow,test,docs,bench,dev]'
+	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,peft,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp
+
+.venv-engines/.stamp: pyproject.toml constraints.txt
+	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
+	$(subst .venv/,.venv-engines/,$(INSTALL)) 'setuptools>=77'
+	$(subst .venv/,.venv-engines/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
+	$(subst .venv/,.venv-engines/,$(INSTALL)) --no-build-isolation -e '.[demo,triton,test,torchao]'
+	touch $@

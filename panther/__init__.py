@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import compression, distributed, errors, kernels, linalg, nn, optim, sketch, train
+    from . import compat, compression, distributed, errors, kernels, linalg, nn, optim, sketch, train
     from .compression import (
         CompressionReport,
         HealConfig,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .nn.linears import to_linears_
 
 # PEP 562: modules are imported when they are first used, so that `panther --version` does not wait for torch.
-_MODULES = ("nn", "optim", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors")
+_MODULES = ("nn", "optim", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors", "compat")
 _FUNCTIONS_AND_CLASSES = {
     "CompressionReport": "compression",
     "HealConfig": "compression",
@@ -35,6 +35,7 @@ _FUNCTIONS_AND_CLASSES = {
     "SketchConfig": "compression",
     "choose_parallelism_strategy": "distributed",
     "compress": "compression",
+    "from_pretrained": "integrations.pretrained",
     "fuse_": "nn.linear",
     "linearize_": "compression",
     "load_compressed": "nn.io",
@@ -51,10 +52,12 @@ __all__ = [
     "SketchConfig",
     "__version__",
     "choose_parallelism_strategy",
+    "compat",
     "compress",
     "compression",
     "distributed",
     "errors",
+    "from_pretrained",
     "fuse_",
     "kernels",
     "linalg",

@@ -22,7 +22,9 @@ settings.load_profile("panther")
 LONG_S = 5.0
 _long = []
 SLOW_PAGES = ("train-names.rst", "sketched-convolutions.rst")  # they train; run alone, a page is not deselected
-EXTRA_PAGES = {"transformers.rst": "transformers"}  # pages, and the module without which they are skipped
+# Pages, and the module without which they are skipped; those of ENGINES are in the environment of `make test-engines`.
+EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao"}
+ENGINES = ("torchao",)
 
 
 def pytest_collection_modifyitems(items):
@@ -34,8 +36,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker("fuzz")
         if item.path.name in SLOW_PAGES:
             item.add_marker("slow")
+        if item.path.parent.name == "integrations" and item.path.stem in ENGINES:
+            item.add_marker("engine")
         if module := EXTRA_PAGES.get(item.path.name):
-            item.add_marker("extra")
+            item.add_marker("engine" if module in ENGINES else "extra")
             item.add_marker(pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}"))
 
 

@@ -3,7 +3,7 @@
 Weights are read from safetensors alone, and code that a folder brings is not run.
 """
 
-__all__ = ["copy_beside", "load_model", "text_batches"]
+__all__ = ["copy_beside", "empty_model", "load_model", "sample_inputs", "text_batches"]
 
 import inspect
 import shutil
@@ -34,15 +34,18 @@ def load_model(folder: Path) -> nn.Module:
     """Load the model of a folder, in the class that its config.json names, in eval mode."""
     transformers = require_extra("transformers", "transformers")
     saved = "give a folder that save_pretrained of transformers wrote"
-    if (folder / "panther.json").is_file():
+    compressed = (folder / "panther.json").is_file()
+    if not compressed:
+        if not (folder / "config.json").is_file():
+            raise PantherError(f"{folder} holds no config.json: {saved}")
+        with _quietly(f"{folder / 'config.json'} cannot be used"):
+            config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        compressed = getattr(config, "quantization_config", None) is not None
+    if compressed:
         raise PantherError(
-            f"{folder} holds a model that is compressed already (panther.json): compress the original folder again, "
-            "with a smaller budget"
+            f"{folder} holds a model that is compressed or quantized already: compress the original folder again, with "
+            "a smaller budget"
         )
-    if not (folder / "config.json").is_file():
-        raise PantherError(f"{folder} holds no config.json: {saved}")
-    with _quietly(f"{folder / 'config.json'} cannot be used"):
-        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
     name = next(iter(config.architectures or ()), "AutoModel")
     make: Any = getattr(transformers, name, None)
     known = isinstance(make, type) and issubclass(make, transformers.PreTrainedModel | transformers.AutoModel)
@@ -75,6 +78,38 @@ def load_model(folder: Path) -> nn.Module:
             "load the folder with the class that wrote it, and save_pretrained it again"
         )
     return model.eval()
+
+
+def empty_model(folder: Path) -> Any:
+    """Return the model that a folder's config.json describes, compressed layers too, on the meta device."""
+    adapter: Any = require_extra("panther.integrations.transformers", "transformers")
+    transformers = require_extra("transformers", "transformers")
+    with _quietly(f"{folder / 'config.json'} cannot be used"):
+        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        name = next(iter(config.architectures or ()), None)
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(config) if name is None else getattr(transformers, name)(config)
+        entry = getattr(config, "quantization_config", None)
+        if isinstance(entry, dict) and entry.get("quant_method") == "panther":
+            adapter.put_compressed_(model, entry["modules"])
+    return model
+
+
+def sample_inputs(model: Any, batch: int, length: int, fix: str) -> dict[str, Tensor]:
+    """Return inputs by name, tokens or an image of the config's sizes; ``fix`` ends the error if neither is known."""
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if config is None or main not in ("input_ids", "pixel_values"):
+        raise PantherError(f"the inputs of a {type(model).__name__} are not known: {fix}")
+    if main == "pixel_values":
+        size = getattr(config, "image_size", None)
+        if not isinstance(size, int):
+            raise PantherError(f"config.json names no image_size: {fix}")
+        pixels = torch.linspace(-1, 1, batch * size * size).view(batch, 1, size, size)
+        return {"pixel_values": pixels.expand(-1, getattr(config, "num_channels", 3), -1, -1).contiguous()}
+    tokens = torch.arange(batch * length).view(batch, length) % (getattr(config, "vocab_size", None) or 2)
+    sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    decoder = {"decoder_input_ids": tokens[:, : max(1, length - 2)].clone()}
+    return sample | (decoder if config.is_encoder_decoder else {})
 
 
 def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_size: int) -> list[dict[str, Tensor]]:

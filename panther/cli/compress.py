@@ -48,6 +48,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--forms", nargs="+", metavar="FORM", help=text)
     parser.add_argument(
+        "--activations", choices=("int8",), help="round inputs of quantized linear layers, to multiply integers"
+    )
+    parser.add_argument(
         "--allow-slower", action=argparse.BooleanOptionalAction,
         help="whether layers may get slower (default: if --forms names what they become, or much is lost otherwise)",
     )  # fmt: skip
@@ -76,13 +79,15 @@ def run(args: argparse.Namespace) -> int:
     out = check_folder(args.out)
     _check_outputs(args, out)
     with current_folder_importable():
-        model, calibration, imports, architecture = _load(args)
+        model, calibration, imports, load = _load(args)
         report = _compress(args, model, calibration)
     try:
         pr.save_compressed(model, out)
         if Path(args.model).is_dir():
             from panther.cli._transformers import copy_beside
+            from panther.integrations.transformers import write_model_card
 
+            write_model_card(model, report, out, asked=_asked(args))
             copy_beside(Path(args.model), out)
         if args.report:
             report.to_json(args.report)
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     print(report)
     print(f"\n{out} holds the result. To load it:")
     print(f"import panther as pr{imports}")
-    print(f"model = pr.load_compressed({str(out)!r}, {architecture}).eval()")
+    print(f"model = {load}")
     return 0
 
 
@@ -154,7 +159,7 @@ def _check_outputs(args: argparse.Namespace, out: Path) -> None:
 
 
 def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
-    """Return the model, its calibration batches, and the Python that imports and builds its architecture."""
+    """Return the model, its calibration batches, and the Python that imports and loads the result."""
     from torch import nn  # here, so that `panther --help` loads no torch
 
     folder, calibration = Path(args.model), None
@@ -162,15 +167,18 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
         from panther.cli import _transformers
 
         model = _transformers.load_model(folder)
-        config = f"transformers.AutoConfig.from_pretrained({str(Path(args.out))!r})"
-        imports, architecture = ", transformers", f"transformers.{type(model).__name__}({config})"
+        imports, load = "", f"pr.from_pretrained({str(Path(args.out))!r})"
     else:
         made = call(args.model)
         model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise wrong_return(args.model, made, "an nn.Module, or a pair of one and a list of batches")
         module, _, function = args.model.partition(":")
-        imports, architecture = f"; from {module} import {function}", f"{function}(){'' if made is model else '[0]'}"
+        built = f"{function}(){'' if made is model else '[0]'}"
+        imports, load = (
+            f"; from {module} import {function}",
+            f"pr.load_compressed({str(Path(args.out))!r}, {built}).eval()",
+        )
     if args.calibration is not None:
         if names_function(args.calibration):
             calibration = call(args.calibration)
@@ -179,13 +187,13 @@ def _load(args: argparse.Namespace) -> "tuple[nn.Module, Any, str, str]":
                 folder, Path(args.calibration), model, args.max_length, args.batch_size
             )
     _check_calibrated(args, calibration)
-    return model, calibration, imports, architecture
+    return model, calibration, imports, load
 
 
 def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) -> "pr.CompressionReport":
     """Compress in place; warnings become notes, a line each."""
     sizes = ("bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
-    names = (*sizes, "allow_slower", "include", "exclude", "method", "allocate", "sequential", "seed")
+    names = (*sizes, "activations", "allow_slower", "include", "exclude", "method", "allocate", "sequential", "seed")
     options = {name: getattr(args, name) for name in names}
     if args.forms is not None:
         options["forms"] = args.forms
@@ -200,6 +208,12 @@ def _compress(args: argparse.Namespace, model: "nn.Module", calibration: Any) ->
             raise
         except ValueError as error:  # options that exclude each other
             raise PantherError(str(error)) from error
+
+
+def _asked(args: argparse.Namespace) -> str:
+    """Return the size that was asked for, as the options say it."""
+    sizes = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
+    return ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in sizes if getattr(args, name))
 
 
 def _fraction(text: str) -> float:

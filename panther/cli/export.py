@@ -5,6 +5,7 @@ __all__ = ["add_parser", "run"]
 import argparse
 import json
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from panther.errors import PantherError, require_extra
 if TYPE_CHECKING:
     from torch import nn
 
+_MOST_ERROR = 1e-3
 _SAMPLE = "give --sample module:function, which returns a mapping of the forward's arguments to tensors"
 
 
@@ -66,7 +68,6 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
     import torch
 
     import panther as pr
-    from panther.cli import _transformers
 
     if function is not None:
         made = call(function)
@@ -78,38 +79,22 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
         raise PantherError(
             f"{folder} holds no config.json: give --model module:function, which builds the architecture"
         )
-    if not (folder / "panther.json").is_file():
-        import panther.integrations.transformers  # registers the layers that config.json may name
-
-        return _transformers.load_model(folder)
-    transformers = require_extra("transformers", "transformers")
-    with explained(f"{folder / 'config.json'} cannot be used"):
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        name = next(iter(config.architectures or ()), None)
-        model = transformers.AutoModel.from_config(config) if name is None else getattr(transformers, name)(config)
-    return pr.load_compressed(folder, model)
+    with explained(f"{folder} cannot be loaded"):
+        return pr.from_pretrained(folder)
 
 
 def _sample(model: Any, function: str | None) -> dict[str, Any]:
     """Return inputs by name: those of a function, or tokens or an image of the config's sizes."""
     import torch
 
-    if function is not None:
-        made = call(function)
-        if not isinstance(made, dict) or not all(isinstance(value, torch.Tensor) for value in made.values()):
-            raise wrong_return(function, made, "a mapping of the forward's arguments to tensors")
-        return made
-    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    if config is None or main not in ("input_ids", "pixel_values"):
-        raise PantherError(f"the inputs of a {type(model).__name__} are not known: {_SAMPLE}")
-    if main == "pixel_values":
-        size = getattr(config, "image_size", None)
-        if not isinstance(size, int):
-            raise PantherError(f"config.json names no image_size: {_SAMPLE}")
-        return {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), size, size)}
-    tokens = torch.ones(2, 7, dtype=torch.long)
-    sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    return sample | ({"decoder_input_ids": tokens[:, :5].clone()} if config.is_encoder_decoder else {})
+    from panther.cli._transformers import sample_inputs
+
+    if function is None:
+        return sample_inputs(model, 2, 7, _SAMPLE)
+    made = call(function)
+    if not isinstance(made, dict) or not all(isinstance(value, torch.Tensor) for value in made.values()):
+        raise wrong_return(function, made, "a mapping of the forward's arguments to tensors")
+    return made
 
 
 def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> None:
@@ -131,6 +116,27 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
             torch.export.save(program, out / "model.pt2")
         else:
             torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
+            _compare(model, sample, out / "model.onnx")
+
+
+def _compare(model: Any, sample: dict[str, Any], path: Path) -> None:
+    """Run the file by onnxruntime, if there is one, and print how far its first output is from the model's."""
+    import torch
+
+    if find_spec("onnxruntime") is None:
+        print("not run: onnxruntime is not installed (pip install onnxruntime), so nothing was compared")
+        return
+    session: Any = require_extra("onnxruntime", "onnx").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (found, *_) = session.run(None, {entry.name: sample[entry.name].numpy() for entry in session.get_inputs()})
+    output = model(**sample)
+    first = output if isinstance(output, torch.Tensor) else next(iter(getattr(output, "values", lambda: output)()))
+    error = torch.linalg.vector_norm(torch.from_numpy(found) - first) / torch.linalg.vector_norm(first)
+    if not error <= _MOST_ERROR:
+        raise PantherError(
+            f"{path} gives other outputs than the model, with a relative difference of {error:.1e}: do not use it, and "
+            "write --to torch"
+        )
+    print(f"onnxruntime gives the model's output, with a relative difference of {error:.1e}")
 
 
 def _write_linears(model: "nn.Module", out: Path) -> None:

@@ -1,18 +1,38 @@
 """What the callbacks of all trainers do: compare sketches, log the sizes of compressed layers, compress at the end."""
 
-__all__ = ["compare_and_log", "compress_and_log"]
+__all__ = ["checked_options", "compare_and_log", "compress_and_log"]
 
+import inspect
 import logging
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 import panther as pr
+from panther.errors import ConfigError
 from panther.nn._sketched import CompressedModule, SketchedModule
 
+_SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
 _log = logging.getLogger("panther.integrations")
+
+
+def checked_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Return arguments of pr.compress, or raise ConfigError now: they are used when a model is loaded or trained."""
+    known = [name for name in inspect.signature(pr.compress).parameters if name != "model"]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            guess = f" (did you mean {close[0]}?)" if close else ""
+            raise ConfigError(f"{owner} has no argument {name}{guess}: its arguments are those of pr.compress")
+    if not any(options.get(name) is not None for name in _SIZES):
+        raise ConfigError(
+            f"{owner} needs a size to compress to, as {owner}(bits=4.25, calibration=batches): its arguments are those "
+            "of pr.compress"
+        )
+    return dict(options)
 
 
 def compare_and_log(model: nn.Module) -> dict[str, Any]:

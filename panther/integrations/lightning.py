@@ -8,7 +8,7 @@ from torch import nn
 
 import panther as pr
 from panther.errors import ConfigError, require_extra
-from panther.integrations._training import compare_and_log, compress_and_log
+from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.integrations._versions import check_version
 
 lightning: Any = require_extra("lightning", "lightning")
@@ -33,7 +33,8 @@ class CompressCallback(lightning.Callback):
         report: That of the compression, None before it.
 
     Raises:
-        ConfigError: When fitting starts, if the LightningModule has no module of that name.
+        ConfigError: If an option is unknown, or none is a size; when fitting starts, if the LightningModule has no
+            module of that name.
         SketchMismatchError: When fitting starts, if processes have different sketches.
 
     Example:
@@ -42,7 +43,8 @@ class CompressCallback(lightning.Callback):
     """
 
     def __init__(self, module: str | None = None, **options: Any) -> None:
-        self.module, self.options = module, options
+        self.module = module
+        self.options = checked_options(options, "CompressCallback") if options else {}
         self.report: pr.CompressionReport | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

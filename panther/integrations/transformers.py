@@ -5,7 +5,10 @@ transformers' own config.json and sharded safetensors; config.json says which la
 ``AutoModel*.from_pretrained`` builds them, in any process that has imported this module.
 """
 
-__all__ = ["CompressCallback", "PantherConfig", "PantherQuantizer", "set_quantization_config_"]
+__all__ = [
+    "CompressCallback", "PantherConfig", "PantherQuantizer", "resize_token_embeddings_", "set_quantization_config_",
+    "write_model_card",
+]  # fmt: skip
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +18,15 @@ from torch import Tensor, nn
 
 import panther as pr
 from panther.errors import ConfigError, FormatError, require_extra
-from panther.integrations._training import compare_and_log, compress_and_log
+from panther.integrations._model_card import write_model_card
+from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.integrations._versions import check_version
 from panther.nn._sketch_record import read_record
 from panther.nn._sketched import CompressedModule, SketchedModule
-from panther.nn._specs import build_modules, module_specs
+from panther.nn._specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs, note_in_config_
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
-from panther.nn.quantized import QuantizedLinear
+from panther.nn.quantized.matrix import QuantizedMatrix
 
 transformers: Any = require_extra("transformers", "transformers")
 _quantizers: Any = require_extra("transformers.quantizers", "transformers")
@@ -30,8 +34,6 @@ _auto: Any = require_extra("transformers.quantizers.auto", "transformers")
 _configs: Any = require_extra("transformers.utils.quantization_config", "transformers")
 
 check_version("transformers", transformers.__version__, 5)
-_METHOD = "panther"
-_VERSION = 1  # of what config.json holds
 
 
 class PantherConfig(_configs.QuantizationConfigMixin):
@@ -47,7 +49,7 @@ class PantherConfig(_configs.QuantizationConfigMixin):
         options: Arguments of :func:`panther.compress`, without the model, by name. They are not saved.
 
     Raises:
-        ConfigError: If neither ``modules`` nor a size is given.
+        ConfigError: If neither ``modules`` nor a size is given, or an option is unknown.
         FormatError: If the entry was written by a newer Panther.
 
     Example:
@@ -60,28 +62,23 @@ class PantherConfig(_configs.QuantizationConfigMixin):
         self,
         *,
         modules: Mapping[str, Any] | None = None,
-        version: int = _VERSION,
-        quant_method: str = _METHOD,
+        version: int = CONFIG_VERSION,
+        quant_method: str = QUANTIZATION_METHOD,
         panther_version: str = pr.__version__,
         **options: Any,
     ) -> None:
-        if quant_method != _METHOD:
-            raise ConfigError(f"quant_method is {quant_method!r}, and this class is for {_METHOD!r} only")
-        if version != _VERSION:
+        if quant_method != QUANTIZATION_METHOD:
+            raise ConfigError(f"quant_method is {quant_method!r}, and this class is for {QUANTIZATION_METHOD!r} only")
+        if version != CONFIG_VERSION:
             raise FormatError(
-                f"the model's quantization_config has version {version!r} and this Panther reads {_VERSION}: use the "
-                f"Panther that wrote it ({panther_version}), or a newer one"
+                f"the model's quantization_config has version {version!r} and this Panther reads {CONFIG_VERSION}: use "
+                f"the Panther that wrote it ({panther_version}), or a newer one"
             )
-        if modules is None and not options:
-            raise ConfigError(
-                "PantherConfig needs a size to compress to, as PantherConfig(bits=4.25, calibration=batches): its "
-                "arguments are those of pr.compress"
-            )
-        self.quant_method = _METHOD
+        self.quant_method = QUANTIZATION_METHOD
         self.version = version
         self.panther_version = panther_version
         self.modules = None if modules is None else dict(modules)
-        self.options = options
+        self.options = checked_options(options, "PantherConfig") if modules is None else options
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json holds: without options, which may be tensors or functions."""
@@ -109,11 +106,14 @@ class PantherQuantizer(_quantizers.HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Put layers without values, on the meta device, where config.json names compressed ones."""
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ConfigError(
+                "transformers' plans (tp_plan, distributed_config) have no rules for compressed layers: load the "
+                "folder without one on every rank, and call panther.distributed.tensor_parallel(model) or "
+                "data_parallel(model)"
+            )
         if self.pre_quantized:
-            self.quantization_config.modules = _specs_for(model, self.quantization_config.modules or {})
-            for name, module in build_modules(self.quantization_config.modules, model, device="meta").items():
-                wanted = model.get_submodule(name).get_parameter("weight").dtype  # that of from_pretrained(dtype=)
-                _put(model, name, module.to(wanted))
+            self.quantization_config.modules = put_compressed_(model, self.quantization_config.modules or {})
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -128,7 +128,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     module.set_seeded_(seed)
                 if isinstance(module, SKLinear) and specs.get(name, {}).get("packed"):
                     module.pack_()
-            elif isinstance(module, QuantizedLinear) and module.record.tolist() != module._form:
+            elif isinstance(module, QuantizedMatrix) and module.record.tolist() != module._form:
                 raise FormatError(f"layer {name!r} was saved in another form than config.json says: save it again")
             elif isinstance(module, InterpolativeLinear):
                 module.check_record()
@@ -194,6 +194,7 @@ class CompressCallback(transformers.TrainerCallback):
         report: That of the compression, None before it.
 
     Raises:
+        ConfigError: If an option is unknown, or none is a size.
         SketchMismatchError: When training starts, if processes have different sketches.
 
     Example:
@@ -202,7 +203,7 @@ class CompressCallback(transformers.TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.options = options
+        self.options = checked_options(options, "CompressCallback") if options else {}
         self.report: pr.CompressionReport | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -217,11 +218,38 @@ class CompressCallback(transformers.TrainerCallback):
             state.log_history.append(entry | {"step": state.global_step})
 
 
-def set_quantization_config_(model: Any) -> Any:
-    """Write the compressed layers of a transformers model into its config, so that ``save_pretrained`` saves them.
+def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> Any:
+    """Resize the vocabulary of a model whose head may be compressed; the head is dense afterwards.
 
-    Call it after :func:`panther.compress`, :func:`panther.sketch_layers_` or :func:`panther.load_compressed`; a model
-    that ``from_pretrained`` compressed or loaded needs no call.
+    ``model.resize_token_embeddings`` of transformers takes an nn.Linear for a head, and changes the input embeddings
+    before it says so. Here a compressed head becomes an nn.Linear of its effective weight first: logits of the old
+    tokens stay the same up to rounding, and new rows are trained as in any model. Compress the head again afterwards if
+    it is to be small.
+
+    Args:
+        model: A PreTrainedModel, changed in place.
+        new_num_tokens: The new size.
+        **kwargs: Of ``resize_token_embeddings``.
+
+    Returns:
+        The input embeddings, as ``resize_token_embeddings`` returns them.
+
+    Cost: that of the head's dense weight.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, CompressedModule):
+        model.set_output_embeddings(head.to_linear())  # type: ignore[operator]
+        note_in_config_(model)
+    return model.resize_token_embeddings(new_num_tokens, **kwargs)
+
+
+def set_quantization_config_(model: Any) -> Any:
+    """Give a transformers model the quantizer of this module, which keeps its config up to date in ``save_pretrained``.
+
+    :func:`panther.compress`, :func:`panther.sketch_layers_` and :func:`panther.load_compressed` write the compressed
+    layers into ``model.config``, and that is enough for ``save_pretrained``. With the quantizer, what happens to the
+    layers afterwards (``pack_()``, ``to(torch.bfloat16)``, layers replaced by hand) is saved too, factors that layers
+    share can be saved, and ``model.dequantize()`` works. A model that ``from_pretrained`` compressed or loaded has it.
 
     Args:
         model: A PreTrainedModel with compressed layers, whose config is changed.
@@ -251,10 +279,19 @@ def set_quantization_config_(model: Any) -> Any:
                 "for one method: save it by pr.save_compressed"
             )
         quantizer = PantherQuantizer(PantherConfig(modules=specs))
-        model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, _METHOD
+        model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, QUANTIZATION_METHOD
     quantizer.quantization_config.modules = specs
     model.config.quantization_config = quantizer.quantization_config
     return model
+
+
+def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Put layers without values, on the meta device, where an entry names compressed ones; return it as used."""
+    specs = _specs_for(model, specs)
+    for name, module in build_modules(specs, model, device="meta").items():
+        wanted = model.get_submodule(name).get_parameter("weight").dtype  # that of from_pretrained(dtype=)
+        _put(model, name, module.to(wanted))
+    return specs
 
 
 def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,5 +319,5 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module)
 
 
-_auto.register_quantization_config(_METHOD)(PantherConfig)
-_auto.register_quantizer(_METHOD)(PantherQuantizer)
+_auto.register_quantization_config(QUANTIZATION_METHOD)(PantherConfig)
+_auto.register_quantizer(QUANTIZATION_METHOD)(PantherQuantizer)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import panther as pr
 from panther.cli import main
 from panther.errors import NumericalWarning, PerformanceWarning
-from panther.nn import SKConv2d, SKLinear
+from panther.nn import QuantizedConv2d, SKLinear
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly box five grey mice near old river banks"
@@ -133,6 +134,7 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
     assert out.startswith("whole model")
     assert "kept dense: embeddings.word_embeddings (Embedding)" in out
     *_, first, second = out.splitlines()
+    assert second == "model = pr.from_pretrained('small')"
     names: dict = {}
     exec(f"{first}\n{second}", names)
     model = names["model"]
@@ -152,8 +154,18 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
     assert report["healed"]["steps"] == 3
     assert "<svg" in (here / "report.svg").read_text()
     assert {path.name for path in (here / "small").iterdir()} == {
-        "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "panther.json",
+        "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "panther.json", "README.md",
     }  # fmt: skip
+    card = (here / "small" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: panther-sketch")
+    assert "A BertModel of bert, compressed by Panther" in card
+    assert "- Asked for: --budget 0.5." in card
+    assert f"after healing {report['healed']['error']:.3g}" in card
+    import_module("panther.integrations.transformers")
+    again = transformers.AutoModel.from_pretrained("small")  # as the card says
+    assert torch.equal(again(**batch).last_hidden_state, found)
+    assert main(["compress", "small", "--budget", "0.5", "--calibration", "text.txt", "--out", "smaller"]) == 2
+    assert "small holds a model that is compressed or quantized already" in capsys.readouterr().err
 
     assert main([*command[:-1], "--seed", "1"]) == 2  # what is there stays
     assert "--out small is not empty" in capsys.readouterr().err
@@ -216,7 +228,7 @@ def test_a_function_that_returns_a_model(models, monkeypatch, capsys):
     names: dict = {}
     exec("\n".join(lines), names)
     model = names["model"]
-    assert type(model[2]) is SKConv2d
+    assert type(model[2]) is QuantizedConv2d
     assert not model.training
     assert model(torch.ones(1, 3, 8, 8)).isfinite().all()
     assert sum(value.numel() * value.element_size() for value in model.state_dict().values()) <= 20000
@@ -309,7 +321,7 @@ def test_errors_of_folders(bert, here, capsys):
     copied(bert, here / "compressed", "config.json", "model.safetensors")
     (here / "compressed" / "panther.json").write_text("{}")
     assert refusal(capsys, "compressed", *TEXT).startswith(
-        "compressed holds a model that is compressed already (panther"
+        "compressed holds a model that is compressed or quantized already: compress the original"
     )
     copied(bert, here / "weightless", "config.json")
     assert "weightless holds no model.safetensors" in refusal(capsys, "weightless", *TEXT)

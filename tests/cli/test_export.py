@@ -65,31 +65,52 @@ def test_what_cannot_be_exported_is_one_sentence(folder, capsys):
     assert "not a folder" in capsys.readouterr().err
 
 
+WORDS, IMAGE = {"vocab_size": 61}, {"image_size": 16, "patch_size": 8}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+TRANSFORMERS = {
+    "Bert": ("BertModel", WORDS | SIZES),
+    "Llama": ("LlamaModel", WORDS | SIZES | {"num_key_value_heads": 2}),
+    "Qwen2": ("Qwen2ForCausalLM", WORDS | SIZES | {"num_key_value_heads": 2}),
+    "GPT2": ("GPT2LMHeadModel", WORDS | {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}),
+    "T5": ("T5EncoderModel", WORDS | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}),
+    "ViT": ("ViTForImageClassification", SIZES | IMAGE),
+}
+
+
 @pytest.mark.extra
-@pytest.mark.parametrize("how", ["save_compressed", "save_pretrained"])
-@pytest.mark.parametrize("name", ["Bert", "Llama"])
-def test_a_model_of_transformers_to_onnx(name, how, tmp_path):
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_model_of_transformers_to_onnx(name, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     onnxruntime = pytest.importorskip("onnxruntime")
-    from panther.integrations.transformers import set_quantization_config_
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-    config = getattr(transformers, f"{name}Config")(vocab_size=61, **sizes)
+    make, sizes = TRANSFORMERS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}Model")(config).eval()
+    model = getattr(transformers, make)(getattr(transformers, f"{name}Config")(**sizes)).eval()
     pr.sketch_layers_(model, pr.SketchConfig(low_rank=3))
-    if how == "save_pretrained":
-        set_quantization_config_(model).save_pretrained(tmp_path / "small")
+    small = tmp_path / "small"
+    if name in ("Llama", "GPT2"):
+        model.save_pretrained(small)
     else:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(tmp_path / "small")
-        pr.save_compressed(model, tmp_path / "small")
-    assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 0
+        pr.save_compressed(model, small)
+    assert main(["export", str(small), "--to", "onnx", "--out", str(tmp_path / "out")]) == 0
+    assert "onnxruntime gives the model's output, with a relative difference of" in capsys.readouterr().out
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    for shape in ((2, 7), (3, 12)):
-        tokens = torch.randint(1, 61, shape)
+    for batch, length in ((2, 7), (3, 12)):
+        tokens = torch.randint(1, 61, (batch, length))
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if name == "ViT":
+            inputs = {"pixel_values": torch.randn(batch, 3, 16, 16)}
         with torch.no_grad():
             expected = model(**inputs)[0]
-        found = session.run(None, {key: value.numpy() for key, value in inputs.items()})[0]
+        found = session.run(None, {entry.name: inputs[entry.name].numpy() for entry in session.get_inputs()})[0]
         torch.testing.assert_close(torch.as_tensor(found), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.extra
+def test_a_file_with_other_outputs_is_named(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    model = transformers.BertModel(transformers.BertConfig(**TRANSFORMERS["Bert"][1])).eval()
+    pr.save_compressed(model, tmp_path / "small")
+    monkeypatch.setattr("panther.cli.export._MOST_ERROR", -1.0)
+    assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 2
+    assert "gives other outputs than the model" in capsys.readouterr().err

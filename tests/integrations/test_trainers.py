@@ -1,6 +1,7 @@
 """The scripts of the guide's page on trainers, on one process and on two; they compare what they save and load."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ NEEDS = {
     "train_fabric.py": ("lightning",),
 }
 SAYS = {
-    "train_transformers.py": "output: Linear at step 3, QuantizedLinear at the end",
+    "train_transformers.py": "Linear at step 3, QuantizedLinear at the end; resumed from there, the same weights",
     "train_accelerate.py": "saved and resumed on {} processes",
     "train_lightning.py": "saved, resumed and compressed on {} processes",
     "train_fabric.py": "saved and resumed on {} processes",
@@ -37,3 +38,6 @@ def test_the_script_of_the_page(script, processes, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert SAYS[script].format(processes) in done.stdout
+    if script == "train_transformers.py":  # what the callback logged, before and after
+        assert "{'compressed_layers': 8, 'compressed_bytes': " in done.stdout
+        assert re.search(r"'compressed_layers': 12, .*'largest_rank': 8, .*'healed_error': \d", done.stdout)

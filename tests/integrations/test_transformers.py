@@ -13,7 +13,13 @@ from panther.nn._sketched import CompressedModule
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extra
 
-from panther.integrations.transformers import PantherConfig, set_quantization_config_  # noqa: E402
+from panther.integrations.transformers import (  # noqa: E402
+    CompressCallback,
+    PantherConfig,
+    resize_token_embeddings_,
+    set_quantization_config_,
+    write_model_card,
+)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WORDS = 61
@@ -75,12 +81,15 @@ def logits(model, inputs):
 
 
 FRESH = """
-import sys, torch, transformers, panther.integrations.transformers
-inputs, expected, make = torch.load(sys.argv[1] + "/case.pt")
-model, info = getattr(transformers, make).from_pretrained(sys.argv[1], output_loading_info=True)
-assert not any(info.values()), info
-with torch.no_grad():
-    assert torch.equal(model(**inputs).logits, expected)
+import pathlib, sys, torch, transformers, panther.integrations.transformers
+folders = sorted(pathlib.Path(sys.argv[1]).iterdir())
+assert len(folders) == 12
+for folder in folders:
+    inputs, expected, make = torch.load(folder / "case.pt")
+    model, info = getattr(transformers, make).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), (folder, info)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, expected), folder
 """
 
 
@@ -106,11 +115,15 @@ def test_a_body_gets_a_new_head(tmp_path):
     assert isinstance(loaded.bert.encoder.layer[0].output.dense, pr.nn.SKLinear)
 
 
+@pytest.mark.slow
 def test_another_process_needs_only_the_import(tmp_path):
-    model, inputs = compressed(llama, ("int4", "low_rank", "dense"))
-    model.save_pretrained(tmp_path)
-    torch.save((inputs, logits(model, inputs), type(model).__name__), tmp_path / "case.pt")
-    subprocess.run([sys.executable, "-P", "-c", FRESH, tmp_path], check=True, timeout=120, capture_output=True)
+    for make in MODELS:
+        for forms in (("low_rank", "int4", "int8", "dense"), None):
+            model, inputs = compressed(make, forms)
+            folder = tmp_path / f"{make.__name__}-{'seeded' if forms is None else 'fitted'}"
+            model.save_pretrained(folder)
+            torch.save((inputs, logits(model, inputs), type(model).__name__), folder / "case.pt")
+    subprocess.run([sys.executable, "-P", "-c", FRESH, tmp_path], check=True, timeout=240, capture_output=True)
 
 
 def test_from_pretrained_compresses_a_dense_folder(tmp_path):
@@ -182,6 +195,14 @@ def test_plain_linears_of_a_model_that_reads_weights():
 def test_bad_input_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="needs a size"):
         PantherConfig()
+    with pytest.raises(ConfigError, match="needs a size"):
+        PantherConfig(calibration=[])
+    with pytest.raises(ConfigError, match=r"PantherConfig has no argument calibratoin \(did you mean calibration\?\)"):
+        PantherConfig(bits=4, calibratoin=[])
+    with pytest.raises(ConfigError, match="CompressCallback has no argument folder"):
+        CompressCallback(bits=4, folder="x")
+    with pytest.raises(FormatError, match="there is no folder nowhere"):
+        pr.from_pretrained("nowhere")
     with pytest.raises(FormatError, match="version 9 and this Panther reads 1"):
         PantherConfig(modules={}, version=9)
     with pytest.raises(ConfigError, match="for 'panther' only"):
@@ -194,3 +215,137 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="not compressed"):
         type(model).from_pretrained(tmp_path, quantization_config=PantherConfig(modules={}))
+
+
+def test_config_follows_the_layers_without_a_call(tmp_path):
+    """What save_pretrained writes names the layers, whatever made them, and no layer is drawn at random."""
+    torch.manual_seed(0)
+    model, names = llama()
+    inputs = batch(names)
+    pr.sketch_layers_(model.eval(), pr.SketchConfig(low_rank=3), seed=1)
+    expected = logits(model, inputs)
+    model.save_pretrained(tmp_path / "own")
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own"), inputs), expected)
+    pr.save_compressed(model, tmp_path / "ours")
+    plain, _ = llama()
+    pr.load_compressed(tmp_path / "ours", plain)
+    assert plain.config.quantization_config["modules"] == model.config.quantization_config["modules"]
+    pr.to_linears_(model)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_folder_of_ours_is_one_of_transformers(tmp_path):
+    model, inputs = compressed(qwen, ("int8", "int4", "low_rank"))
+    expected = logits(model, inputs)
+    pr.save_compressed(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "panther.json"}
+    for loaded in (pr.from_pretrained(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert type(loaded) is type(model)
+        assert torch.equal(logits(loaded, inputs), expected)
+    half = pr.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.dtype is torch.bfloat16
+    tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generate(
+        inputs["input_ids"][:1], max_new_tokens=3, do_sample=False
+    )
+    assert tokens.shape == (1, 13)
+
+
+def test_our_folder_is_checked(tmp_path):
+    model, _ = compressed(bert, ("low_rank",))
+    pr.save_compressed(model, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        pr.from_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FormatError, match=r"holds no config\.json.* call pr\.load_compressed"):
+        pr.from_pretrained(tmp_path)
+
+
+def test_the_vocabulary_grows_with_a_compressed_head(tmp_path):
+    model, inputs = compressed(llama, ("low_rank",))
+    assert isinstance(model.lm_head, CompressedModule)
+    expected = logits(model, inputs)
+    resize_token_embeddings_(model, WORDS + 5)
+    found = logits(model, inputs)
+    torch.testing.assert_close(found[..., :WORDS], expected)
+    assert found.shape[-1] == WORDS + 5
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(pr.from_pretrained(tmp_path), inputs), found)
+
+
+def test_a_pipeline_runs_on_a_compressed_folder(tmp_path):
+    model, _ = compressed(vit, ("int8", "low_rank"))
+    model.save_pretrained(tmp_path)
+    loaded = pr.from_pretrained(tmp_path)
+    processor = transformers.ViTImageProcessor(size={"height": 16, "width": 16})
+    classify = transformers.pipeline("image-classification", model=loaded, image_processor=processor)
+    pil = pytest.importorskip("PIL.Image")
+    (found,) = [classify(pil.new("RGB", (20, 20), (200, 30, 90)))]
+    assert {"label", "score"} <= found[0].keys()
+
+
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, **{f"w{number}": number for number in range(1, WORDS)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[UNK]")
+
+
+@pytest.mark.parametrize(("task", "make"), [("fill-mask", bert), ("text-generation", llama)])
+def test_a_pipeline_runs_on_the_name_of_a_compressed_folder(task, make, tmp_path):
+    model, _ = compressed(make, ("int8", "low_rank"))
+    model.save_pretrained(tmp_path)
+    words = tokenizer()
+    words.add_special_tokens({"mask_token": "w7"})
+    words.save_pretrained(tmp_path)
+    run = transformers.pipeline(task, model=str(tmp_path))
+    assert any(isinstance(module, CompressedModule) for module in run.model.modules())
+    if task == "fill-mask":
+        with torch.no_grad():
+            wanted = model(**words("w3 w4 w7 w5", return_tensors="pt")).logits[0, 2].softmax(0).topk(2)
+        found = run("w3 w4 w7 w5", top_k=2)
+        assert [each["token"] for each in found] == wanted.indices.tolist()
+        assert [each["score"] for each in found] == pytest.approx(wanted.values.tolist())
+    else:
+        inputs = words("w3 w4 w9", return_tensors="pt", return_token_type_ids=False)
+        wanted = words.decode(model.generate(**inputs, max_new_tokens=4, do_sample=False)[0])
+        config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        (found,) = run("w3 w4 w9", generation_config=config)
+        assert found["generated_text"].replace(" ", "") == wanted.replace(" ", "")  # the prompt is put before it
+
+
+def test_a_folder_is_ready_for_a_hub(tmp_path):
+    torch.manual_seed(0)
+    model, names = bert()
+    batches = [batch(names, 8) for _ in range(10)]
+    report = pr.compress(model.eval(), 0.5, batches, forms=("low_rank", "int8"), measure_speed=False, seed=0)
+    model.save_pretrained(tmp_path)
+    card = write_model_card(model, report, tmp_path).read_text()
+    assert card.startswith("---\nlibrary_name: panther-sketch\ntags: [compressed, panther]\n---\n\n# BertForMaskedLM, ")
+    assert f"measured {report.measured_error:.3g}" in card
+    assert "base_model" not in card
+    model.config._name_or_path = "somebody/some-bert"
+    card = write_model_card(model, report, tmp_path, asked="budget=0.5").read_text()
+    assert "base_model: somebody/some-bert\n---\n\n# some-bert, compressed" in card
+    assert "- Asked for: budget=0.5.\n" in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_a_plan_of_transformers_is_refused(tmp_path):
+    model, _ = compressed(llama, ("int8", "low_rank"))
+    model.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.distributed_config = {"tp_size": 2}  # as from_pretrained(tp_plan="auto") sets it
+    with pytest.raises(ConfigError, match=r"no rules for compressed layers.*tensor_parallel\(model\)"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    dense, names = llama()
+    dense.save_pretrained(tmp_path / "dense")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "dense")
+    config.distributed_config = {"tp_size": 2}
+    wanted = PantherConfig(bits=5, calibration=[batch(names)])
+    with pytest.raises(ConfigError, match="no rules for compressed layers"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", config=config, quantization_config=wanted)

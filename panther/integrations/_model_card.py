@@ -1,0 +1,63 @@
+"""The model card of a compressed model, which hubs show beside its files."""
+
+__all__ = ["write_model_card"]
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import panther as pr
+from panther.compression import CompressionReport
+
+
+def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLike[str], *, asked: str = "") -> Path:
+    """Write README.md, a model card: what the model was made of, how small it is, its error, and how to load it.
+
+    With it a folder of ``save_pretrained`` is what ``push_to_hub`` would upload. ``panther compress`` writes one.
+
+    Args:
+        model: The compressed PreTrainedModel.
+        report: What :func:`panther.compress` returned for it.
+        dir: The folder that ``save_pretrained`` wrote.
+        asked: Settings to name in the card.
+
+    Returns:
+        The file.
+
+    Example:
+        >>> import tempfile, torch, transformers, panther as pr
+        >>> from panther.integrations.transformers import write_model_card
+        >>> config = transformers.BertConfig(
+        ...     vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128
+        ... )
+        >>> model = transformers.BertModel(config).eval()
+        >>> batches = [{"input_ids": torch.randint(50, (16, 12))} for _ in range(8)]
+        >>> report = pr.compress(model, bits=5, calibration=batches, forms=("int8", "int4"), measure_speed=False)
+        >>> folder = tempfile.mkdtemp()
+        >>> model.save_pretrained(folder)
+        >>> "# BertModel, compressed" in write_model_card(model, report, folder).read_text()
+        True
+    """
+    base = getattr(model.config, "_name_or_path", "")
+    title = Path(base).name or type(model).__name__
+    on_a_hub = base.count("/") == 1 and not Path(base).exists()  # a folder's path says nothing to others
+    named = [f"base_model: {base}"] if on_a_hub else []
+    front = ["---", "library_name: panther-sketch", "tags: [compressed, panther]", *named]
+    sizes = f"{report.bytes_before / 1e6:,.1f} MB to {report.bytes_after / 1e6:,.1f} MB"
+    forms = Counter(layer.form for layer in report.layers)
+    errors = {"measured": report.measured_error, "after healing": report.healed_error}
+    found = [f"{name} {value:.3g}" for name, value in errors.items() if value is not None]
+    lines = [
+        *front, "---", "", f"# {title}, compressed", "",
+        f"A {type(model).__name__} of {title}, compressed by Panther {pr.__version__} from {sizes}.", "",
+        *([f"- Asked for: {asked}."] if asked else []),
+        f"- Layers: {', '.join(f'{count} {form}' for form, count in forms.most_common())}.",
+        f"- Relative error of the output on held-out batches: {', '.join(found) or 'not measured'}.",
+        "- The licence and the limits of the original apply.", "",
+        "```python", "import panther.integrations.transformers", "import transformers", "",
+        f'model = transformers.{type(model).__name__}.from_pretrained("this folder")', "```", "",
+    ]  # fmt: skip
+    file = Path(dir) / "README.md"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file

@@ -1,0 +1,219 @@
+r"""LoRA on one compressed linear layer, and the layer that an adapter is merged into.
+
+An adapter adds :math:`s\\, x A^T B^T` to the output. Merged into two factors of the weight it is r more columns of
+them, so merging is exact: the layer's rank grows by r. Codes of few bits have no such place.
+"""
+
+__all__ = ["LoraCompressedLinear", "merged_layer"]
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from panther.errors import ConfigError, require_extra
+from panther.nn._sketched import CompressedModule
+from panther.nn.interpolative import InterpolativeLinear
+from panther.nn.linear import SKLinear
+from panther.nn.quantized import QuantizedLinear
+
+_Linear: Any = require_extra("peft.tuners.lora", "peft").Linear
+_utils: Any = require_extra("peft.tuners.tuners_utils", "peft")
+
+_LINEAR = (SKLinear, InterpolativeLinear, QuantizedLinear)
+# Those that leave the layer as it is. PEFT's others write to `weight.data`, which of a compressed layer is a copy.
+_STARTS = (True, False, "gaussian", "orthogonal")
+
+
+class LoraCompressedLinear(_Linear):
+    """LoRA adapters on an SKLinear, an InterpolativeLinear or a QuantizedLinear.
+
+    PEFT makes it for every compressed layer that ``target_modules`` names; nobody needs to. It is PEFT's own LoRA layer
+    for nn.Linear (several adapters, batches that mix them, dropout, dtypes) except for what reads or writes the dense
+    weight, which a compressed layer does not have.
+
+    Merging replaces the layer below by one whose rank is r larger, or by an nn.Linear where that is not larger;
+    unmerging puts the layer itself back, equal in every bit.
+
+    Args:
+        base_layer: The compressed layer.
+        adapter_name: Name of the first adapter.
+        config: PEFT's LoraConfig.
+        r: Rank of the adapter.
+        lora_alpha: The adapter is multiplied by ``lora_alpha / r``.
+        **kwargs: What else PEFT passes.
+
+    Raises:
+        ConfigError: If the layer is a convolution; if ``init_lora_weights`` would change the weight; or for DoRA and
+            other variants of LoRA.
+    """
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, config: Any, r: int = 0, lora_alpha: float = 1, **kwargs: Any
+    ) -> None:
+        if not isinstance(base_layer, _LINEAR):
+            raise ConfigError(
+                f"LoRA is for linear layers, and {kwargs.get('target_name') or 'the target'!r} is a "
+                f"{type(base_layer).__name__}: leave it out of target_modules, or call pr.to_linears_(model) first and "
+                "target the plain convolutions that stand there then"
+            )
+        super().__init__(base_layer, adapter_name, config, r=r, lora_alpha=lora_alpha, **kwargs)
+        # Compressed layers have nn.Linear's orientation, also those in the place of transformers' Conv1D.
+        self.fan_in_fan_out = False
+        self._before: list[nn.Module] = []  # the layer under merged adapters; in a list, it is not a submodule
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: float, config: Any, **kwargs: Any) -> None:
+        """Add an adapter."""
+        start = config.init_lora_weights
+        if start not in _STARTS:
+            raise ConfigError(
+                f"init_lora_weights={start!r} is for dense weights, which a {type(self.get_base_layer()).__name__} has "
+                "not: leave it at True, and for a start from the weight call panther.integrations.peft.init_pissa_ or "
+                "init_corda_ on the result"
+            )
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def resolve_lora_variant(self, *, config: Any, **kwargs: Any) -> None:
+        """Refuse DoRA and other variants."""
+        try:
+            super().resolve_lora_variant(config=config, **kwargs)
+        except ValueError as error:
+            raise ConfigError(
+                f"compressed layers take plain LoRA only ({error}): leave the variant out of LoraConfig, or put dense "
+                "layers back first (to_linear() of a layer, dequantize() of a transformers model)"
+            ) from error
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], None]:
+        """The variants of LoRA that are possible here: none."""
+        return {(): None}
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return module.in_features, module.out_features  # type: ignore[return-value]  # PEFT's own warns
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+        return _place(base_layer)  # PEFT's own computes the dense weight to ask it
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into a layer of a larger rank, which takes the place of the layer below.
+
+        Args:
+            safe_merge: Whether to raise ValueError where the result is not finite.
+            adapter_names: None is the active ones.
+
+        Raises:
+            ConfigError: If the layer is quantized, or has no bias where the adapter has one.
+        """
+        names = [name for name in _utils.check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        if not names:
+            return
+        base = self.get_base_layer()
+        with torch.no_grad():
+            left = torch.cat([_wide(self.lora_B[name].weight) * self.scaling[name] for name in names], 1)
+            right = torch.cat([_wide(self.lora_A[name].weight) for name in names])
+            biases = [_wide(self.lora_B[name].bias) * self.scaling[name] for name in names if self.lora_bias[name]]
+            merged = merged_layer(base, left, right, sum(biases[1:], biases[0]) if biases else None)
+        if safe_merge and not all(bool(tensor.isfinite().all()) for tensor in merged.parameters()):
+            raise ValueError(
+                f"the merged weight is not finite: adapter {', '.join(map(repr, names))} has broken values"
+            )
+        if not self._before:
+            self._before.append(base)
+        self.base_layer = merged
+        self.merged_adapters += names
+
+    def unmerge(self) -> None:
+        """Put the layer back that was there before the adapters were merged."""
+        if not self.merged:
+            warnings.warn("no adapter is merged, so nothing was unmerged", stacklevel=2)
+            return
+        device, dtype = _place(self.base_layer)
+        self.base_layer = self._before.pop().to(device=device, dtype=dtype).train(self.base_layer.training)
+        self.merged_adapters.clear()
+
+
+@torch.no_grad()
+def merged_layer(
+    layer: Any,  # an SKLinear, an InterpolativeLinear or an nn.Linear
+    left: Tensor,  # (out, r)
+    right: Tensor,  # (r, in)
+    bias: Tensor | None = None,  # (out,)
+) -> nn.Module:
+    """Return a new layer with ``left @ right`` added to the weight, and ``bias`` to the bias, exact up to rounding.
+
+    An SKLinear gets fitted factors beside its own, and an InterpolativeLinear a larger rank; both become an nn.Linear
+    where that is not larger.
+
+    Raises:
+        ConfigError: If the layer is quantized, or there is no bias to add to.
+    """
+    if isinstance(layer, QuantizedLinear):
+        raise ConfigError(
+            "a QuantizedLinear cannot hold an adapter without rounding it: keep the adapter beside it, or load the "
+            "adapter onto a model with dense layers (dequantize() of a transformers model, to_linear() of a layer) and "
+            "merge it there"
+        )
+    if bias is not None and layer.bias is None:
+        raise ConfigError("the adapter has a bias and the layer has none to add it to: train with lora_bias=False")
+    rank, inner, outer = len(right), layer.in_features, layer.out_features
+    new: Any
+    R = layer.S1.shape[1] + (rank + 1) // 2 if isinstance(layer, SKLinear) else 0
+    if R and 2 * R * (inner + outer) < inner * outer:
+        new = _sketched(layer, left, right, R)
+    elif isinstance(layer, InterpolativeLinear) and layer.low_rank + rank < min(inner, outer):
+        factors = [_wide(factor) for factor in layer.factors()]
+        device, dtype = _place(layer)
+        sizes = (layer.in_features, layer.out_features, layer.low_rank + rank)
+        new = InterpolativeLinear(*sizes, bias=layer.bias is not None, device=device, dtype=dtype)
+        new.set_factors_(torch.cat((factors[0], left), 1), torch.cat((factors[1], right)))
+    else:
+        device, dtype = _place(layer)
+        new = nn.Linear(inner, outer, bias=layer.bias is not None, device="meta", dtype=dtype)
+        new.weight = nn.Parameter((_wide(layer.weight) + left @ right).to(dtype))
+    if layer.bias is not None:
+        old: Any = layer.bias
+        new.bias = nn.Parameter(old.clone() if bias is None else (old + bias).to(old.dtype))
+    # Of a dense model PEFT leaves the weights frozen, too.
+    trained = next(iter(layer.parameters())).requires_grad
+    return new.requires_grad_(trained).train(layer.training)
+
+
+def _sketched(layer: SKLinear, left: Tensor, right: Tensor, R: int) -> SKLinear:
+    """Return the fitted SKLinear whose first factors are those of the layer, and the others the adapter's."""
+    _device, dtype = _place(layer)
+    U1, U2 = layer._dense_sketches()
+    first = (len(right) + 1) // 2
+    odd = 2 * first - len(right)  # an odd rank leaves one column of the second half zero
+
+    def joined(own: Tensor, added: Tensor, dim: int) -> nn.Parameter:
+        return nn.Parameter(torch.cat((own, added.to(own.dtype)), dim))
+
+    # Made without values, which would only be drawn.
+    new = SKLinear(
+        layer.in_features, layer.out_features, R, bias=layer.bias is not None, device="meta", dtype=dtype, seed=0
+    )
+    new.S1 = joined(layer.S1 * layer.scale, right[:first].mT, 1)
+    new.S2 = joined(layer.S2 * layer.scale, F.pad(left[:, first:].mT, (0, 0, 0, odd)), 0)
+    new.set_fitted_(
+        {
+            "U1": joined(U1, left[:, :first].mT, 0),
+            "U2": joined(U2, F.pad(right[first:].mT, (0, odd)), 1),
+        }
+    )
+    return new.fuse_() if layer.fused else new
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _place(layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the dtype of a layer's input, without computing its weight."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.record.device, layer.dtype
+    like: Any = layer.weight
+    if isinstance(layer, CompressedModule):
+        like = layer.skeleton if isinstance(layer, InterpolativeLinear) else layer.S1
+    return like.device, like.dtype

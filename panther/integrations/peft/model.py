@@ -1,0 +1,84 @@
+"""PEFT's LoRA model, which also finds compressed layers; importing this puts it in the place of PEFT's own.
+
+PEFT has a hook for new kinds of layers, ``LoraConfig._register_custom_module``, but it is one of a config and is not
+saved with it: ``PeftModel.from_pretrained``, ``load_adapter`` and transformers' ``add_adapter`` make configs of their
+own. All of them look up the class of the tuner in one table of PEFT, so its entry is what this module replaces.
+"""
+
+__all__ = ["CompressedLoraModel"]
+
+from typing import Any
+
+from torch import nn
+
+from panther.errors import ConfigError, require_extra
+from panther.integrations.peft.layers import LoraCompressedLinear
+from panther.nn._sketched import CompressedModule
+from panther.nn.interpolative import InterpolativeLinear
+from panther.nn.linear import SKLinear
+from panther.nn.quantized import QuantizedLinear
+
+_peft: Any = require_extra("peft", "peft")
+_utils: Any = require_extra("peft.tuners.tuners_utils", "peft")
+_HEADS: Any = _utils.SEQ_CLS_HEAD_NAMES
+_LoraModel: Any = _peft.LoraModel
+
+
+class CompressedLoraModel(_LoraModel):
+    """PEFT's LoraModel with :class:`LoraCompressedLinear` for compressed layers.
+
+    ``target_modules="all-linear"`` names compressed linear layers too, except for the head, as of nn.Linear.
+    """
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter to the model's layers."""
+        config = self.peft_config[adapter_name]
+        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+            found = _compressed_linears(model, config)
+            _utils._maybe_include_all_linear_layers(config, model)
+            config.target_modules = {*config.target_modules, *found}
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+    @staticmethod
+    def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        lora_config._register_custom_module({CompressedModule: LoraCompressedLinear})
+        return _LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        """Put a layer in its place; PEFT's own computes the dense weight, for its device, many times a layer."""
+        if isinstance(new_module, LoraCompressedLinear) or isinstance(child, LoraCompressedLinear):
+            setattr(parent, child_name, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
+
+    def _check_merge_allowed(self) -> None:
+        """Refuse before the first layer is merged, so that a refusal changes nothing."""
+        super()._check_merge_allowed()
+        quantized = [
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, LoraCompressedLinear) and isinstance(module.base_layer, QuantizedLinear)
+        ]
+        if quantized:
+            raise ConfigError(
+                f"{len(quantized)} of the layers with adapters are quantized (first {quantized[0]!r}), and codes "
+                "cannot hold an adapter without rounding it: keep the adapters beside them, or load the adapter onto a "
+                "model with dense layers (dequantize() of a transformers model) and merge it there"
+            )
+
+
+def _compressed_linears(model: Any, config: Any) -> set[str]:
+    """Return the names of compressed linear layers, except for heads and those that have adapters already."""
+    heads = {getattr(model, name, None) for name in _HEADS} if config.task_type == "SEQ_CLS" else set()
+    if hasattr(model, "get_output_embeddings"):
+        heads.add(model.get_output_embeddings())
+    # PEFT finds these by their wrappers.
+    wrapped = {module.get_base_layer() for module in model.modules() if isinstance(module, _utils.BaseTunerLayer)}
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, SKLinear | InterpolativeLinear | QuantizedLinear) and module not in heads | wrapped
+    }
+
+
+_peft.PEFT_TYPE_TO_TUNER_MAPPING[_peft.PeftType.LORA] = CompressedLoraModel

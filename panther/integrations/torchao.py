@@ -1,0 +1,100 @@
+"""torchao on models with sketched layers: quantize their factors, and say which layers were not quantized."""
+
+__all__ = ["quantize_"]
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from panther.errors import require_extra
+from panther.integrations._versions import check_version
+from panther.nn import QuantizedLinear
+from panther.nn._sketched import CompressedModule
+from panther.nn.linears import LinearsReport, ReplacedLayer, to_linears_
+
+torchao: Any = require_extra("torchao", "torchao")
+check_version("torchao", torchao.__version__, 0)
+_quantization: Any = require_extra("torchao.quantization", "torchao")
+
+
+def quantize_(
+    model: nn.Module, config: Any, filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> LinearsReport:
+    """Replace sketched linear layers by pairs of nn.Linear and quantize all linear layers by torchao, in place.
+
+    torchao's own ``quantize_`` leaves what is not an nn.Linear without a word. Here every linear layer is in the
+    report, as replaced or as kept with the reason. Layers of codes (:class:`~panther.nn.QuantizedLinear` with ``bits``)
+    are kept: they have few bits already.
+
+    Args:
+        model: A model, changed in place; see :func:`panther.to_linears_`, which comes first.
+        config: A configuration of torchao, such as ``Int8WeightOnlyConfig()``.
+        filter_fn: Called with each nn.Linear and its name, those of the pairs ("name.0" and "name.1") included;
+            false keeps it. None takes all.
+
+    Returns:
+        What became of every linear layer.
+
+    Raises:
+        TypeError: If ``config`` is not one of torchao's.
+        ConfigError: If torchao is not installed, or a version that this adapter was not made for.
+
+    Cost: that of :func:`panther.to_linears_` and of torchao's.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> from torchao.quantization import Int8WeightOnlyConfig
+        >>> model = torch.nn.Sequential(pr.nn.SKLinear(256, 128, 16), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+        >>> print(quantize_(model, Int8WeightOnlyConfig()))
+        replaced 3 layers, kept 0
+        layer  kind    became      bytes before  bytes after
+        0.0    Linear  Int8Tensor        32,768        8,352
+        0.1    Linear  Int8Tensor        16,384        4,736
+        2      Linear  Int8Tensor        32,768        8,512
+    """
+    base = _quantization.quant_api.AOBaseConfig
+    if not isinstance(config, base):
+        given = config.__name__ if isinstance(config, type) else type(config).__name__
+        raise TypeError(
+            f"config must be an instance of a configuration of torchao, such as Int8WeightOnlyConfig(), not {given}"
+        )
+    pairs = to_linears_(model, lambda layer, name: _is_sketched_linear(layer))
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    before = {name: (type(module.weight), _bytes(module.weight)) for name, module in linears}
+    _quantization.quantize_(
+        model,
+        config,
+        filter_fn=lambda module, name: isinstance(module, nn.Linear) and (filter_fn is None or filter_fn(module, name)),
+    )
+    replaced, kept = [], list(pairs.kept)
+    for name, module in linears:
+        kind, size = before[name]
+        if type(module.weight) is kind:
+            reason = (
+                "filter_fn is false" if filter_fn is not None and not filter_fn(module, name) else "torchao left it"
+            )
+            kept.append((name, reason))
+        else:
+            became = type(module.weight).__name__
+            replaced.append(ReplacedLayer(name, type(module).__name__, became, size, _bytes(module.weight)))
+    kept += [
+        (name, f"codes of {module.bits} bits already")
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    ]
+    return LinearsReport(tuple(replaced), tuple(kept))
+
+
+def _is_sketched_linear(layer: nn.Module) -> bool:
+    if isinstance(layer, QuantizedLinear) and layer.bits is not None:
+        return False
+    return isinstance(layer, CompressedModule) and layer.dense_class is nn.Linear
+
+
+def _bytes(weight: Tensor) -> int:
+    """Return the bytes of a tensor, or of those that a quantized one consists of."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        return weight.nbytes
+    names, _ = weight.__tensor_flatten__()
+    return sum(_bytes(getattr(weight, name)) for name in names)

@@ -1,0 +1,673 @@
+"""LoRA by PEFT on compressed models: training, saving, merging, starts from the SVD, and resizing of saved adapters."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import panther as pr
+from panther.errors import CompressionError, ConfigError, FormatError, MissingExtraError, ShapeError
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.extra
+
+from panther.integrations.peft import (  # noqa: E402
+    LoraCompressedLinear,
+    init_corda_,
+    init_pissa_,
+    resize_lora,
+)
+from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv2d, SKLinear  # noqa: E402
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def compressed(kind, dtype=torch.float32, inner=40, outer=56):
+    dense = nn.Linear(inner, outer, dtype=dtype)
+    match kind:
+        case "fitted":
+            return SKLinear.from_linear(dense, low_rank=3)
+        case "seeded":
+            return SKLinear(inner, outer, 1, 3, seed=5, dtype=dtype)
+        case "packed":
+            return SKLinear(inner, outer, 1, 3, seed=5, dtype=dtype).pack_()
+        case "fused":
+            return SKLinear.from_linear(dense, low_rank=3).fuse_()
+        case "columns":
+            return InterpolativeLinear.from_linear(dense, 7)
+        case "int4":
+            return QuantizedLinear.from_linear(dense, 4, group_size=8, low_rank=2)
+        case "int8 factors":
+            return QuantizedLinear.from_linear(dense, None, low_rank=5)
+    return dense
+
+
+KINDS = ("fitted", "seeded", "packed", "fused", "columns", "int4", "int8 factors", "dense")
+MERGED = KINDS[:5]
+
+
+class Net(nn.Module):
+    def __init__(self, kind, dtype=torch.float32):
+        super().__init__()
+        self.first, self.second = compressed(kind, dtype), compressed(kind, dtype, 56, 24)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def adapted(kind, dtype=torch.float32, seed=0, **options):
+    torch.manual_seed(seed)
+    options = {"r": 5, "target_modules": ["first", "second"], "init_lora_weights": False} | options
+    return peft.get_peft_model(Net(kind, dtype), peft.LoraConfig(**options))
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+
+
+def reference(layer, x, adapters):
+    """The sum of the layer's effective weight and adapters, in float64."""
+    weight = layer.base_layer.weight.double()
+    for name in adapters:
+        weight = weight + layer.scaling[name] * layer.lora_B[name].weight.double() @ layer.lora_A[name].weight.double()
+    return x.double() @ weight.mT + layer.base_layer.bias.double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_add_to_the_output_and_alone_are_trained(kind):
+    model = adapted(kind)
+    x = torch.randn(9, 40, requires_grad=True)
+    layer = model.base_model.model.first
+    torch.testing.assert_close(layer(x).double(), reference(layer, x, ["default"]), **CLOSE)
+    model(x).square().sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained
+    (first, second) = lora_layers(model)
+    expected = torch.autograd.grad(
+        reference(second, torch.tanh(reference(first, x, ["default"])), ["default"]).square().sum(), x
+    )
+    torch.testing.assert_close(x.grad, expected[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fitted", "int4"])
+def test_several_adapters_one_at_a_time_together_mixed_and_none(kind):
+    model = adapted(kind).eval()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"], init_lora_weights=False, use_rslora=True))
+    first, x = model.base_model.model.first, torch.randn(4, 40)
+    for active in (["default"], ["other"], ["default", "other"]):
+        model.base_model.set_adapter(active)
+        torch.testing.assert_close(first(x).double(), reference(first, x, active), **CLOSE)
+    with model.disable_adapter():
+        torch.testing.assert_close(first(x).double(), reference(first, x, []), **CLOSE)
+    mixed = model(x, adapter_names=["default", "other", "__base__", "default"])
+    model.set_adapter("other")
+    torch.testing.assert_close(mixed[1], model(x)[1], **CLOSE)
+    model.set_adapter("default")
+    model.delete_adapter("other")
+    torch.testing.assert_close(mixed[::3], model(x)[::3], **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["fitted", "columns", "int4"])
+def test_dtypes(kind, dtype):
+    model = adapted(kind, dtype)
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {
+        torch.float32 if dtype is torch.bfloat16 else dtype
+    }
+    layer, x = model.base_model.model.first, torch.randn(6, 40, dtype=dtype)
+    output = layer(x)
+    assert output.dtype is dtype
+    near = {"rtol": 0.05, "atol": 0.05} if dtype is torch.bfloat16 else {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(output.double(), reference(layer, x, ["default"]), **near)
+    if kind != "int4":
+        model.merge_adapter()
+        torch.testing.assert_close(layer(x).double(), output.double(), **near)
+
+
+@pytest.mark.parametrize("lora_bias", [False, True])
+@pytest.mark.parametrize("kind", MERGED)
+def test_merging_is_exact_in_a_layer_of_a_larger_rank(kind, lora_bias):
+    model = adapted(kind, lora_bias=lora_bias).eval()
+    x = torch.randn(9, 40)
+    with torch.no_grad():
+        for layer in lora_layers(model):
+            for B in layer.lora_B.values():
+                if lora_bias:
+                    B.bias.normal_()
+        expected = model(x)
+        before = model.base_model.model.first.base_layer
+        model.merge_adapter(safe_merge=True)
+        merged = model.base_model.model.first.base_layer
+        torch.testing.assert_close(model(x), expected, **CLOSE)
+        model.unmerge_adapter()
+        assert model.base_model.model.first.base_layer is before
+        assert torch.equal(model(x), expected)
+    assert type(merged) is type(before)
+    if kind == "columns":
+        assert merged.low_rank == 7 + 5
+    else:
+        assert merged.S1.shape[1] == 3 + 3  # of an odd rank, one column of the second half is zero
+        assert merged.is_fitted
+        assert merged.fused == before.fused
+    done = model.merge_and_unload()
+    assert not lora_layers(done)
+    assert not any(parameter.requires_grad for parameter in done.parameters())
+    torch.testing.assert_close(done(x), expected, **CLOSE)
+
+
+def test_a_layer_that_would_be_no_smaller_becomes_dense():
+    for kind, r in (("fitted", 16), ("columns", 17)):
+        model = adapted(kind, r=r).eval()
+        x = torch.randn(3, 40)
+        expected = model(x)
+        done = model.merge_and_unload()
+        assert type(done.second) is nn.Linear
+        torch.testing.assert_close(done(x), expected, **CLOSE)
+
+
+def test_merging_in_turns():
+    model = adapted("fitted").eval()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    x = torch.randn(3, 40)
+    expected = model(x)
+    first = model.base_model.model.first
+    base = first.base_layer
+    first.merge(adapter_names=["other"])
+    with pytest.warns(UserWarning, match="merged other"):
+        model.merge_adapter()
+    torch.testing.assert_close(model(x), expected, **CLOSE)
+    model.unmerge_adapter()
+    assert first.base_layer is base
+    with pytest.warns(UserWarning, match="nothing was unmerged"):
+        first.unmerge()
+
+
+def test_quantized_layers_are_not_merged_into_and_nothing_is_changed():
+    torch.manual_seed(0)
+    net = Net("fitted")
+    net.second = compressed("int4", inner=56, outer=24)
+    config = peft.LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False)
+    model = peft.get_peft_model(net, config).eval()
+    before = [layer.base_layer for layer in lora_layers(model)]
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ConfigError, match=r"1 of the layers .* \(first 'second'\).*dequantize"):
+            merge()
+    assert [layer.base_layer for layer in lora_layers(model)] == before
+    with pytest.raises(ConfigError, match="QuantizedLinear cannot hold an adapter"):
+        model.base_model.model.second.merge()
+    assert type(model.unload().second) is QuantizedLinear
+
+
+def test_a_broken_adapter_is_not_merged_safely():
+    model = adapted("fitted")
+    with torch.no_grad():
+        model.base_model.model.first.lora_A["default"].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="not finite: adapter 'default'"):
+        model.merge_adapter(safe_merge=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"use_dora": True}, ConfigError, r"plain LoRA only .*use_dora"),
+        ({"init_lora_weights": "pissa"}, ConfigError, "init_pissa_ or init_corda_"),
+        ({"init_lora_weights": "olora"}, ConfigError, "init_pissa_ or init_corda_"),
+        ({"r": 0}, ValueError, "positive integer"),
+        ({"target_modules": ["third"]}, ValueError, "not found"),
+        ({"target_modules": ["conv"]}, ConfigError, "'conv' is a SKConv2d: leave it out"),
+    ],
+)
+def test_what_compressed_layers_do_not_take(options, error, match):
+    net = Net("fitted")
+    net.conv = SKConv2d(16, 16, 3, low_rank=2)
+    with pytest.raises(error, match=match):
+        peft.get_peft_model(net, peft.LoraConfig(**{"r": 2, "target_modules": ["first"]} | options))
+
+
+def test_other_versions_and_a_missing_package(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("panther.integrations.peft")]:
+        monkeypatch.delitem(sys.modules, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(peft, "__version__", "1.0.0")
+        with pytest.raises(ConfigError, match=r"peft 1\.0\.0 is installed, and .* is made for 0\.x"):
+            import panther.integrations.peft
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'panther-sketch\[peft\]'"):
+        import panther.integrations.peft  # noqa: F401
+
+
+FRESH = """
+import sys, torch, transformers, peft, panther.integrations.peft, panther.integrations.transformers
+inputs, expected = torch.load(sys.argv[1] + "/case.pt")
+base = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1] + "/base")
+model = peft.PeftModel.from_pretrained(base, sys.argv[1] + "/adapter")
+with torch.no_grad():
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-6)
+"""
+
+
+def bert(tmp_path, forms, **options):
+    """A compressed BERT, saved, with an adapter on all linear layers; and a batch."""
+    transformers = pytest.importorskip("transformers")
+    integration = pytest.importorskip("panther.integrations.transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=61, **sizes)).eval()
+    batches = [{"input_ids": torch.randint(1, 61, (8, 10))} for _ in range(10)]
+    pr.compress(model, 0.6, batches, forms=forms, exclude="classifier", measure_speed=False, seed=0)
+    integration.set_quantization_config_(model).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=3, target_modules="all-linear", task_type="SEQ_CLS", **options)
+    return peft.get_peft_model(model, config), batches[0]
+
+
+def tuned(model, inputs):
+    """A model after two steps, and its output then."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    model.train()
+    for _ in range(2):
+        model(**inputs, labels=torch.arange(8) % 2).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+@pytest.mark.parametrize("forms", [("int4", "low_rank"), ("interpolative", "dense")], ids=["mixed", "columns"])
+def test_a_compressed_transformer_is_tuned_saved_and_loaded(forms, tmp_path):
+    model, inputs = bert(tmp_path, forms)
+    names = {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+    assert len(names) == 2 * 6 + 1  # the pooler's too, and the classifier is trained as a whole
+    assert any(isinstance(module, LoraCompressedLinear) for module in model.modules())
+    before = model(**inputs).logits.detach()
+    after = tuned(model, inputs)
+    assert (after - before).abs().max() > 1e-3
+    model.save_pretrained(tmp_path / "adapter")
+    import transformers
+
+    for options in ({}, {"low_cpu_mem_usage": True}):
+        base = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", **options)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(**inputs).logits, after, **CLOSE)
+
+
+@pytest.mark.slow
+def test_another_process_needs_only_the_imports(tmp_path):
+    model, inputs = bert(tmp_path, ("int4", "low_rank"))
+    after = tuned(model, inputs)
+    model.save_pretrained(tmp_path / "adapter")
+    torch.save((inputs, after), tmp_path / "case.pt")
+    subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", FRESH, tmp_path], check=True, timeout=120)
+
+
+def test_a_merged_transformer_is_saved_at_its_new_ranks(tmp_path):
+    import transformers
+
+    model, inputs = bert(tmp_path, ("low_rank", "dense"), init_lora_weights=False)
+    model.eval()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.merge_and_unload().save_pretrained(tmp_path / "merged")
+        loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(loaded(**inputs).logits, expected, **CLOSE)
+
+
+def test_a_quantized_transformer_is_merged_where_it_is_dense(tmp_path):
+    import transformers
+
+    model, inputs = bert(tmp_path, ("int8",), init_lora_weights=False)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    dense = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base").dequantize()
+    merged = peft.PeftModel.from_pretrained(dense, tmp_path / "adapter").merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**inputs).logits, model(**inputs).logits, **CLOSE)
+
+
+def test_gradients_with_checkpointing_are_those_without(tmp_path):
+    model, inputs = bert(tmp_path, ("int4", "low_rank"), init_lora_weights=False)
+    model.train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(1)
+        model(**inputs, labels=torch.arange(8) % 2).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert gradients[0]
+    torch.testing.assert_close(gradients[1], gradients[0], **CLOSE)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    adapted("fitted").save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    net = Net("fitted")
+    net.first = compressed("fitted", inner=40, outer=72)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.PeftModel.from_pretrained(net, tmp_path)
+    with pytest.raises(ValueError, match="not found"):
+        peft.PeftModel.from_pretrained(nn.Sequential(nn.Linear(3, 3)), tmp_path)
+
+
+class Gpt(nn.Module):
+    """A layer of transformers that is (in, out)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = pytest.importorskip("transformers.pytorch_utils").Conv1D(56, 40)
+        self.second = nn.Linear(56, 24)
+
+    forward = Net.forward
+
+
+@pytest.mark.parametrize("kind", ["fitted", "fused", "columns", "dense", "conv1d"])
+@pytest.mark.parametrize("start", ["pissa", "instruction_previewed", "knowledge_preserved"])
+def test_a_start_leaves_the_function_and_is_the_best_of_its_rank(kind, start):
+    torch.manual_seed(0)
+    net = Gpt() if kind == "conv1d" else Net(kind)
+    options = {"fan_in_fan_out": True} if kind == "conv1d" else {}
+    batches = [torch.randn(30, 40) * torch.logspace(0, -1, 40) for _ in range(4)]
+    expected = net(batches[0])
+    dense = net.first.weight.detach().double()
+    dense = dense.mT if kind == "conv1d" else dense
+    targets = ["first"] if options else ["first", "second"]
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=True, **options)
+    model = peft.get_peft_model(net, config)
+    if start == "pissa":
+        report, C = init_pissa_(model, seed=0), torch.eye(40, dtype=torch.float64)
+    else:
+        report = init_corda_(model, batches, start, seed=0)
+        rows = torch.cat(batches[:3]).double()  # the fourth is held out
+        C = rows.mT @ rows / len(rows)
+    torch.testing.assert_close(model(batches[0]), expected, **CLOSE)
+    layer = model.base_model.model.first
+    adapter = (
+        layer.scaling["default"] * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+    )
+    left = layer.base_layer.weight.detach().double()
+    left = left.mT if kind == "conv1d" else left
+    torch.testing.assert_close(left + adapter, dense, **CLOSE)
+    F = torch.linalg.cholesky(C)
+    sigma = torch.linalg.svdvals(dense @ F)
+    lost = torch.linalg.matrix_norm(left @ F)
+    assert report.layers[0].name == "first"
+    assert report.layers[0].rank == 4
+    assert report.layers[0].error == pytest.approx((lost / sigma.norm()).item(), abs=1e-4)
+    kept = sigma[4:].norm()
+    if start == "knowledge_preserved":
+        assert lost >= kept
+        assert (
+            torch.linalg.matrix_norm(adapter @ F)
+            <= 1.01 * sigma[{"fitted": 6, "fused": 6, "columns": 7}.get(kind, 40) - 4 :].norm() + 1e-4
+        )
+    else:
+        assert lost <= 1.02 * kept + 1e-5
+    before = layer.lora_A["default"].weight.clone()
+    model(batches[0]).square().mean().backward()
+    assert layer.lora_A["default"].weight.grad.any()
+    assert layer.lora_B["default"].weight.grad.any()
+    assert torch.equal(before, layer.lora_A["default"].weight)
+
+
+def test_a_start_is_the_same_for_the_same_seed_and_the_report_is_a_table():
+    starts = []
+    for _ in range(2):
+        model = adapted("dense", init_lora_weights=True)
+        report = init_pissa_(model, seed=3)
+        starts.append(model.base_model.model.first.lora_A["default"].weight)
+    assert torch.equal(*starts)
+    lines = str(report).splitlines()
+    assert lines[0] == "initialised 2 adapters, kept 0"
+    assert [line.split()[:3] for line in lines[2:]] == [["first", "Linear", "5"], ["second", "Linear", "5"]]
+
+
+def test_layers_that_cannot_hold_what_is_left_keep_their_start():
+    net = nn.ModuleDict({kind: compressed(kind) for kind in ("dense", "int4", "seeded", "fitted")})
+    net["tied"], net["twin"] = nn.Linear(40, 56), nn.Linear(40, 56)
+    net["twin"].weight = net["tied"].weight
+    net["words"] = nn.Embedding(30, 40)
+    names = ["dense", "int4", "seeded", "fitted", "tied", "words"]
+    model = peft.get_peft_model(net, peft.LoraConfig(r=7, target_modules=names))
+    report = init_pissa_(model, seed=0)
+    assert [layer.name for layer in report.layers] == ["dense"]
+    reasons = dict(report.kept)
+    for name, reason in {
+        "int4": "quantized",
+        "seeded": "fixed signs",
+        "fitted": "rank 7, and its weight has rank 6",
+        "tied": "shares its weight",
+        "words": "Embedding",
+    }.items():
+        assert reason in reasons[name]
+    assert "kept: int4, is quantized" in str(report)
+    net = nn.ModuleDict({"int4": compressed("int4")})
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["int4"]))
+    with pytest.raises(ConfigError, match="no adapter can be initialised: 'int4'"):
+        init_pissa_(model)
+
+
+def test_adapters_that_would_be_lost_are_refused():
+    with pytest.raises(ConfigError, match=r"no LoRA adapter 'default' \(nor any"):
+        init_pissa_(Net("dense"))
+    with pytest.raises(ConfigError, match=r"no LoRA adapter 'other' \(it has 'default'"):
+        init_pissa_(adapted("dense"), "other")
+    with pytest.raises(ConfigError, match="not new"):
+        init_pissa_(adapted("dense"))
+    model = adapted("dense", init_lora_weights=True)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["first"]))
+    with pytest.raises(ConfigError, match="has the adapter 'other' too"):
+        init_pissa_(model)
+
+
+def test_calibration_of_a_start():
+    model = adapted("dense", init_lora_weights=True)
+    weight = model.base_model.model.first.base_layer.weight.clone()
+    with pytest.raises(ConfigError, match="mode='ipm' is unknown"):
+        init_corda_(model, [torch.randn(4, 40)] * 2, "ipm")
+    with pytest.raises(CompressionError, match="at least 2"):
+        init_corda_(model, [torch.randn(4, 40)])
+    with pytest.raises(CompressionError, match="one input only"):
+        init_corda_(model, [torch.zeros(4, 40)] * 2)
+    assert torch.equal(model.base_model.model.first.base_layer.weight, weight)
+    report = init_corda_(model, list(torch.randn(3, 4, 40)))
+    assert "fewer" in report.notes[0] or "more inputs than calibration positions" in report.notes[0]
+
+
+def test_a_trained_start_becomes_plain_lora_for_the_original(tmp_path):
+    torch.manual_seed(0)
+    net, copy = Net("fitted"), Net("fitted")
+    copy.load_state_dict(net.state_dict())
+    model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["first", "second"]))
+    init_pissa_(model, seed=0)
+    model.save_pretrained(tmp_path / "start")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    resize_lora(tmp_path / "plain", tmp_path / "small", error=0)
+    x = torch.randn(5, 40)
+    for folder in ("plain", "small"):
+        copied = Net("fitted")
+        copied.load_state_dict(copy.state_dict())
+        loaded = peft.PeftModel.from_pretrained(copied, tmp_path / folder)
+        torch.testing.assert_close(loaded(x), model(x), **CLOSE)
+
+
+def saved(tmp_path, kind="dense", **options):
+    model = adapted(kind, lora_alpha=7, rank_pattern={"second": 8}, alpha_pattern={"second": 3}, **options)
+    model.save_pretrained(tmp_path / "whole")
+    return model
+
+
+def deltas(folder):
+    """s B A of a saved adapter by layer, computed by PEFT."""
+    torch.manual_seed(0)
+    model = peft.PeftModel.from_pretrained(Net("dense"), folder)
+    return {
+        name: layer.get_delta_weight("default").detach().double()
+        for name, layer in model.named_modules()
+        if isinstance(layer, peft.tuners.lora.LoraLayer)
+    }
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("allocate", ["uniform", "global"])
+@pytest.mark.parametrize("size", [{"rank": 3}, {"rank": 100}, {"error": 0.4}, {"error": 0}])
+def test_a_resized_adapter_is_the_best_of_its_ranks(size, allocate, use_rslora, tmp_path):
+    saved(tmp_path, use_rslora=use_rslora)
+    report = resize_lora(tmp_path / "whole", tmp_path / "small", allocate=allocate, **size)
+    before, after = deltas(tmp_path / "whole"), deltas(tmp_path / "small")
+    lost = whole = 0.0
+    for layer, (name, delta) in zip(report.layers, before.items(), strict=True):
+        assert name.endswith(layer.name)
+        sigma = torch.linalg.svdvals(delta)
+        error = torch.linalg.matrix_norm(after[name] - delta)
+        assert error == pytest.approx(sigma[layer.rank :].norm().item(), abs=2e-6 * sigma[0].item())
+        assert layer.error == pytest.approx((sigma[layer.rank :].norm() / sigma.norm()).item(), abs=2e-6)
+        assert layer.energy == pytest.approx(1 - layer.error**2)
+        lost, whole = lost + error**2, whole + sigma.norm() ** 2
+    assert report.error == pytest.approx((lost / whole).sqrt().item(), abs=2e-6)
+    ranks = [layer.rank for layer in report.layers]
+    if size in ({"rank": 100}, {"error": 0}):
+        assert ranks == [5, 8]
+    elif size == {"rank": 3}:
+        assert ranks == [3, 3] if allocate == "uniform" else sum(ranks) == 6
+    else:
+        assert max(layer.error for layer in report.layers) <= 0.4 if allocate == "uniform" else report.error <= 0.4
+        assert ranks != [5, 8]
+
+
+def test_one_threshold_over_all_layers(tmp_path):
+    saved(tmp_path)
+    report = resize_lora(tmp_path / "whole", tmp_path / "small", rank=3, allocate="global")
+    sigmas = [torch.linalg.svdvals(delta) for delta in deltas(tmp_path / "whole").values()]
+    ranks = [layer.rank for layer in report.layers]
+    left = max(S[rank] for S, rank in zip(sigmas, ranks, strict=True))
+    kept = min(S[rank - 1] for S, rank in zip(sigmas, ranks, strict=True) if rank > 1)
+    assert left <= kept
+
+
+def test_equal_singular_values_share_what_there_is(tmp_path):
+    model = saved(tmp_path)
+    state = load_file(tmp_path / "whole/adapter_model.safetensors")
+    scales = {layer.out_features: layer.scaling["default"] for layer in lora_layers(model)}
+    for key in state:
+        state[key].zero_().fill_diagonal_(1 if "lora_A" in key else 1 / scales[len(state[key])])
+    save_file(state, tmp_path / "whole/adapter_model.safetensors")
+    report = resize_lora(tmp_path / "whole", tmp_path / "small", rank=4, allocate="global")
+    assert sum(layer.rank for layer in report.layers) == 8
+
+
+def test_an_adapter_of_zeros_keeps_rank_one_and_other_tensors_are_copied(tmp_path):
+    torch.manual_seed(0)
+    net = Net("dense")
+    net.head = nn.Linear(3, 3)
+    config = peft.LoraConfig(r=4, target_modules=["first"], modules_to_save=["head"], lora_bias=True)
+    with pytest.warns(UserWarning, match="invalid shape"):  # PEFT takes the bias for a shard
+        peft.get_peft_model(net, config).save_pretrained(tmp_path / "whole")
+    report = resize_lora(tmp_path / "whole", tmp_path / "small", error=0.5)
+    assert (report.layers[0].rank, report.layers[0].error, report.error) == (1, 0.0, 0.0)
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "small"))
+    assert before.keys() == after.keys()
+    for key in before:
+        assert ("lora_" in key and "bias" not in key) or torch.equal(before[key], after[key])
+    assert report.bytes_after < report.bytes_before
+    assert str(report).startswith("resized 1 adapter, ")
+
+
+def test_names_that_end_alike_keep_their_own_ranks(tmp_path):
+    torch.manual_seed(0)
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.body = nn.Linear(8, 8), nn.ModuleDict({"fc": nn.Linear(8, 8), "gc": nn.Linear(8, 8)})
+
+        def forward(self, x):
+            return self.body["gc"](self.body["fc"](self.fc(x)))
+
+    config = peft.LoraConfig(r=4, target_modules=["fc", "gc"], init_lora_weights=False)
+    model = peft.get_peft_model(Nested(), config)
+    with torch.no_grad():
+        model.base_model.model.fc.lora_A["default"].weight[2:] = 0
+        model.base_model.model.body["fc"].lora_A["default"].weight[3:] = 0
+    model.save_pretrained(tmp_path / "whole")
+    report = resize_lora(tmp_path / "whole", tmp_path / "small", error=0)
+    assert {layer.name: layer.rank for layer in report.layers} == {"fc": 2, "body.fc": 3, "body.gc": 4}
+    torch.manual_seed(0)
+    loaded = peft.PeftModel.from_pretrained(Nested(), tmp_path / "small")
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(loaded(x), model(x), **CLOSE)
+
+
+def test_convolutions_and_embeddings(tmp_path):
+    torch.manual_seed(0)
+    make = lambda: nn.ModuleDict({"conv": nn.Conv2d(6, 8, 3), "words": nn.Embedding(20, 12)})  # noqa: E731
+    config = peft.LoraConfig(r=4, target_modules=["conv", "words"], init_lora_weights=False)
+    model = peft.get_peft_model(make(), config)
+    model.save_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        assert resize_lora(tmp_path / "whole", tmp_path / "same", rank=9).error == 0
+        loaded = peft.PeftModel.from_pretrained(make(), tmp_path / "same")
+        for one, other in zip(lora_layers(model), lora_layers(loaded), strict=True):
+            torch.testing.assert_close(other.get_delta_weight("default"), one.get_delta_weight("default"), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({}, ConfigError, "not neither"),
+        ({"rank": 2, "error": 0.1}, ConfigError, "not both"),
+        ({"rank": 0}, ShapeError, "rank=0 must be at least 1"),
+        ({"error": 1.0}, ConfigError, r"error=1\.0 must be"),
+        ({"error": True}, ConfigError, "error=True must be"),
+        ({"rank": 2, "allocate": "layer"}, ConfigError, "allocate='layer' is unknown"),
+    ],
+)
+def test_sizes_that_are_refused(arguments, error, match, tmp_path):
+    with pytest.raises(error, match=match):
+        resize_lora(tmp_path, tmp_path / "small", **arguments)
+
+
+def test_folders_that_are_refused(tmp_path):
+    folder, small = tmp_path / "whole", tmp_path / "small"
+    with pytest.raises(FormatError, match=r"has no adapter_config\.json"):
+        resize_lora(tmp_path, small, rank=2)
+    saved(tmp_path)
+    with pytest.raises(ConfigError, match="own folder"):
+        resize_lora(folder, folder, rank=2)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for changes, match in (
+        ({"peft_type": "LOHA"}, "of type 'LOHA'"),
+        ({"use_dora": True}, "uses use_dora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ConfigError, match=match):
+            resize_lora(folder, small, rank=2)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    state = load_file(folder / "adapter_model.safetensors")
+    key = next(key for key in state if "lora_A" in key)
+    for changed, error, match in (
+        (state | {key.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(3)}, ConfigError, "DoRA"),
+        (state | {key: state[key][:2].clone()}, FormatError, "not a product of rank r"),
+        (state | {key: torch.full_like(state[key], torch.nan)}, FormatError, "NaN"),
+        ({"head.weight": torch.ones(2)}, FormatError, "no tensors lora_A"),
+    ):
+        save_file(changed, folder / "adapter_model.safetensors")
+        with pytest.raises(error, match=match):
+            resize_lora(folder, small, rank=2)
+    (folder / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(FormatError, match="sound adapter"):
+        resize_lora(folder, small, rank=2)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"has no adapter_model\.safetensors"):
+        resize_lora(folder, small, rank=2)
+    assert not small.exists()
