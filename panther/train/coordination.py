@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from panther.distributed import get_distributed_info, get_world_size, init, shutdown
 from panther.distributed.comm._agreement import gather_objects
 from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.data.gradient_compression import hold_group
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHOWN = 16  # samples of a rank that an error message lists
@@ -35,6 +36,7 @@ class GradientCarrier:
         self._group = group
         self._row: Tensor | None = None
         self._sums: Tensor | None = None
+        hold_group(group)
         model.register_comm_hook(None, self._average)
 
     @classmethod

@@ -2,11 +2,13 @@
 
 __all__ = ["History", "peak_memory"]
 
+import contextlib
 import csv
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,5 +147,8 @@ def peak_memory() -> int | None:
         return torch.cuda.max_memory_allocated()
     if resource is None:
         return None
+    with contextlib.suppress(OSError, StopIteration):  # Linux, where ru_maxrss begins with that of the parent process
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
     # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

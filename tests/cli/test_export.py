@@ -78,6 +78,7 @@ TRANSFORMERS = {
 
 
 @pytest.mark.extra
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_model_of_transformers_to_onnx(name, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")

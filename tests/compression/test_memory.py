@@ -13,7 +13,7 @@ from panther.compression.memory import LiveBytes
 
 # In a process of its own, and after a small model, because code is loaded by that.
 PROGRAM = """
-import resource, sys, torch
+import re, sys, torch
 from torch import nn
 import panther as pr
 
@@ -50,12 +50,16 @@ def batches(kind, n, size, length):
         return [torch.randint(100, (size, length)) for _ in range(5)]
     return [torch.randn(size, *((n,) if kind == "mlp" else (3, length, length))) for _ in range(5)]
 
+def peak():  # of this process: ru_maxrss starts as that of the process that started it
+    with open("/proc/self/status") as status:
+        return 1024 * int(re.search("VmHWM:(.*) kB", status.read())[1])
+
 def rise(kind, n, size, length, options):
     torch.manual_seed(0)
     model, given = made(kind, n), batches(kind, n, size, length)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     report = pr.compress(model, calibration=given, seed=0, measure_speed=False, **options)
-    return report, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return report, peak() - before
 
 kind, n, size, length, heal, forms = eval(sys.argv[1])
 options = {"forms": forms, "heal": pr.HealConfig(max_steps=4) if heal else None}

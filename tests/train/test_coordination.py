@@ -1,7 +1,9 @@
 """What every step sends beside its gradients."""
 
+import gc
 import re
 import signal
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -91,6 +93,21 @@ def test_a_model_with_a_carrier_trains_in_another_loop_too():
 
     first, second = on_ranks(run, 2)
     assert first == second
+
+
+def test_gloo_s_thread_never_frees_the_group_last():
+    """It would wait for itself, and the process would abort: the last future of a step is freed on that thread."""
+
+    def run():
+        model = data_parallel(nn.Linear(3, 2))
+        group = weakref.ref(model.process_group)
+        GradientCarrier.of(model)
+        del model
+        dist.destroy_process_group()
+        gc.collect()
+        return group() is not None
+
+    assert on_ranks(run, 2, fresh=True) == [True, True]
 
 
 def test_each_bucket_is_averaged_and_the_last_one_carries():

@@ -1,6 +1,6 @@
 """How DDP's gradients are compressed before they are sent: torch's communication hooks, and top-k, by name."""
 
-__all__ = ["HOOKS", "TopK", "check_hook", "register_hook"]
+__all__ = ["HOOKS", "TopK", "check_hook", "hold_group", "register_hook"]
 
 import math
 from typing import Any
@@ -17,9 +17,16 @@ HOOKS = ("fp16", "bf16", "powersgd", "topk")
 _RANK, _START_STEP, _FRACTION = 4, 10, 0.01  # what None stands for in a hook's settings
 _HOOK_OF = {"powersgd_rank": "powersgd", "powersgd_start_step": "powersgd", "topk_fraction": "topk"}
 
-# A hook's last futures hold its group, and are freed on gloo's own thread. If theirs were the last reference, that
-# thread would destroy the group, wait for itself, and abort the process. So the groups are kept here.
 _groups_with_hooks: set[dist.ProcessGroup] = set()
+
+
+def hold_group(group: dist.ProcessGroup) -> None:
+    """Keep the group of a communication hook until the process ends. Everyone who registers a hook must call it.
+
+    A hook's last futures hold its group, and are freed on gloo's own thread. If theirs were the last reference, that
+    thread would destroy the group, wait for itself, and abort the process.
+    """
+    _groups_with_hooks.add(group)
 
 
 def check_hook(name: str | None, settings: dict[str, Any]) -> None:
@@ -40,7 +47,7 @@ def check_hook(name: str | None, settings: dict[str, Any]) -> None:
 def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[str, Any]) -> None:
     """Register a hook by its name; settings that are None have their defaults."""
     state: Any = parallel.process_group
-    _groups_with_hooks.add(state)
+    hold_group(state)
     hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook, "topk": TopK.send}.get(name)
     if name == "powersgd":
         hook = powerSGD_hook.powerSGD_hook
