@@ -51,35 +51,45 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--sequence", positive, "tokens per sample", 2048)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
     add_option(parser, "--efficiency", positive_float, "share of the peak speed that is reached", metavar="X")
+    lengths = parser.add_mutually_exclusive_group()
+    add_option(lengths, "--steps", positive_float, "length of the run in steps, to state what it costs")
+    add_option(lengths, "--samples", positive_float, "the same in samples")
+    add_option(lengths, "--tokens", positive_float, "the same in tokens, as 3e11")
+    add_option(parser, "--price-per-device-hour", positive_float, "price of a device for an hour", metavar="PRICE")
+    add_option(parser, "--budget", positive_float, "the most that the run may cost", metavar="PRICE")
     parser.add_argument("--json", action="store_true", help="print all options as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print the table, and return 0 if an option fits."""
-    from panther.distributed import ClusterSpec, plan_parallelism
+    """Plan, print the table, and return 0 if an option fits, also into the budget."""
+    from panther.distributed import ClusterSpec, TrainingRun, plan_parallelism
 
     changes = {"memory_bytes": args.memory, "efficiency": args.efficiency}
+    run = {name: getattr(args, name) for name in ("steps", "samples", "tokens", "price_per_device_hour", "budget")}
     try:
+        training = TrainingRun(**run) if any(run.values()) else None
         cluster = ClusterSpec.preset(
             args.device,
             args.gpus,
             gpus_per_node=args.gpus_per_node,
             **{name: value for name, value in changes.items() if value is not None},
         )
-        plan = plan_parallelism(_stats(args), cluster, batch=args.batch or args.gpus, objective=args.objective)
+        plan = plan_parallelism(
+            _stats(args), cluster, batch=args.batch or args.gpus, objective=args.objective, run=training
+        )
     except PantherError:
         raise
     except ValueError as error:
         raise PantherError(str(error)) from error
     print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
-    return 0 if any(option.fits for option in plan.options) else 1
+    return 0 if plan.best.possible else 1
 
 
 def _text(plan: Any) -> str:
     hidden = len(plan.options) - _SHOWN
     more = [f"{hidden} more options are not shown: --json prints all"] if hidden > 0 else []
-    return "\n".join([plan.table(_SHOWN), "", plan.explain(_SHOWN), *more, *plan.notes])
+    return "\n".join([plan.table(_SHOWN), "", plan.explain(_SHOWN), *more, *plan.remarks()])
 
 
 def _stats(args: argparse.Namespace) -> Any:

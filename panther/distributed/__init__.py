@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .advisor.model_stats import ModelStats
     from .advisor.plan import ParallelismPlan, plan_parallelism
     from .advisor.rules import choose_parallelism_strategy
+    from .advisor.training_run import TrainingRun
     from .comm.bandwidth import CommunicationProfile, profile_communication_overhead
     from .comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
@@ -38,6 +39,7 @@ _MODULES = {
     "advisor.model_stats": ("ModelStats",),
     "advisor.plan": ("ParallelismPlan", "plan_parallelism"),
     "advisor.rules": ("choose_parallelism_strategy",),
+    "advisor.training_run": ("TrainingRun",),
     "comm.bandwidth": ("CommunicationProfile", "profile_communication_overhead"),
     "comm.collectives": ("all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
@@ -85,6 +87,7 @@ __all__ = [
     "TensorParallelModel",
     "TensorParallelReport",
     "TensorParallelSKLinear",
+    "TrainingRun",
     "all_gather",
     "all_reduce",
     "broadcast",

@@ -136,3 +136,20 @@ def test_a_folder_of_transformers(models, capsys):
     (models / "empty").mkdir()
     assert main(["advise", "--model", "empty", "--gpus", "2"]) == 2
     assert "empty holds no config.json" in capsys.readouterr().err
+
+
+def test_the_cost_of_a_run_and_a_budget(models, capsys):
+    args = ["advise", "--model", "advised_models:net", "--gpus", "2", "--price-per-device-hour", "2"]
+    assert main([*args, "--samples", "1e6", "--budget", "1000"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith("device-hours  price")
+    assert ": within the budget of 1,000.00." in out
+    assert "are uncalibrated: " in out
+    assert main([*args, "--samples", "1e12", "--budget", "0.01", "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["run"]["samples"] == 1e12
+    assert not any(option["cost"]["within_budget"] for option in plan["options"])
+    assert main([*args, "--tokens", "1e6"]) == 2
+    assert "give steps or samples" in capsys.readouterr().err
+    assert main([*args]) == 2
+    assert "the run has no length" in capsys.readouterr().err

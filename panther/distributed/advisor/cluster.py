@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
-from panther.errors import check_size
+from panther.errors import check_flag, check_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,18 @@ class ClusterSpec:
     """Share of the shorter of computing and data-parallel communication that is hidden behind the other."""
     usable: float = 0.9
     """Share of the memory that a plan may use; the rest is for workspace, the driver and fragmentation."""
+    calibrated: bool = False
+    """Whether the speeds were measured; those of a preset are from data sheets, and times that follow from them are
+    good for a ranking only."""
 
     def __post_init__(self) -> None:
         check_size("gpus", self.gpus, least=1)
         check_size("gpus_per_node", self.gpus_per_node, least=1)
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
+            if field.name == "calibrated":
+                check_flag(field.name, value)
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{field.name} must be a number, not {type(value).__name__}")
             if not (value >= 0 if field.name.endswith("latency") or field.name == "overlap" else value > 0):

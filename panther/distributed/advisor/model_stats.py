@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from panther.distributed.advisor._fake_run import Run, fake_inputs, fake_mesh, make_fake_, meta_copy, run
 from panther.distributed.data.blocks import fsdp_blocks
@@ -107,6 +108,8 @@ class ModelStats:
     """Number of ranks that share each layer. The figures are those of the rank with the largest shards."""
     mixed_precision: str | None = None
     """Dtype of the computation; None is that of the parameters."""
+    tokens_per_sample: int | None = None
+    """Number of tokens of a sample; None if the input is not a batch of rows of integers."""
     _shard: Callable[[int], "ModelStats"] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -214,6 +217,7 @@ class ModelStats:
             return F.cross_entropy(logits.flatten(0, 1), target)
 
         tokens = torch.empty(1, sequence, dtype=torch.int64, device="meta")
+        # A sample of integers, (1, tokens), says how many tokens a sample has.
         short = cls.of(model, tokens, loss_fn=loss_fn, mixed_precision=mixed_precision)
         # All layers after the second have its figures, so two are measured whatever the number of layers.
         return _lengthened(short, layers) if layers > 2 else short
@@ -279,7 +283,14 @@ def _measure(
         isinstance(model, nn.Sequential),
         tp,
         mixed_precision,
+        _tokens_of(sample_input),
     )
+
+
+def _tokens_of(sample_input: Any) -> int | None:
+    """Return the row length of the first tensor if it is a matrix of integers."""
+    first = next(leaf for leaf in tree_leaves(sample_input) if isinstance(leaf, Tensor))
+    return len(first[0]) if first.dim() == 2 and not (first.is_floating_point() or first.is_complex()) else None
 
 
 def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

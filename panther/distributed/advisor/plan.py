@@ -3,7 +3,7 @@
 __all__ = ["Option", "ParallelismPlan", "plan_parallelism"]
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -14,6 +14,7 @@ from panther.distributed.advisor._text import explain
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
 from panther.distributed.advisor.model_stats import ModelStats
+from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
 from panther.distributed.comm._ranks import require_process_group
 from panther.distributed.comm.mesh import get_world_size, make_mesh
 from panther.distributed.data.strategies import data_parallel
@@ -24,6 +25,10 @@ from panther.errors import DistributedError, ShapeError, check_size
 
 _OBJECTIVES = ("time", "memory")
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+_UNCALIBRATED = (
+    "Times, and the costs that follow from them, are uncalibrated: they follow from data sheets and assumed shares of "
+    "peak speed. Measure the machine with `panther advise --measure FILE`, or ClusterSpec.measure()."
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,15 @@ class Option:
 
     estimate: Estimate
     fits: bool
+    """Whether its memory fits."""
     reason: str
+    cost: TrainingCost | None = None
+    """What the training run costs, if one was given."""
+
+    @property
+    def possible(self) -> bool:
+        """Whether it fits, and the run costs no more than its budget."""
+        return self.fits and (self.cost is None or self.cost.within_budget is not False)
 
     @property
     def layout(self) -> Layout:
@@ -51,6 +64,8 @@ class ParallelismPlan:
     notes: tuple[str, ...]
     """Layouts that were not considered, and why."""
     mixed_precision: str | None = None
+    run: TrainingRun | None = None
+    tokens_per_sample: int | None = None
 
     @property
     def best(self) -> Option:
@@ -59,24 +74,38 @@ class ParallelismPlan:
 
     def table(self, rows: int = 10) -> str:
         """Return a table of the first options."""
-        head = ("", "layout", "memory", "fits", "step", "bubble", "sent in node", "between nodes")
-        lines = [head]
+        paid = () if self.run is None else self.run.columns()
+        step = "step" if self.cluster.calibrated else "step (uncalibrated)"
+        lines: list[tuple[str, ...]] = [
+            ("", "layout", "memory", "fits", step, "bubble", "sent in node", "between nodes", *paid)
+        ]
         for i, option in enumerate(self.options[:rows], 1):
             e, fits = option.estimate, "yes" if option.fits else "no"
             sent = format_bytes(e.sent("intra")), format_bytes(e.sent("inter"))
             costs = format_bytes(e.memory.total), fits, format_seconds(e.step_seconds), f"{100 * e.bubble:.0f}%"
-            lines.append((str(i), str(option.layout), *costs, *sent))
+            bill = () if option.cost is None else option.cost.cells(paid)
+            lines.append((str(i), str(option.layout), *costs, *sent, *bill))
         return format_table(lines)
 
     def explain(self, rows: int = 10) -> str:
         """Return one sentence for each of the first options: why it is best, or why it is not."""
         return "\n".join(f"{i}. {option.reason}" for i, option in enumerate(self.options[:rows], 1))
 
+    def remarks(self) -> list[str]:
+        """Return sentences on the cost of the run, on calibration, and on layouts that were not considered."""
+        remarks = list(self.notes)
+        if not self.cluster.calibrated:
+            remarks.insert(0, _UNCALIBRATED)
+        if self.run is not None and self.best.cost is not None:
+            n = self.cluster.gpus
+            remarks.insert(0, describe(self.run, self.best.cost, n, self.batch, self.tokens_per_sample))
+        return remarks
+
     def __str__(self) -> str:
-        """Return the table, the reasons and the notes."""
+        """Return the table, the reasons and the remarks."""
         left = len(self.options) - 10
         more = [f"{left} more options are in .options"] if left > 0 else []
-        return "\n".join([self.table(), "", self.explain(), *more, *self.notes])
+        return "\n".join([self.table(), "", self.explain(), *more, *self.remarks()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in types that JSON has."""
@@ -85,6 +114,8 @@ class ParallelismPlan:
             "batch": self.batch,
             "gpus": self.cluster.gpus,
             "memory_bytes": self.cluster.memory_bytes,
+            "calibrated": self.cluster.calibrated,
+            "run": None if self.run is None else asdict(self.run),
             "options": [
                 {
                     "layout": asdict(option.layout),
@@ -95,6 +126,7 @@ class ParallelismPlan:
                     "sent_bytes": {
                         t.axis: {"link": t.link, "payload": t.payload, "sent": t.sent} for t in option.estimate.traffic
                     },
+                    "cost": None if option.cost is None else asdict(option.cost),
                     "reason": option.reason,
                 }
                 for option in self.options
@@ -154,6 +186,7 @@ def plan_parallelism(
     mixed_precision: str | None = None,
     optimizer_states: int = 2,
     schedules: Sequence[str] = _SCHEDULES,
+    run: TrainingRun | None = None,
 ) -> ParallelismPlan:
     """Predict the cost of every way to train a model on a cluster, and rank them.
 
@@ -172,12 +205,15 @@ def plan_parallelism(
         mixed_precision: For a module, ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`.
         optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
         schedules: Pipeline schedules to consider.
+        run: The length of the training run, with a price and a budget, to state what it costs. Layouts that cost more
+            than the budget come after those that do not.
 
     Returns:
         All options, the best first, with reasons.
 
     Raises:
-        ValueError: If ``objective`` or a schedule is unknown, or an argument for a module is given with statistics.
+        ValueError: If ``objective`` or a schedule is unknown, an argument for a module is given with statistics, or the
+            length of the run is in tokens and the model's tokens per sample are not known.
         TypeError: If ``model`` has the wrong type, or is a module without ``sample_input``.
         ShapeError: If a size is not positive, or no mesh divides the batch.
 
@@ -213,15 +249,31 @@ def plan_parallelism(
         )
     room = cluster.memory_bytes * cluster.usable
 
+    def cost(e: Estimate) -> TrainingCost | None:
+        return None if run is None else run.cost(e.step_seconds, cluster.gpus, batch, stats.tokens_per_sample)
+
     def rank(e: Estimate) -> tuple[Any, ...]:
-        fits, costs = e.memory.total <= room, (e.memory.total, e.step_seconds)
-        return not fits, costs[::-1] if fits and objective == "time" else costs
+        fits, costs, price = e.memory.total <= room, (e.memory.total, e.step_seconds), cost(e)
+        over = price is not None and price.within_budget is False
+        return not fits, over, costs[::-1] if fits and objective == "time" else costs
 
     estimates.sort(key=rank)
     options = tuple(
-        Option(e, e.memory.total <= room, explain(estimates, i, room, objective)) for i, e in enumerate(estimates)
+        Option(e, e.memory.total <= room, explain(estimates, i, room, objective), cost(e))
+        for i, e in enumerate(estimates)
     )
-    return ParallelismPlan(options, cluster, batch, objective, tuple(notes), stats.mixed_precision)
+    options = tuple(_over_budget(option, options[0], run) for option in options)
+    return ParallelismPlan(
+        options, cluster, batch, objective, tuple(notes), stats.mixed_precision, run, stats.tokens_per_sample
+    )
+
+
+def _over_budget(option: Option, best: Option, run: TrainingRun | None) -> Option:
+    """Return the option with the budget as its reason, where another one that fits keeps to it."""
+    if run is None or option.possible or not option.fits or not best.possible or option.cost is None:
+        return option
+    reason = f"{option.layout} costs {option.cost.price:,.2f}, more than the budget of {run.budget:,.2f}."
+    return replace(option, reason=reason)
 
 
 def _stats(
