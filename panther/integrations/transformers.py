@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import panther as pr
+from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, require_extra
 from panther.integrations._model_card import write_model_card
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
@@ -94,6 +95,9 @@ class PantherQuantizer(_quantizers.HfQuantizer):
     report: pr.CompressionReport | None = None
     """That of the compression, where the model was compressed on loading."""
 
+    placements: TensorParallelReport | None = None
+    """Where the layers are, with ``tp_plan="auto"``."""
+
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a dense folder without a size."""
         if not self.pre_quantized and not self.options:
@@ -106,12 +110,19 @@ class PantherQuantizer(_quantizers.HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Put layers without values, on the meta device, where config.json names compressed ones."""
-        if getattr(model.config, "distributed_config", None) is not None:
-            raise ConfigError(
-                "transformers' plans (tp_plan, distributed_config) have no rules for compressed layers: load the "
-                "folder without one on every rank, and call panther.distributed.tensor_parallel(model) or "
-                "data_parallel(model)"
-            )
+        asked = getattr(model.config, "distributed_config", None)
+        if asked is not None:
+            sizes = asked if isinstance(asked, dict) else vars(asked)
+            other = {name: sizes.get(name) for name in ("pp_size", "dp_size", "ep_size") if (sizes.get(name) or 1) > 1}
+            if other or not self.pre_quantized or isinstance(sizes.get("tp_plan"), dict):
+                raise ConfigError(
+                    "of transformers' plans (distributed_config, tp_plan), compressed layers know tp_plan='auto', on a "
+                    f"folder that is compressed already, and {other or 'a plan of your own or a dense folder'} was "
+                    "asked for: load the folder without a plan on every rank, and call panther.distributed."
+                    "tensor_parallel(model) or data_parallel(model)"
+                )
+            # Its rules cut a parameter called "weight". Every rank loads the whole, and Panther shards it afterwards.
+            model._resolve_parallel_plans = lambda config: ({}, {}, {})  # type: ignore[assignment]
         if self.pre_quantized:
             self.quantization_config.modules = put_compressed_(model, self.quantization_config.modules or {})
         return model
@@ -133,6 +144,11 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             elif isinstance(module, InterpolativeLinear):
                 module.check_record()
         set_quantization_config_(model)
+        if getattr(model, "_tp_size", None) is not None and model.__dict__.pop("_resolve_parallel_plans", None):
+            mesh = model._mesh_manager.get_mesh("tp")  # type: ignore[union-attr, operator]
+            model._tp_size = model._device_mesh = model._mesh_manager = None  # type: ignore[assignment]
+            model._is_distributed_loading_by_transformers = False  # type: ignore[assignment]
+            self.placements = tensor_parallel(model, mesh)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:

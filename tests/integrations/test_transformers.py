@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from ranks import on_ranks
 
 import panther as pr
 from panther.errors import ConfigError, FormatError
@@ -12,6 +13,8 @@ from panther.nn._sketched import CompressedModule
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extra
+
+from transformers.distributed import DistributedConfig  # noqa: E402
 
 from panther.integrations.transformers import (  # noqa: E402
     CompressCallback,
@@ -335,17 +338,49 @@ def test_a_folder_is_ready_for_a_hub(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
-def test_a_plan_of_transformers_is_refused(tmp_path):
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "forms", [("low_rank", "dense"), ("int8", "low_rank"), None], ids=["low rank", "int8", "seeded"]
+)
+def test_the_model_s_own_plan_shards_compressed_layers(forms, tmp_path):
+    model, inputs = compressed(llama, forms)
+    model.save_pretrained(tmp_path)
+    tokens = {"max_new_tokens": 5, "do_sample": False}
+    expected = logits(model, inputs), model.generate(**inputs, **tokens)
+
+    def run():
+        plan = DistributedConfig(tp_plan="auto", tp_size=2)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=plan)
+        blocks = [entry for entry in model.hf_quantizer.placements.placements if entry.name.endswith("_proj")]
+        actions = {entry.action for entry in blocks if entry.kind == "SKLinear"}
+        found = logits(model, inputs), model.generate(**inputs, **tokens)
+        model.save_pretrained(tmp_path / "again", is_main_process=torch.distributed.get_rank() == 0)
+        torch.distributed.barrier()
+        return found, actions, logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), inputs)
+
+    for found, actions, again in on_ranks(run, 2):
+        assert actions == (set() if forms and "int8" in forms else {"outputs sharded", "inputs sharded"})
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(again, expected[0])
+
+
+@pytest.mark.parametrize(
+    "plan", [{"tp_size": 2, "pp_size": 2}, {"dp_size": 2}, {"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}]
+)
+def test_other_plans_of_transformers_are_refused(plan, tmp_path):
     model, _ = compressed(llama, ("int8", "low_rank"))
     model.save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    config.distributed_config = {"tp_size": 2}  # as from_pretrained(tp_plan="auto") sets it
-    with pytest.raises(ConfigError, match=r"no rules for compressed layers.*tensor_parallel\(model\)"):
+    config.distributed_config = plan  # as from_pretrained(distributed_config=) sets it
+    with pytest.raises(ConfigError, match=r"compressed layers know tp_plan='auto'.*tensor_parallel\(model"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+
+
+def test_a_plan_for_a_dense_folder_that_is_to_be_compressed_is_refused(tmp_path):
     dense, names = llama()
     dense.save_pretrained(tmp_path / "dense")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "dense")
     config.distributed_config = {"tp_size": 2}
     wanted = PantherConfig(bits=5, calibration=[batch(names)])
-    with pytest.raises(ConfigError, match="no rules for compressed layers"):
+    with pytest.raises(ConfigError, match="compressed layers know tp_plan='auto'"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", config=config, quantization_config=wanted)
