@@ -3,7 +3,7 @@
 Weights are read from safetensors alone, and code that a folder brings is not run.
 """
 
-__all__ = ["copy_beside", "empty_model", "load_model", "sample_inputs", "text_batches"]
+__all__ = ["copy_beside", "empty_model", "load_model", "quietly", "sample_inputs", "text_batches"]
 
 import inspect
 import shutil
@@ -38,7 +38,7 @@ def load_model(folder: Path) -> nn.Module:
     if not compressed:
         if not (folder / "config.json").is_file():
             raise PantherError(f"{folder} holds no config.json: {saved}")
-        with _quietly(f"{folder / 'config.json'} cannot be used"):
+        with quietly(f"{folder / 'config.json'} cannot be used"):
             config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
         compressed = getattr(config, "quantization_config", None) is not None
     if compressed:
@@ -62,7 +62,7 @@ def load_model(folder: Path) -> nn.Module:
                 f".save_pretrained({str(folder)!r})"
             )
         raise PantherError(f"{folder} holds no model.safetensors: {saved}")
-    with _quietly(f"the weights in {folder} cannot be loaded"):
+    with quietly(f"the weights in {folder} cannot be loaded"):
         model, info = make.from_pretrained(
             folder,
             local_files_only=True,
@@ -84,7 +84,7 @@ def empty_model(folder: Path) -> Any:
     """Return the model that a folder's config.json describes, compressed layers too, on the meta device."""
     adapter: Any = require_extra("panther.integrations.transformers", "transformers")
     transformers = require_extra("transformers", "transformers")
-    with _quietly(f"{folder / 'config.json'} cannot be used"):
+    with quietly(f"{folder / 'config.json'} cannot be used"):
         config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
         name = next(iter(config.architectures or ()), None)
         with torch.device("meta"):
@@ -140,12 +140,12 @@ def text_batches(folder: Path, text: Path, model: Any, max_length: int, batch_si
             "--calibration module:function"
         )
     transformers = require_extra("transformers", "transformers")
-    with _quietly(f"the tokenizer in {folder} cannot be loaded"):
+    with quietly(f"the tokenizer in {folder} cannot be loaded"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
     lines = _lines(text)
     positions = getattr(model.config, "max_position_embeddings", None) or max_length
     length = min(max_length, tokenizer.model_max_length, positions)
-    with _quietly(f"the tokenizer does not run on {text}"):
+    with quietly(f"the tokenizer does not run on {text}"):
         if type(model).__name__.endswith(_CAUSAL) or tokenizer.pad_token is None:
             return _windows(text, lines, tokenizer, length, batch_size)
         if len(lines) < _LEAST_SAMPLES:
@@ -194,7 +194,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def copy_beside(folder: Path, out: Path) -> None:
-    """Copy everything except weights and code: config.json, the tokenizer's files and the like."""
+    """Copy the folder's own files except weights and code: config.json, the tokenizer's files and the like."""
     for path in folder.iterdir():
         weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
         if path.is_file() and not weights and not (out / path.name).exists():
@@ -202,7 +202,7 @@ def copy_beside(folder: Path, out: Path) -> None:
 
 
 @contextmanager
-def _quietly(what: str) -> Iterator[None]:
+def quietly(what: str) -> Iterator[None]:
     """Keep transformers from printing bars and tables, and turn its errors into one sentence."""
     logging = require_extra("transformers", "transformers").utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

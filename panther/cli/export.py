@@ -17,7 +17,7 @@ from panther.errors import PantherError, require_extra
 if TYPE_CHECKING:
     from torch import nn
 
-_MOST_ERROR = 1e-3
+_MOST_ERROR = 1e-4
 _SAMPLE = "give --sample module:function, which returns a mapping of the forward's arguments to tensors"
 
 
@@ -79,7 +79,9 @@ def _load(folder: Path, function: str | None) -> "nn.Module":
         raise PantherError(
             f"{folder} holds no config.json: give --model module:function, which builds the architecture"
         )
-    with explained(f"{folder} cannot be loaded"):
+    from panther.cli._transformers import quietly
+
+    with quietly(f"{folder} cannot be loaded"):
         return pr.from_pretrained(folder)
 
 

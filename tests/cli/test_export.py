@@ -79,21 +79,28 @@ TRANSFORMERS = {
 
 @pytest.mark.extra
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["low_rank", "int8", "int4"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_a_model_of_transformers_to_onnx(name, tmp_path, capsys):
+def test_a_model_of_transformers_to_onnx(name, form, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     onnxruntime = pytest.importorskip("onnxruntime")
     make, sizes = TRANSFORMERS[name]
     torch.manual_seed(0)
     model = getattr(transformers, make)(getattr(transformers, f"{name}Config")(**sizes)).eval()
-    pr.sketch_layers_(model, pr.SketchConfig(low_rank=3))
+    if form == "low_rank":
+        pr.sketch_layers_(model, pr.SketchConfig(low_rank=3))
+    else:
+        pr.compress(model, bits=9, method="svd", forms=form, measure_speed=False, seed=0)
+        assert any(isinstance(module, pr.nn.QuantizedLinear) for module in model.modules())
     small = tmp_path / "small"
     if name in ("Llama", "GPT2"):
         model.save_pretrained(small)
     else:
         pr.save_compressed(model, small)
     assert main(["export", str(small), "--to", "onnx", "--out", str(tmp_path / "out")]) == 0
-    assert "onnxruntime gives the model's output, with a relative difference of" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "onnxruntime gives the model's output, with a relative difference of" in printed.out
+    assert "Loading weights" not in printed.err
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     for batch, length in ((2, 7), (3, 12)):
         tokens = torch.randint(1, 61, (batch, length))

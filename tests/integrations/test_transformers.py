@@ -290,6 +290,11 @@ def test_a_pipeline_runs_on_a_compressed_folder(tmp_path):
     assert {"label", "score"} <= found[0].keys()
 
 
+def classifier():
+    config = transformers.BertConfig(vocab_size=WORDS, num_labels=3, **SIZES)
+    return transformers.BertForSequenceClassification(config), TOKENS
+
+
 def tokenizer():
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[UNK]": 0, **{f"w{number}": number for number in range(1, WORDS)}}
@@ -298,7 +303,9 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[UNK]")
 
 
-@pytest.mark.parametrize(("task", "make"), [("fill-mask", bert), ("text-generation", llama)])
+@pytest.mark.parametrize(
+    ("task", "make"), [("fill-mask", bert), ("text-classification", classifier), ("text-generation", llama)]
+)
 def test_a_pipeline_runs_on_the_name_of_a_compressed_folder(task, make, tmp_path):
     model, _ = compressed(make, ("int8", "low_rank"))
     model.save_pretrained(tmp_path)
@@ -313,6 +320,11 @@ def test_a_pipeline_runs_on_the_name_of_a_compressed_folder(task, make, tmp_path
         found = run("w3 w4 w7 w5", top_k=2)
         assert [each["token"] for each in found] == wanted.indices.tolist()
         assert [each["score"] for each in found] == pytest.approx(wanted.values.tolist())
+    elif task == "text-classification":
+        with torch.no_grad():
+            wanted = model(**words("w3 w4 w9", return_tensors="pt")).logits[0].softmax(0)
+        (found,) = run("w3 w4 w9")
+        assert (found["label"], found["score"]) == (f"LABEL_{wanted.argmax()}", pytest.approx(wanted.max().item()))
     else:
         inputs = words("w3 w4 w9", return_tensors="pt", return_token_type_ids=False)
         wanted = words.decode(model.generate(**inputs, max_new_tokens=4, do_sample=False)[0])
