@@ -10,7 +10,9 @@ __all__ = [
     "philox_4x32",
     "quantized_matmul",
     "sign_block",
+    "sketched_inner",
     "sketched_matmul",
+    "sketched_outer",
     "uniform_block",
     "unpack_signs",
     "windowed_linear_attention",
@@ -26,6 +28,7 @@ if __name__ != "kernels":
     from .ops.philox import normal_block, sign_block, uniform_block, word_block
     from .ops.quantized import quantized_matmul
     from .ops.sketched import sketched_matmul
+    from .ops.sketched_halves import sketched_inner, sketched_outer
     from .ops.sparse import csr_matmul
     from .ops.windowed_attention import windowed_linear_attention
     from .reference import pack_signs, philox_4x32, unpack_signs

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..reference.packing import unpack_signs
+from ..reference.sketched_halves import scaled_product
 
 # Entries of a sketch that are unpacked at once: they stay in a core's cache for the product they are used in.
 _UNPACKED = 1 << 17
@@ -25,7 +26,7 @@ def chained_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
     """Return the reference's four products, and ``scale x [S1 | U2]``, scaled before it is rounded."""
-    left, right = _scaled_product(x, S1, scale), _scaled_product(x, U2, scale)
+    left, right = scaled_product(x, S1, scale), scaled_product(x, U2, scale)
     out = left @ U1 if bias is None else torch.addmm(bias, left, U1)
     return torch.addmm(out, right, S2), torch.cat((left, right), 1)
 
@@ -43,7 +44,7 @@ def joined_matmul(
     x: Tensor, S1: Tensor, U1: Tensor, S2: Tensor, U2: Tensor, bias: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:  # (rows, out), (rows, 2R)
     """Return the product, as two on concatenated factors, and ``scale x [S1 | U2]``, scaled before it is rounded."""
-    inner = _scaled_product(x, torch.cat((S1, U2), 1), scale)
+    inner = scaled_product(x, torch.cat((S1, U2), 1), scale)
     outer = torch.cat((U1, S2), 0)
     return (inner @ outer if bias is None else torch.addmm(bias, inner, outer)), inner
 
@@ -57,7 +58,7 @@ def product_of_joined(
 ) -> Tensor:  # (rows, out)
     """Return ``scale x [S1 | U2] [U1; S2] + bias`` on any device: the least number of calls that the product takes."""
     if x.dtype is torch.float16:
-        product, scale = _scaled_product(x, inner, scale), 1.0
+        product, scale = scaled_product(x, inner, scale), 1.0
     else:
         product = torch.mm(x, inner)
     if bias is None:
@@ -81,21 +82,14 @@ def packed_matmul(
     (rows, n_in), (R, n_out) = x.shape, S2.shape
     right = x.new_zeros(rows, R, dtype=torch.promote_types(x.dtype, torch.float32))
     for block, words in _blocks(n_in, R):
-        right += _scaled_product(x[:, block], unpack_signs(U2[:, words], _length(block), x.dtype).mT, scale)
-    inner = torch.cat((_scaled_product(x, S1, scale), right.to(x.dtype)), 1)
+        right += scaled_product(x[:, block], unpack_signs(U2[:, words], _length(block), x.dtype).mT, scale)
+    inner = torch.cat((scaled_product(x, S1, scale), right.to(x.dtype)), 1)
     left, right = inner[:, :R], inner[:, R:]
     out = x.new_empty(rows, n_out)
     for block, words in _blocks(n_out, R):
         part = left @ unpack_signs(U1[:, words], _length(block), x.dtype)
         torch.addmm(part if bias is None else part.add_(bias[block]), right, S2[:, block], out=out[:, block])
     return out, inner
-
-
-def _scaled_product(x: Tensor, A: Tensor, scale: float) -> Tensor:
-    """Return ``scale x A``, in half precision scaled before it is rounded, because the rounded product may overflow."""
-    if x.dtype.itemsize > 2:
-        return (x @ A) * scale
-    return torch.addmm(x.new_zeros(()).expand(x.shape[0], A.shape[1]), x, A, beta=0, alpha=scale)
 
 
 def _blocks(n: int, R: int) -> list[tuple[slice, slice]]:

@@ -6,10 +6,12 @@ from .packing import pack_signs, unpack_signs
 from .philox import philox_4x32, random_block
 from .quantized import quantized_matmul
 from .sketched import sketched_matmul
+from .sketched_halves import as_sequence, sketched_inner, sketched_outer
 from .sparse import csr_matmul, csr_tensor
 from .windowed_attention import windowed_linear_attention
 
 __all__ = [
+    "as_sequence",
     "causal_linear_attention",
     "csr_matmul",
     "csr_tensor",
@@ -18,7 +20,9 @@ __all__ = [
     "philox_4x32",
     "quantized_matmul",
     "random_block",
+    "sketched_inner",
     "sketched_matmul",
+    "sketched_outer",
     "unpack_signs",
     "windowed_linear_attention",
 ]

@@ -9,7 +9,7 @@ wrong by a factor of the number of ranks, and nothing else shows it.
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -169,6 +169,19 @@ def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
     return _Collective.apply(x, _view, partial(_sum, group=group))
 
 
+def sum_together_in_backward(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
+    """Return tensors as :func:`sum_in_backward` does, with one collective for those of a dtype that need a gradient."""
+    results = list(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        if x.requires_grad:
+            by_dtype.setdefault(x.dtype, []).append(i)
+    for places in by_dtype.values():
+        for i, result in zip(places, _SumTogether.apply(group, *(tensors[i] for i in places)), strict=True):
+            results[i] = result
+    return results
+
+
 class _Collective(torch.autograd.Function):
     """Applies a linear map, and its adjoint to gradients; the adjoint of that is the map again, at every order."""
 
@@ -180,6 +193,24 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _Collective.apply(gradient, ctx.adjoint, ctx.run), None, None
+
+
+class _SumTogether(torch.autograd.Function):
+    """The identity of several tensors; their gradients travel in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(_view(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if len(gradients) == 1:
+            return None, _Collective.apply(gradients[0], partial(_sum, group=ctx.group), _view)
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        total = _Collective.apply(flat, partial(_sum, group=ctx.group), _view)
+        parts = total.split([gradient.numel() for gradient in gradients])
+        return None, *(part.view(g.shape) for part, g in zip(parts, gradients, strict=True))
 
 
 class _Extremum(torch.autograd.Function):

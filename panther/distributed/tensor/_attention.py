@@ -6,7 +6,7 @@ Every rank projects, attends and projects back with its own heads, and the outpu
 __all__ = ["HeadwiseMultiheadAttention", "HeadwiseRandAttention", "heads_refusal", "shard_heads_"]
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from panther.distributed.comm.collectives import all_gather, all_reduce, sum_in_backward
+from panther.distributed.comm.collectives import (
+    all_gather,
+    all_reduce,
+    sum_in_backward,
+    sum_together_in_backward,
+)
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._module import (
     ShardedModule,
@@ -110,8 +115,8 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         q, k, v = (
-            F.linear(x, *self._rows(i)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for i, x in enumerate((query, key, value))
+            F.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for x, weight, bias in zip((query, key, value), *self._rows(), strict=True)
         )  # (N, heads here, n, d)
         mask = self._mask(attn_mask, key_padding_mask, q)
         dropout = self.dropout if self.training else 0.0
@@ -136,16 +141,17 @@ class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):
             return output[0], weights
         return (output if self.batch_first else output.transpose(0, 1)), weights
 
-    def _rows(self, i: int) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of this rank's heads, for queries, keys or values."""
+    def _rows(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Return weights and biases of this rank's heads, for queries, keys and values."""
+        names = ("in_proj_weight", "in_proj_bias") if self._qkv_same_embed_dim else ("in_proj_bias",)
+        packed = [self.local(name) for name in names if getattr(self, name) is not None]
+        # Each rank uses rows of them: the gradients of all are summed in one message.
+        packed = sum_together_in_backward(packed, self.tp_group)
         start, stop = self.local_heads.start * self.head_dim, self.local_heads.stop * self.head_dim
-        packed = slice(i * self.embed_dim + start, i * self.embed_dim + stop)
-        if self._qkv_same_embed_dim:
-            weight = sum_in_backward(self.local("in_proj_weight"), self.tp_group)[packed]
-        else:
-            weight = self.local(("q_proj_weight", "k_proj_weight", "v_proj_weight")[i])
-        bias = self.local("in_proj_bias")
-        return weight, None if bias is None else sum_in_backward(bias, self.tp_group)[packed]
+        own = [x.unflatten(0, (3, self.embed_dim))[:, start:stop].unbind(0) for x in packed]
+        if not self._qkv_same_embed_dim:
+            own.insert(0, tuple(self.local(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")))
+        return own[0], own[1] if len(own) > 1 else (None,) * 3
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
         """Return what to add to the logits of this rank's heads."""

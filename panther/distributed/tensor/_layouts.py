@@ -40,6 +40,10 @@ class Layouts:
         """The ranks of the mesh."""
         return self.mesh.get_group()
 
+    def take_alike(self, other: "Layouts") -> bool:
+        """Return whether the input of another layer is placed as this one's."""
+        return other.mesh == self.mesh and other.input_dim == self.input_dim
+
     def take(self, x: Tensor) -> Tensor:
         """Return the local tensor of an input that is replicated, or sharded along ``input_dim``."""
         dim = self.input_dim

@@ -20,14 +20,14 @@ __all__ = [
     "shard_layer_",
 ]
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._layouts import Layouts
@@ -35,9 +35,14 @@ from panther.distributed.tensor._module import (
     ShardedModule,
     ShardedSketchedModule,
     become_,
-    no_view,
+    flattened,
+    local_shards,
     shard_parameter_,
+    unflattened,
 )
+from panther.distributed.tensor._shared_input import SharedInput
+from panther.kernels import sketched_inner, sketched_outer
+from panther.kernels.ops._library import autocast
 from panther.nn import SKLinear
 from panther.sketch import signs
 
@@ -55,7 +60,26 @@ class ShardedLayer(ShardedModule):
     layer: each rank uses them for a part of the sequence."""
 
 
-class ColwiseLinear(ShardedLayer, nn.Linear):
+class ColwiseLayer(ShardedLayer):
+    """Base of the layers whose outputs are sharded: several of one input can share its collective."""
+
+    shared_input: SharedInput | None = None
+
+    def entered(self, input: Tensor) -> Tensor:
+        """Return the first part of the layer's work, up to the collective."""
+        shared = self.shared_input
+        return self.enter_together([self], input)[0] if shared is None else shared.enter(self, input)
+
+    def joins(self, other: Any) -> bool:
+        """Return whether another layer's first part can be computed together with this one's now."""
+        return type(other) is type(self) and self.layouts.take_alike(other.layouts)
+
+    def enter_together(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
+        """Do the first part for several layers that join, this one among them."""
+        raise NotImplementedError
+
+
+class ColwiseLinear(ColwiseLayer, nn.Linear):
     """A dense layer whose outputs are sharded."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
@@ -64,9 +88,13 @@ class ColwiseLinear(ShardedLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        x = self.layouts.gather_or_sum_in_backward(self.layouts.take(input))
-        y = no_view(F.linear(x, self.local("weight"), self.local("bias")))
+        x = self.entered(input)
+        y = unflattened(F.linear(flattened(x), *self.locals("weight", "bias")), x)
         return self.layouts.give_columns(y, self.out_features)
+
+    def enter_together(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
+        """Return the input of all outputs, whose gradient is summed once for all of the layers."""
+        return [self.layouts.gather_or_sum_in_backward(self.layouts.take(input))] * len(layers)
 
 
 class RowwiseLinear(ShardedLayer, nn.Linear):
@@ -116,20 +144,23 @@ class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
         stream = self.sketch_names.index(name)
         return signs(self.seed, stream, rows, cols, dtype=dtype, device=device)  # type: ignore[arg-type]
 
-    # Four products of local tensors, not the kernels of panther.kernels: those fuse both halves of the layer, and the
-    # collective has to run between them.
-    def sketched_input(self, x: Tensor) -> Tensor:  # (*, in or this rank's inputs) -> (*, 2 R)
-        """Return :math:`x [S_1 | s U_2]`."""
-        return torch.cat((x @ self.local("S1"), x @ (self.local("U2").to(x.dtype) * self.scale)), -1)
-
     def expanded(self, h: Tensor) -> Tensor:  # (*, 2 R) -> (*, out or this rank's outputs)
-        """Return :math:`h [s U_1 ; S_2] + b`."""
-        h1, h2 = h.tensor_split(2, -1)
-        y = h1 @ (self.local("U1").to(h1.dtype) * self.scale) + h2 @ self.local("S2")
-        return y if self.bias is None else y + self.local("bias").to(y.dtype)  # narrower under autocast
+        """Return :math:`h [U_1 ; S_2] + b`, by the kernels of the layer in one piece."""
+        S2, U1, bias = self.locals("S2", "U1", "bias")
+        h, S2, U1, bias = autocast(h.device, h, S2, U1.to(S2.dtype), bias)
+        bias = bias if bias is None else bias.to(h.dtype)
+        return unflattened(sketched_outer(flattened(h), U1, S2, bias), h)
 
 
-class ColwiseSKLinear(ShardedSKLinear):
+def sketched_inputs(layers: Sequence[ShardedSKLinear], x: Tensor) -> Tensor:  # (*, in here) -> (*, 2 (R + R' + ...))
+    r"""Return :math:`s x [S_1 | S_1' | \dots | U_2 | U_2' | \dots]` of layers with one input, as one product."""
+    S1s, U2s = zip(*local_shards(layers, "S1", "U2"), strict=True)
+    x, *factors = autocast(x.device, x, *S1s, *(U2.to(S1.dtype) for S1, U2 in zip(S1s, U2s, strict=True)))
+    h = sketched_inner(flattened(x), factors[: len(layers)], factors[len(layers) :], layers[0].scale)
+    return unflattened(h, x)
+
+
+class ColwiseSKLinear(ColwiseLayer, ShardedSKLinear):
     """A sketched layer whose outputs are sharded: ``(*, in)`` to this rank's part of ``(*, out)``."""
 
     placements: ClassVar[Mapping[str, Placement]] = {"S2": Shard(1), "U1": Shard(1), "bias": Shard(0)}
@@ -139,8 +170,24 @@ class ColwiseSKLinear(ShardedSKLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map the input to this rank's outputs."""
-        h = self.layouts.gather_or_sum_in_backward(self.sketched_input(self.layouts.take(input)))
-        return self.layouts.give_columns(self.expanded(h), self.out_features)
+        return self.layouts.give_columns(self.expanded(self.entered(input)), self.out_features)
+
+    def joins(self, other: Any) -> bool:
+        """Return whether another layer's first part can be computed together with this one's now."""
+        if not super().joins(other) or other.scale != self.scale or other.summed != self.summed:
+            return False
+        # FSDP may have sharded the factors of one of them further, until that one is called.
+        own, others = ((layer.S1, layer.U2) for layer in (self, other))
+        return all(_placed_alike(a, b) for a, b in zip(own, others, strict=True))
+
+    def enter_together(self, layers: Sequence[Self], input: Tensor) -> list[Tensor]:
+        """Return the 2R numbers a row of each layer, from one product and one collective."""
+        h = self.layouts.gather_or_sum_in_backward(sketched_inputs(layers, self.layouts.take(input)))
+        if len(layers) == 1:
+            return [h]
+        ranks = [layer.S1.shape[1] for layer in layers]
+        parts = h.split(ranks * 2, -1)
+        return [torch.cat(pair, -1) for pair in zip(parts[: len(ranks)], parts[len(ranks) :], strict=True)]
 
 
 class RowwiseSKLinear(ShardedSKLinear):
@@ -153,8 +200,13 @@ class RowwiseSKLinear(ShardedSKLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
-        h = self.sketched_input(self.layouts.take_columns(input, self.local_range))
+        h = sketched_inputs([self], self.layouts.take_columns(input, self.local_range))
         return self.layouts.give(self.expanded(self.layouts.scatter_or_sum(h)), h.shape)
+
+
+def _placed_alike(a: Tensor, b: Tensor) -> bool:
+    placed = [(x.device_mesh, x.placements) if isinstance(x, DTensor) else None for x in (a, b)]
+    return placed[0] == placed[1] and a.dtype is b.dtype and len(a) == len(b) and a.device == b.device
 
 
 def shard_layer_(

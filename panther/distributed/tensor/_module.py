@@ -9,16 +9,20 @@ __all__ = [
     "ShardedSketchedModule",
     "become_",
     "distribute",
+    "flattened",
     "local_parameters",
+    "local_shards",
     "local_tensor",
     "no_view",
     "replicate_",
     "shard_parameter_",
+    "unflattened",
 ]
 
 import copyreg
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -29,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
-from panther.distributed.comm.collectives import sum_in_backward
+from panther.distributed.comm.collectives import sum_together_in_backward
 from panther.distributed.tensor.unshard import remember_, unshard_module
 from panther.nn._sketched import SketchedModule, keep_own_forward
 
@@ -60,8 +64,11 @@ class ShardedModule(nn.Module):
 
     def local(self, name: str) -> Any:
         """Return this rank's shard of a parameter or buffer, differentiably; None if there is none."""
-        shard = local_tensor(getattr(self, name))
-        return sum_in_backward(shard, self.tp_group) if name in self.summed and shard is not None else shard
+        return self.locals(name)[0]
+
+    def locals(self, *names: str) -> list[Any]:
+        """Return :meth:`local` of several; the gradients that have to be summed travel in one message."""
+        return local_shards([self], *names)[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, also full tensors that are equal on every rank: each takes its shard, and nothing is sent."""
@@ -123,9 +130,35 @@ def local_tensor(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_shards(modules: Sequence[ShardedModule], *names: str) -> list[list[Any]]:
+    """Return :meth:`ShardedModule.local` of several modules on one mesh, which sum their gradients in one message."""
+    shards = [[local_tensor(getattr(module, name)) for name in names] for module in modules]
+    places = [
+        (i, j)
+        for i, module in enumerate(modules)
+        for j, name in enumerate(names)
+        if name in module.summed and shards[i][j] is not None
+    ]
+    if places:
+        tensors = sum_together_in_backward([shards[i][j] for i, j in places], modules[0].tp_group)
+        for (i, j), tensor in zip(places, tensors, strict=True):
+            shards[i][j] = tensor
+    return shards
+
+
 def no_view(output: Tensor) -> Tensor:
     """Return the output, or a copy of a view: FSDP2's backward hook is lost if a view is changed in place."""
     return output.clone() if output._is_view() else output
+
+
+def flattened(x: Tensor) -> Tensor:  # (*, n) -> (rows, n)
+    """Return the rows of a tensor as a matrix."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def unflattened(y: Tensor, like: Tensor) -> Tensor:  # (rows, m) -> (*, m)
+    """Undo :func:`flattened` for a result that nobody else holds: no copy, and, see :func:`no_view`, no view."""
+    return y if like.dim() == 2 else torch.ops.aten._unsafe_view(y, [*like.shape[:-1], y.shape[-1]])
 
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -151,9 +184,8 @@ def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: A
     held = [module._parameters for module in modules]
     for module in modules:
         tensors = {name: local_tensor(parameter) for name, parameter in module._parameters.items()}
-        for name in summed:
-            if tensors.get(name) is not None:
-                tensors[name] = sum_in_backward(tensors[name], group)
+        names = [name for name in summed if tensors.get(name) is not None]
+        tensors.update(zip(names, sum_together_in_backward([tensors[name] for name in names], group), strict=True))
         # Through __dict__: nn.Module's own __setattr__ refuses tensors where parameters were registered.
         module.__dict__["_parameters"] = tensors
     try:

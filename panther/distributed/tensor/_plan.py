@@ -24,6 +24,12 @@ from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParalle
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
 
+# Layers of one module that take the same input, by their names. Their outputs meet in one loss: of layers that only
+# look alike, as the heads for several tasks, each may have a backward pass of its own.
+_ONE_INPUT = (
+    ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("query", "key", "value"), ("to_q", "to_k", "to_v"),
+    ("q_lin", "k_lin", "v_lin"), ("wq", "wk", "wv"), ("gate_proj", "up_proj"), ("wi_0", "wi_1"), ("w1", "w3"),
+)  # fmt: skip
 # Feed-forward blocks by the names of their layers: those that widen, which are sharded column-wise, and the one that
 # narrows. Which blocks have only elementwise functions between them is known by their class (`_elementwise.py`).
 _FEED_FORWARD = (
@@ -52,6 +58,8 @@ class ModulePlan:
     """Whether the gradients of a replicated module are summed over the ranks, because each sees different inputs."""
     attributes: Mapping[str, int] = field(default_factory=dict)
     """Attributes with other values on each rank, such as a number of heads."""
+    together: tuple[str, ...] = ()
+    """The layers that take the same input, this one among them."""
 
 
 Plan = dict[str, ModulePlan]
@@ -131,11 +139,15 @@ def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
         for name in block.layers:
             plan.setdefault(name, ModulePlan(refusal))
         return
+    firsts = tuple(name for name in block.layers if name != block.rowwise)
     for name in block.layers:
         by_rows = name == block.rowwise
-        partners = [other for other in block.layers if (other == block.rowwise) != by_rows]
-        reason = block.reason or f"paired with {' and '.join(map(repr, partners))}"
-        plan[name] = ModulePlan(reason, RowwiseSKParallel() if by_rows else ColwiseSKParallel())
+        reason = block.reason or f"paired with {' and '.join(map(repr, firsts if by_rows else [block.rowwise]))}"
+        plan[name] = (
+            ModulePlan(reason, RowwiseSKParallel())
+            if by_rows
+            else ModulePlan(reason, ColwiseSKParallel(), together=firsts)
+        )
     for name in block.norms:
         plan[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
     for name, attributes in block.attributes.items():
@@ -229,6 +241,11 @@ def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan
                 f"plan names {pattern!r}, and no module matches it: the modules are {', '.join(names[:10])}"
             )
         plan |= dict.fromkeys(matched, ModulePlan(f"by the plan's {pattern!r}", style))
+    for parent in {name.rpartition(".")[0] for name in plan}:
+        for children in _ONE_INPUT:
+            together = tuple(f"{parent}.{child}" if parent else child for child in children)
+            if plan.keys() >= set(together):
+                plan |= {name: replace(plan[name], together=together) for name in together}
     # A style gives its layer a parameter of its own, and equal shards can be shared again afterwards.
     for places in shared_parameters(model):
         dims = {_sharded_dim(model.get_submodule(owner), plan.get(owner)) for owner, _ in places}

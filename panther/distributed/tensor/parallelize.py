@@ -24,6 +24,7 @@ from panther._text import format_table
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor._plan import ModulePlan, Plan, plan_automatically, plan_by_names, shared_parameters
+from panther.distributed.tensor._shared_input import share_input_
 from panther.distributed.tensor.styles import PantherStyle
 from panther.distributed.tensor.unshard import plain_class, remember_
 from panther.errors import DistributedError, ShapeError
@@ -71,7 +72,8 @@ def tensor_parallel(
     - pairs of linear layers, sketched or dense, with only elementwise functions between them: neighbours in an
       nn.Sequential, and the feed-forward blocks of torch's transformer layers and of transformers' common classes.
       The outputs of the first and the inputs of the second are sharded, split as by :func:`torch.chunk`, so that one
-      sum is sent for each pair;
+      sum is sent for each pair. Layers of one input, such as the projections of queries, keys and values, share its
+      collective;
     - embeddings of 4096 rows or more, and linear layers without a partner that have as many outputs and more than four
       times as many as inputs; these outputs are gathered. Weights that such layers share stay shared.
 
@@ -166,6 +168,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> None:
         if made.attributes:
             remember_(module, **{key: getattr(module, key) for key in made.attributes})
             vars(module).update(made.attributes)
+    for together in dict.fromkeys(made.together for made in decisions.values() if made.together):
+        share_input_([model.get_submodule(name) for name in together])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):  # DTensor and the collectives do not take nested tensors
             remember_(module, use_nested_tensor=module.use_nested_tensor)

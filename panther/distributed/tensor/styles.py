@@ -2,7 +2,7 @@
 
 Layers are sharded in pairs (M. Shoeybi et al., 2019, arXiv:1909.08053): column-wise, then row-wise, so that nothing is
 sent between the two. Each layer has one collective in a forward and backward pass, of 2R numbers a row if it is
-sketched, where a dense layer sends its full width.
+sketched, where a dense layer sends its full width. Layers of one input have theirs together (`_shared_input.py`).
 """
 
 __all__ = ["ColwiseSKParallel", "HeadwiseParallel", "PantherStyle", "RowwiseSKParallel"]

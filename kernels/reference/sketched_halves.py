@@ -1,0 +1,44 @@
+"""The two halves of the sketched product in plain torch, between which ranks can exchange the 2R numbers of a row."""
+
+__all__ = ["as_sequence", "scaled_product", "sketched_inner", "sketched_outer"]
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sketched_inner(
+    x: Tensor,  # (rows, in)
+    S1: Tensor | Sequence[Tensor],  # (in, R)
+    U2: Tensor | Sequence[Tensor],  # (in, R)
+    scale: float = 1.0,
+) -> Tensor:  # (rows, 2R)
+    """Return ``scale x [S1 | U2]``, a product a factor: autograd computes a gradient of U2 only if U2 requires one.
+
+    Several factors stand for their concatenation.
+    """
+    return torch.cat([scaled_product(x, A, scale) for A in (*as_sequence(S1), *as_sequence(U2))], 1)
+
+
+def as_sequence(factors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return one factor as a sequence, several as they are."""
+    return (factors,) if isinstance(factors, Tensor) else factors
+
+
+def sketched_outer(
+    inner: Tensor,  # (rows, 2R)
+    U1: Tensor,  # (R, out)
+    S2: Tensor,  # (R, out)
+    bias: Tensor | None = None,  # (out,)
+) -> Tensor:  # (rows, out)
+    """Return ``inner [U1 ; S2] + bias`` as two products: autograd computes a gradient of U1 only if it requires one."""
+    left, right = inner[:, : len(U1)], inner[:, len(U1) :]
+    return torch.addmm(left @ U1 if bias is None else torch.addmm(bias, left, U1), right, S2)
+
+
+def scaled_product(x: Tensor, A: Tensor, scale: float) -> Tensor:
+    """Return ``scale x A``, in half precision scaled before it is rounded, because the rounded product may overflow."""
+    if x.dtype.itemsize > 2:
+        return x @ A if scale == 1.0 else (x @ A) * scale
+    return torch.addmm(x.new_zeros(()).expand(x.shape[0], A.shape[1]), x, A, beta=0, alpha=scale)
