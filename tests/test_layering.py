@@ -30,7 +30,7 @@ FORBIDDEN = {"kernels": {"_version", "_text", "errors"}}
 # of its own level. The lazy `__init__` may import all.
 LEVELS = {
     "_error_file": -1, "comm": 0,
-    "_layer_configs": 1, "launcher": 1, "sync": 1,
+    "_layer_configs": 1, "launcher": 1, "preflight": 1, "sync": 1,
     "data": 2, "tensor": 2, "pipeline": 2,
     "checkpoint": 3, "hybrid": 3,
     "advisor": 4,

@@ -28,7 +28,7 @@ _COMMANDS = {
     "advise": "choose a parallelism: memory, bytes sent and time of every layout",
     "simulate": "show on a CPU what data parallelism does, and check it",
     "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
-    "doctor": "show the versions, devices, backends and extras that are found or missing",
+    "doctor": "show versions, devices and extras, found or missing; check between nodes (--nodes)",
 }
 _EXIT_STATUS = """\
 exit status:
@@ -98,6 +98,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv, argparse.Namespace(argv=argv))
     if args.command == "train" and all("=" in text and not text.startswith("-") for text in rest):
         args.settings += rest  # argparse takes no more of them after an option came between
+    elif getattr(args, "takes_launch_options", False):
+        args.launch_options = rest
     elif rest:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
     return args

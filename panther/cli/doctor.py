@@ -1,29 +1,59 @@
-"""``panther doctor``: versions, devices and extras of this machine, and how to install those that are missing."""
+"""``panther doctor``: versions, devices and extras of this machine, and how to install those that are missing.
+
+With ``--nodes`` it looks between the nodes of a run instead, before that is started.
+"""
 
 __all__ = ["add_parser", "run"]
 
 import argparse
+import dataclasses
+import json
 import os
 import platform
 import re
+import tempfile
+import time
 from collections import defaultdict
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from panther._text import counted, format_table
 from panther._version import __version__
+from panther.errors import PantherError
 
 _DISTRIBUTION = "panther-sketch"
+_MESSAGES = (2**10, 2**20, 2**24)
 
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to an argparse subparsers object."""
-    parser = commands.add_parser("doctor", description="Show torch, devices, backends and extras, found or missing.")
-    parser.set_defaults(run=run)
+    parser = commands.add_parser(
+        "doctor",
+        description="Show torch, devices, backends and extras, found or missing; with --nodes, check between nodes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--nodes",
+        action="store_true",
+        help="check names, interfaces, versions, clocks, disk and the connections of all pairs of ranks; takes the "
+        "options of panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint",
+    )
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="a folder that all nodes should share")
+    parser.add_argument("--free-gb", type=float, default=1.0, metavar="N", help="free disk to ask for (default: 1)")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for other ranks, in each step (30)"
+    )
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # a file for the launcher of this node
+    parser.set_defaults(run=run, takes_launch_options=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
+    if args.nodes:
+        return _check_nodes(args)
+    if args.launch_options:
+        raise PantherError(f"{' '.join(args.launch_options)} are options of panther launch: they need --nodes")
     import torch
 
     rows = [
@@ -44,6 +74,52 @@ def run(args: argparse.Namespace) -> int:
         rows.append((f"extra {extra}", state))
     print(format_table(rows))
     return 0
+
+
+def _check_nodes(args: argparse.Namespace) -> int:
+    """Check between the ranks of a run; start them first, unless a launcher has done it."""
+    if "RANK" not in os.environ:
+        return _launch_checks(args)
+    import torch.distributed as dist
+
+    from panther.distributed.comm._store import open_store
+    from panther.distributed.comm.bandwidth import profile_communication_overhead
+    from panther.distributed.comm.process_group import ranks_from_environment, shutdown, start_group
+    from panther.distributed.preflight.check import check_nodes
+
+    rank, world_size = ranks_from_environment()
+    meeting = open_store(rank, world_size, args.timeout)
+    report = check_nodes(meeting, rank, world_size, args.folder, args.free_gb * 1e9)
+    if rank == 0:
+        print(report.text, flush=True)
+    if args.result is not None and os.environ.get("LOCAL_RANK") == "0":
+        args.result.write_text(json.dumps(dataclasses.asdict(report) | {"has_rank_0": rank == 0}), encoding="utf-8")
+    if report.faults:
+        return 0 if args.result is not None else 1
+    # What the checks know of gloo and NCCL is a guess: let them do their work.
+    store = dist.PrefixStore("group", meeting.store)
+    again = dataclasses.replace(meeting, store=store, deadline=time.monotonic() + args.timeout)
+    start_group(rank, world_size, os.environ.get("PANTHER_BACKEND"), args.timeout, again)
+    profile_communication_overhead(_MESSAGES, repetitions=5)
+    shutdown()
+    return 0
+
+
+def _launch_checks(args: argparse.Namespace) -> int:
+    """Start the ranks of this node. The node of rank 0 shows what that prints; the others print the report here."""
+    from panther.cli import launch
+
+    with tempfile.TemporaryDirectory(prefix="panther-doctor-") as folder:
+        result = Path(folder, "report.json")
+        own = ["--nodes", f"--timeout={args.timeout}", f"--free-gb={args.free_gb}", f"--result={result}"]
+        own += [] if args.folder is None else [f"--folder={args.folder}"]
+        status = launch.start([*args.launch_options, "--module", "panther", "doctor", *own], "doctor")
+        if status or not result.exists():
+            return status
+        report = json.loads(result.read_text(encoding="utf-8"))
+    if not report["has_rank_0"]:
+        print(report["text"])
+    return 1 if report["faults"] else 0
 
 
 def _cuda() -> str:

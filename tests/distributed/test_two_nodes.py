@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,48 @@ def start(cable, tmp_path, monkeypatch):
         subprocess.run(["mount", "--bind", f"hosts-{node}", "/etc/hosts"], check=True)
         subprocess.run(["hostname", NAMES[node]], check=True)
 
-    def start(node, hosts, *arguments):
-        return Launcher(f"node{node}", *arguments, enter=lambda: enter(node, hosts[node]))
+    def start(node, hosts, *arguments, command="launch", then=lambda: None):
+        return Launcher(f"node{node}", *arguments, enter=lambda: (enter(node, hosts[node]), then()), command=command)
 
     yield start
     Launcher.end_all()
+
+
+@pytest.fixture
+def doctor(start):
+    """Run panther doctor --nodes on both, with what is to be done on the second node first; codes and outputs."""
+
+    def doctor(*options, hosts=UNKNOWN, then=lambda: None):
+        place = ["--nnodes=2", f"--rdzv-endpoint=10.99.0.1:{next(PORTS)}", "--timeout=8", *options]
+        launchers = [
+            start(
+                node, hosts, "--nodes", f"--node-rank={node}", *place, command="doctor", then=(lambda: None, then)[node]
+            )
+            for node in (1, 0)
+        ]
+        (second, its_output), (first, output) = [launcher.wait() for launcher in launchers]
+        assert first == second, (output, its_output)
+        # Both nodes show one report, the first one also what follows it, between warnings of torch.
+        report, its_report = (
+            [line for line in text.partition("2 ranks, ")[2].splitlines() if not line.startswith("[W")]
+            for text in (output, its_output)
+        )
+        assert its_report == report[: len(its_report)], (output, its_output)
+        return first, its_report
+
+    return doctor
+
+
+@pytest.fixture
+def firewall(cable):
+    """Let the second node answer only at the rendezvous: whatever else the first one sends is never answered."""
+    rules = [["pref", "10", "ipproto", "tcp", "dport", "29500-29600", "lookup", "main"]]
+    rules.append(["pref", "20", "to", ADDRESSES[0], "ipproto", "tcp", "blackhole"])
+    for rule in rules:
+        ip("-n", NAMES[1], "rule", "add", *rule)
+    yield
+    for rule in rules:
+        ip("-n", NAMES[1], "rule", "delete", *rule)
 
 
 WAYS = {
@@ -136,3 +174,63 @@ def test_a_node_that_does_not_come_is_named_with_the_way_that_was_tried(start):
     assert code == 1
     assert "node 0 could not be reached at 10.99.0.1:29500 within 1 s" in output
     assert "tried from 10.99.0.2 on interface ptr-b" in output
+
+
+def test_the_doctor_finds_nothing(doctor, tmp_path):
+    code, report = doctor(f"--folder={tmp_path}", hosts=DEBIAN)
+    assert code == 0, report
+    assert [line.split()[:5] for line in report[2:4]] == [
+        [str(rank), NAMES[rank], ADDRESSES[rank], f"ptr-{'ab'[rank]}", "1500"] for rank in range(2)
+    ]
+    assert report[4].startswith("2 connections between pairs: ")
+    fix = "Panther finds the interface by the route; programs without it need GLOO_SOCKET_IFNAME"
+    assert report[5:] == [
+        f"note: on ranks 0, 1 the own host name leads to the loopback interface (/etc/hosts): {fix}",
+        "no faults",
+    ]
+
+
+def test_the_doctor_finds_a_firewall(doctor, firewall):
+    code, report = doctor()
+    assert code == 1
+    (fault,) = [line for line in report if line.startswith("fault: rank 0 (panther-a)")]
+    assert "cannot connect to rank 1 (panther-b) at 10.99.0.2:" in fault
+    assert "no answer within 2 s, as from a firewall that drops packets" in fault
+    assert "note: rank 1 cannot resolve panther-a, the host name of rank 0: give addresses" in "\n".join(report)
+
+
+def test_the_doctor_finds_a_folder_that_is_not_shared(doctor, tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(folder)]
+    code, report = doctor(f"--folder={folder}", then=lambda: subprocess.run(mount, check=True))
+    assert code == 1
+    (fault,) = [line for line in report if line.startswith("fault: ")]
+    assert fault.startswith(f"fault: rank 1 and rank 0 do not see each other's files in {folder}: name")
+
+
+def test_the_doctor_finds_a_wrong_interface(doctor):
+    code, report = doctor(then=lambda: os.environ.update(GLOO_SOCKET_IFNAME="eth9"))
+    assert code == 1
+    expected = "rank 1 (panther-b): GLOO_SOCKET_IFNAME=eth9 names no interface of this node, which has lo, ptr-b"
+    assert f"fault: {expected}: correct it" in report
+
+
+@pytest.mark.parametrize(("hosts", "address"), [(UNKNOWN, ADDRESSES[0]), (DEBIAN, NAMES[0])], ids=["unknown", "Debian"])
+def test_ranks_of_another_launcher_meet(hosts, address, start):
+    """What stock torchrun, srun or Kubernetes give a process: addresses and ranks, no interface."""
+    port = next(PORTS)
+
+    def environment(rank):
+        return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+    ranks = [
+        start(
+            rank, hosts, "--nodes", "--timeout=20", command="doctor", then=partial(os.environ.update, environment(rank))
+        )
+        for rank in range(2)
+    ]
+    (first, output), (second, its_output) = [rank.wait() for rank in ranks]
+    assert (first, second) == (0, 0), (output, its_output)
+    assert "no faults" in output
+    assert "2 ranks, gloo" in output  # collectives went through

@@ -1,4 +1,4 @@
-"""panther launch in a process of its own, without the seconds that a new Python takes to import torch."""
+"""panther launch, and commands that use it, in a process of its own, without the time to import torch again."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ class Launcher:
 
     started: ClassVar = []
 
-    def __init__(self, name, *arguments, enter=lambda: None):
+    def __init__(self, name, *arguments, enter=lambda: None, command="launch"):
         self.output = Path(f"{name}.txt").absolute()
         self.pid = os.fork()
         Launcher.started.append(self)
@@ -27,7 +27,7 @@ class Launcher:
                 os.dup2(file, 2)
                 sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
                 enter()
-                code = main(["launch", *arguments])
+                code = main([command, *arguments])
             except BaseException as error:
                 print(f"{type(error).__name__}: {error}")
             finally:

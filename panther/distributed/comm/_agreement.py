@@ -1,6 +1,14 @@
 """Compare what all ranks pass, before anything that would go wrong silently if it differs."""
 
-__all__ = ["agree", "common_error", "gather_objects", "in_words", "run_on_all_ranks", "run_on_first_rank"]
+__all__ = [
+    "agree",
+    "common_error",
+    "differences",
+    "gather_objects",
+    "in_words",
+    "run_on_all_ranks",
+    "run_on_first_rank",
+]
 
 import hashlib
 import json
@@ -67,11 +75,11 @@ def agree(
         raise failure
     if failures:
         raise common_error(failures, len(ranks))
-    if calls := _differences({rank: {"the call": call} for rank, (call, _, _) in by_rank.items()}):
+    if calls := differences({rank: {"the call": call} for rank, (call, _, _) in by_rank.items()}):
         raise DistributedError(f"ranks make different calls: {calls['the call']}: make the same call on every rank")
-    differences = _differences({rank: found for rank, (_, _, found) in by_rank.items()})
-    sketches = any(name.startswith(LAYER) for name in differences)
-    parts = list(differences.values())
+    differing = differences({rank: found for rank, (_, _, found) in by_rank.items()})
+    sketches = any(name.startswith(LAYER) for name in differing)
+    parts = list(differing.values())
     # A model of thousands of layers may differ in all of them.
     more = f"; and {len(parts) - 5} more" if len(parts) > 5 else ""
     text = "; ".join(parts[:5]) + more or "the entries are in a different order"
@@ -88,7 +96,7 @@ def in_words(settings: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _differences(described: dict[int, dict[str, str]]) -> dict[str, str]:
+def differences(described: dict[int, dict[str, str]]) -> dict[str, str]:
     """Return, by name, the values of each rank where they differ."""
     parts = {}
     for name in dict.fromkeys(name for descriptions in described.values() for name in descriptions):

@@ -7,7 +7,17 @@ process group has another one. Both are removed by the last rank that has them o
 How a machine reaches a store's host says also on which interface it reaches the other ranks.
 """
 
-__all__ = ["Meeting", "Route", "alone_in", "find_route", "interface_of", "listens", "open_store"]
+__all__ = [
+    "Meeting",
+    "Route",
+    "address_of",
+    "alone_in",
+    "find_route",
+    "interface_of",
+    "largest_packet_of",
+    "listens",
+    "open_store",
+]
 
 import getpass
 import ipaddress
@@ -35,7 +45,7 @@ except ImportError:  # Windows
 
 _POLL_S = 0.02
 _ALONE_S, _ALONE_POLL_S = 5.0, 0.0005
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Linux: the IPv4 address of an interface, and its MTU
 
 
 @dataclass(frozen=True)
@@ -80,15 +90,29 @@ def interface_of(address: str) -> str | None:
     if found.version == 6:
         lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
         return next((fields[-1] for fields in lines if int(fields[0], 16) == int(found)), None)
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of an interface; None if it has none, or the system is not Linux."""
+    answer = _ask(interface, _SIOCGIFADDR)
+    return None if answer is None else socket.inet_ntoa(answer[20:24])
+
+
+def largest_packet_of(interface: str) -> int:
+    """Return the bytes of the largest packet of an interface (MTU); 0 if it is not known."""
+    answer = _ask(interface, _SIOCGIFMTU)
+    return 0 if answer is None else int(struct.unpack_from("i", answer, 16)[0])
+
+
+def _ask(interface: str, request: int) -> bytes | None:
+    if fcntl is None or not Path("/proc/self").exists():
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # an interface without an address
-                continue
-            if answer[20:24] == found.packed:
-                return name
-    return None
+        try:
+            return fcntl.ioctl(probe, request, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # there is no such interface, or it has no address
+            return None
 
 
 def listens(host: str, port: int) -> bool:

@@ -48,11 +48,13 @@ def start_group(
     world_size: int,
     backend: str | None = None,
     timeout_s: float = _TIMEOUT_S,
-    store: dist.Store | None = None,
+    store: dist.Store | Meeting | None = None,
 ) -> None:
     """Join the process group in a store, or in that of the environment; every failure is an error of one sentence."""
     _check_request(rank, world_size, backend, timeout_s)
-    if store is None:
+    if isinstance(store, Meeting):
+        meeting = store
+    elif store is None:
         meeting = open_store(rank, world_size, timeout_s)
     else:
         meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s)
@@ -186,7 +188,7 @@ def init(
         raise ValueError(f"rank={rank} and world_size={world_size} belong together: give both, or neither")
     meeting = _meeting_place(init_method)
     if rank is None or world_size is None:
-        rank, world_size = _ranks_from_environment()
+        rank, world_size = ranks_from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A launcher that is killed would leave its processes behind; torch's own workers use the same private call.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
@@ -269,7 +271,8 @@ def cleanup_distributed() -> None:
     shutdown()
 
 
-def _ranks_from_environment() -> tuple[int, int]:
+def ranks_from_environment() -> tuple[int, int]:
+    """Return RANK and WORLD_SIZE; 0 and 1 if the environment has nothing of a run."""
     given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
     if not given and not address:

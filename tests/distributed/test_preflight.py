@@ -1,0 +1,341 @@
+"""What panther doctor --nodes finds: on several processes of this machine, each fault put into one of them."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, replace
+from itertools import permutations
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from panther.cli import main
+from panther.distributed.comm._store import Meeting, address_of
+from panther.distributed.preflight import check, node, pairs
+from panther.distributed.preflight.node import NodeInfo
+from panther.distributed.preflight.pairs import Measured, schedule
+from panther.distributed.preflight.report import Found, judge
+
+pytestmark = pytest.mark.distributed
+
+
+def examine(tmp_path, n, inject=lambda rank: None, folder=None, timeout_s=20.0, gone=(), **settings):
+    """The reports of n processes, or their errors; the ones in ``gone`` leave without."""
+    pids = []
+    for rank in range(n):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                torch.set_num_threads(1)
+                pairs._SEND_S = 0.01
+                inject(rank)
+                store = dist.FileStore(str(tmp_path / "store"), n)
+                meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s, "here", folder=tmp_path)
+                own = folder(rank) if callable(folder) else folder
+                result = asdict(check.check_nodes(meeting, rank, n, own, **settings))
+            except Exception as error:
+                result = f"{type(error).__name__}: {error}"
+            finally:
+                (tmp_path / f"result-{rank}").write_text(json.dumps(result))
+                os._exit(0)
+        pids.append(pid)
+    deadline = time.monotonic() + 60
+    while pids and time.monotonic() < deadline:
+        pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        time.sleep(0.01)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert not pids, "still running"
+    return [json.loads((tmp_path / f"result-{rank}").read_text()) for rank in range(n) if rank not in gone]
+
+
+def report_of(results):
+    """The report of all ranks, which is one."""
+    assert all(result == results[0] for result in results), results
+    return SimpleNamespace(**results[0])
+
+
+def leave():
+    os._exit(0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_nothing_is_wrong(n, tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    report = report_of(examine(tmp_path, n, folder=folder))
+    assert (report.faults, report.notes) == ([], [])
+    assert report.text.splitlines()[0] == f"{n} rank{'s' * (n > 1)}, meeting here"
+    assert len([line for line in report.text.splitlines() if "127.0.0.1" in line]) == n
+    assert (f"{n * (n - 1)} connections between pairs" in report.text) == (n > 1)
+    assert report.text.endswith("no faults")
+    assert not list(folder.iterdir())
+
+
+def in_rank(victim, module, name, value):
+    """Replace an attribute of a module in one of the processes."""
+
+    def inject(rank):
+        if rank == victim:
+            setattr(module, name, value)
+
+    return inject
+
+
+def test_another_version(tmp_path):
+    report = report_of(examine(tmp_path, 3, in_rank(1, node, "__version__", "0.0.1")))
+    (fault,) = report.faults
+    assert fault.startswith("Panther is ")
+    assert fault.endswith(" on ranks 0, 2 and 0.0.1 on rank 1: install the same version everywhere")
+
+
+@pytest.mark.parametrize(("shift", "word"), [(3.0, "ahead of"), (-3.0, "behind")])
+def test_another_clock(shift, word, tmp_path):
+    report = report_of(examine(tmp_path, 3, in_rank(2, pairs, "_clock", lambda: time.time() + shift)))
+    assert report.faults == []
+    (note,) = report.notes
+    assert note.startswith("the clock of rank 2 (")
+    assert f"is 3 s {word} that of rank 0: synchronise" in note
+
+
+def test_a_full_disk(tmp_path):
+    def usage(path):
+        return SimpleNamespace(free=5e8)
+
+    report = report_of(examine(tmp_path, 2, in_rank(1, node, "shutil", SimpleNamespace(disk_usage=usage))))
+    (fault,) = report.faults
+    assert fault.startswith("rank 1 (")
+    assert " has 500 MB free in " in fault
+    assert report_of(examine(fresh(tmp_path), 2, free_bytes=1e30)).faults[1].startswith("rank 1 (")
+
+
+def fresh(tmp_path):
+    folder = tmp_path / "again"
+    folder.mkdir()
+    return folder
+
+
+def test_a_folder_that_is_not_shared(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (fault,) = report_of(examine(tmp_path, 3, folder=lambda rank: tmp_path / "ab"[rank == 2])).faults
+    assert fault.startswith(f"rank 2 and rank 0 do not see each other's files in {tmp_path / 'a'}: name a folder")
+    assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_folder_that_is_missing(victim, tmp_path):
+    (tmp_path / "a").mkdir()
+    (fault,) = report_of(examine(tmp_path, 2, folder=lambda rank: tmp_path / "ab"[rank == victim])).faults
+    assert fault.startswith(f"rank {victim} (")
+    assert f" cannot write to {tmp_path / 'b'} (No such file or directory): make the folder" in fault
+
+
+def redirect(victim, wrong_rank=None, wrong_port=None, only=None):
+    """Let a rank connect to another port than that of its partner, or ask for another rank there."""
+    real = pairs.measure
+
+    def measure(address, port, rank, token, timeout_s):
+        if only in (None, rank):
+            port, rank = wrong_port or port, rank if wrong_rank is None else wrong_rank
+        return real(address, port, rank, token, timeout_s)
+
+    return in_rank(victim, check, "measure", measure)
+
+
+def test_a_pair_that_cannot_connect_is_named(tmp_path):
+    report = report_of(examine(tmp_path, 4, redirect(1, wrong_port=1, only=3)))
+    (fault,) = report.faults
+    assert fault.startswith("rank 1 (")
+    assert ") cannot connect to rank 3 (" in fault
+    assert "the connection was refused, as a firewall does that rejects; let all ports through" in fault
+    assert "11 connections between pairs" in report.text
+
+
+def test_a_rank_to_which_nobody_can_connect(tmp_path):
+    def inject(rank):
+        redirect(rank, wrong_port=1, only=2)(rank)
+
+    (fault,) = report_of(examine(tmp_path, 4, inject)).faults
+    assert fault.startswith("no rank can connect to rank 2 (")
+
+
+def test_somebody_else_at_the_address(tmp_path):
+    (fault,) = report_of(examine(tmp_path, 2, redirect(0, wrong_rank=7))).faults
+    assert "cannot connect to rank 1 (" in fault
+    assert "somebody else answered there, or the connection broke" in fault
+
+
+def test_data_that_does_not_arrive(tmp_path):
+    def serve(self, connection):
+        pairs._read(connection, len(self._hello))
+        time.sleep(60)
+
+    (fault,) = report_of(examine(tmp_path, 2, in_rank(1, pairs.Listener, "_serve", serve), timeout_s=4.0)).faults
+    assert fault.startswith("rank 0 (")
+    assert "connected, but data did not arrive within 1 s, as where large packets are dropped (MTU)" in fault
+
+
+def test_a_rank_that_ends_meanwhile_is_named(tmp_path):
+    report = report_of(examine(tmp_path, 3, in_rank(2, check, "measure", lambda *_: leave()), timeout_s=2.0, gone=[2]))
+    (fault,) = report.faults
+    assert fault == (
+        "rank 2 did not answer within 2 s, testing its connection with rank 1: see its output, it has ended or hangs"
+    )
+
+
+def test_rank_0_that_ends_is_named(tmp_path):
+    results = examine(tmp_path, 3, in_rank(0, check, "judge", lambda *_: leave()), timeout_s=1.0, gone=[0])
+    assert results == [
+        f"DistributedError: rank 0 did not answer rank {rank} of 3 within 2 s: see its output, it has ended or hangs"
+        for rank in (1, 2)
+    ]
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path):
+    results = examine(tmp_path, 3, lambda rank: leave() if rank == 1 else None, timeout_s=1.0, gone=[1])
+    assert results[0] == results[1]
+    assert results[0].startswith("DistributedError: rank 1 of 3 did not check in within 1 s here; ranks 0, 2 did")
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_an_interface_that_does_not_exist(variable, tmp_path):
+    def inject(rank):
+        if rank == 1:
+            os.environ[variable] = "=no9" if variable.startswith("NCCL") else "no9"
+
+    (fault,) = report_of(examine(tmp_path, 2, inject)).faults
+    assert fault.startswith("rank 1 (")
+    assert f"{variable}={'=' * variable.startswith('NCCL')}no9 names no interface of this node, which has" in fault
+
+
+@pytest.mark.parametrize("value", ["l", "=lo", "^docker0", "lo,eth7"])
+def test_the_forms_that_nccl_knows(value, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+    assert node._wrong_interface("NCCL_SOCKET_IFNAME") is None
+
+
+def test_the_address_of_an_interface():
+    assert address_of("lo") == "127.0.0.1"
+    assert address_of("no-such-interface-at-all") is None
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_two_ranks_meet_once(n):
+    met = []
+    for partners in schedule(n):
+        assert all(partners[partners[rank]] == rank != partners[rank] for rank in partners)
+        met += partners.items()
+    assert sorted(met) == sorted(permutations(range(n), 2))
+
+
+# Several nodes, made up
+
+
+@pytest.fixture
+def nodes():
+    """Three nodes without a fault."""
+    found = Found(3, False, "at 10.0.0.1:29500, tried from 10.0.0.1")
+    for rank in range(3):
+        found.nodes[rank] = NodeInfo(
+            f"node{rank}", f"10.0.0.{rank + 1}", f"10.0.0.{rank + 1}", "eth0", 1500, {"torch": "2.13"}, "/data",
+            10**11, 10**9, 8, (), 4000 + rank,
+        )  # fmt: skip
+    found.pairs = {pair: Measured(1e-4, 1e-5, 1e9) for pair in permutations(range(3), 2)}
+    return found
+
+
+def test_three_nodes(nodes):
+    report = judge(nodes, 1e9)
+    assert report.faults == report.notes == ()
+    assert report.text.splitlines() == [
+        "3 ranks, meeting at 10.0.0.1:29500",
+        "rank  host   address   interface  MTU   torch  GPUs  free disk  clock",
+        "0     node0  10.0.0.1  eth0       1500  2.13   8     100 GB     0",
+        "1     node1  10.0.0.2  eth0       1500  2.13   8     100 GB     0",
+        "2     node2  10.0.0.3  eth0       1500  2.13   8     100 GB     0",
+        "6 connections between pairs: 1 GB/s to 1 GB/s, round trip 100 us to 100 us",
+        "no faults",
+    ]
+
+
+def test_a_slow_pair(nodes):
+    nodes.pairs[2, 1] = Measured(1e-4, 0.0, 1e8)
+    (note,) = judge(nodes, 1e9).notes
+    assert note == (
+        "from rank 2 (node2) to rank 1 (node1) a connection carries 100 MB/s, less than half of the median of all "
+        "pairs (1 GB/s)"
+    )
+
+
+def test_one_address_on_two_nodes(nodes):
+    nodes.nodes[2] = replace(nodes.nodes[2], address="10.0.0.2", interface="docker0")
+    (fault,) = judge(nodes, 1e9).faults
+    assert fault.startswith("ranks 1, 2 are on the hosts node1, node2 and have one address, 10.0.0.2 on eth0: set GLOO")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"own_name_leads_to": ""}, "rank 1 cannot resolve its own host name: Panther finds the interface"),
+        (
+            {"own_name_leads_to": "127.0.1.1"},
+            "on rank 1 the own host name leads to the loopback interface (/etc/hosts)",
+        ),
+        ({"mtu": 9000}, "the MTU is 1500 on ranks 0, 2 and 9000 on rank 1: set the same on all nodes"),
+        ({"shared_memory_bytes": 64 * 2**20}, "/dev/shm of rank 1 has 67.1 MB free"),
+    ],
+    ids=["unknown name", "Debian", "MTU", "shared memory"],
+)
+def test_notes(change, expected, nodes):
+    nodes.nodes[1] = replace(nodes.nodes[1], **change)
+    report = judge(nodes, 1e9)
+    assert report.faults == ()
+    (note,) = report.notes
+    assert note.startswith(expected)
+
+
+def test_many_pairs_that_fail(nodes):
+    for rank in range(3, 12):
+        nodes.nodes[rank] = replace(nodes.nodes[0], host=f"node{rank}", address=f"10.0.0.{rank + 1}")
+    nodes.world_size = 12
+    nodes.pairs = {pair: Measured(1e-4, 0.0, 1e9) for pair in permutations(range(12), 2)}
+    for a in range(8):
+        nodes.pairs[a, a + 1] = "no answer"
+    *first, last = judge(nodes, 1e9).faults
+    assert len(first) == 5
+    assert last.startswith("3 more pairs cannot connect: 5 to 6, 6 to 7, 7 to 8; let all ports through")
+
+
+def test_pairs_that_there_was_no_time_for(nodes):
+    del nodes.pairs[0, 1]
+    nodes.stopped_after_s = 300.0
+    assert judge(nodes, 1e9).notes == ("1 connection was not tested, as 300 s had passed",)
+
+
+# The command
+
+
+def test_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--nodes", "--nproc-per-node", "2", "--folder", str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("2 ranks, meeting at 127.0.0.1:")
+    assert "no faults\nCommunication Profiling Results:\n2 ranks, gloo\n" in out
+
+
+def test_the_command_with_a_fault(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--nodes", "--nproc-per-node=2", f"--folder={tmp_path / 'missing'}"]) == 1
+    out, err = capfd.readouterr()
+    assert out.endswith("2 faults\n")
+    assert err.count("\n") == 1  # where the logs are
+
+
+def test_launch_options_without_nodes(capsys):
+    assert main(["doctor", "--nnodes", "2"]) == 2
+    assert "--nnodes 2 are options of panther launch: they need --nodes" in capsys.readouterr().err
