@@ -176,6 +176,23 @@ def test_a_node_that_does_not_come_is_named_with_the_way_that_was_tried(start):
     assert "tried from 10.99.0.2 on interface ptr-b" in output
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--node-rank=0", "--rdzv-conf=timeout=2"], "1/2 clients joined."),
+        (["--rdzv-conf=join_timeout=2"], "fewer than 2 nodes came within 2 s"),
+    ],
+    ids=["static", "c10d"],
+)
+def test_node_0_names_what_it_waited_for(options, expected, start):
+    Path("work.py").write_text("")
+    port = next(PORTS)
+    code, output = start(0, UNKNOWN, "--nnodes=2", f"--rdzv-endpoint=10.99.0.1:{port}", *options, "work.py").wait()
+    assert code == 1
+    assert f"{expected}; see the output of the launchers of the other nodes, which meet at 10.99.0.1:{port}" in output
+    assert "Traceback" not in output.splitlines()[-1]
+
+
 def test_the_doctor_finds_nothing(doctor, tmp_path):
     code, report = doctor(f"--folder={tmp_path}", hosts=DEBIAN)
     assert code == 0, report
@@ -184,7 +201,8 @@ def test_the_doctor_finds_nothing(doctor, tmp_path):
     ]
     assert report[4].startswith("2 connections between pairs: ")
     fix = "Panther finds the interface by the route; programs without it need GLOO_SOCKET_IFNAME"
-    assert report[5:] == [
+    rest = [line for line in report[5:] if "a connection carries" not in line]  # the machine may be busy
+    assert rest == [
         f"note: on ranks 0, 1 the own host name leads to the loopback interface (/etc/hosts): {fix}",
         "no faults",
     ]

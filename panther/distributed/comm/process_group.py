@@ -90,7 +90,7 @@ def start_group(
         raise DistributedError(
             f"rank {rank} of {world_size} could not connect to the others over {agreement.backend}, on interface "
             f"{interface} ({str(error).splitlines()[0]}): see whether one of them has ended, or set {_INTERFACE} to "
-            "the interface that reaches them"
+            "the interface that reaches them; panther doctor --nodes tests every pair"
         ) from error
 
 

@@ -213,6 +213,6 @@ def _await_node_0(host: str, port: int, hosts: bool | None, timeout_s: float, op
         if time.monotonic() > deadline:
             raise DistributedError(
                 f"node 0 could not be reached at {host}:{port} within {timeout_s:g} s ({cause}): start its launcher, "
-                f"or correct {option}"
+                f"correct {option}, or open the port in its firewall"
             )
         time.sleep(_POLL_S)

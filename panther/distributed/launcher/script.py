@@ -99,7 +99,7 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
     # torch's launcher is as slow to import as torch.
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
     from torch.distributed.launcher.api import elastic_launch
 
     from panther.distributed.launcher._agent import contained
@@ -116,7 +116,12 @@ def run_script(argv: list[str], name: str | None = None) -> Path:
         except ChildFailedError as error:
             text = _explain(error, logs)
         except (RendezvousError, dist.DistError, OSError) as error:
-            text = f"the launcher failed: {str(error.__cause__ or error).splitlines()[0]}"
+            reason = str(error.__cause__ or error)
+            if isinstance(error, RendezvousTimeoutError):  # which has no text
+                reason = (
+                    f"fewer than {config.min_nodes} nodes came within {config.rdzv_configs.get('join_timeout', 600)} s"
+                )
+            text = f"the launcher failed: {reason.splitlines()[0] if reason else type(error).__name__}"
             if config.rdzv_endpoint:
                 text += f"; see the output of the launchers of the other nodes, which meet at {config.rdzv_endpoint}"
         finally:

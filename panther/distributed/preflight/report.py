@@ -160,7 +160,7 @@ def _notes_on_names(found: Found) -> list[str]:
 
 
 def _notes_on_speed(found: Found) -> list[str]:
-    notes = []
+    notes = [] if found.one_host else _slow_pairs(found)
     mtus = {node.mtu for node in found.nodes.values() if node.mtu}
     if len(mtus) > 1 and not found.one_host:
         described = differences({rank: {"the MTU": str(node.mtu)} for rank, node in found.nodes.items()})
@@ -172,14 +172,6 @@ def _notes_on_speed(found: Found) -> list[str]:
                 f"{'ahead of' if offset > 0 else 'behind'} that of rank 0: synchronise the clocks (NTP), or logs and "
                 "times of files cannot be compared"
             )
-    measured = {pair: one for pair, one in found.pairs.items() if isinstance(one, Measured)}
-    median = statistics.median(one.bytes_per_s for one in measured.values()) if measured else 0.0
-    slow = sorted((one.bytes_per_s, pair) for pair, one in measured.items() if one.bytes_per_s < _SLOW * median)
-    for rate, (a, b) in slow[:_SHOWN]:
-        notes.append(
-            f"from {_name(found, a)} to {_name(found, b)} a connection carries "
-            f"{format_bytes(rate)}/s, less than half of the median of all pairs ({format_bytes(median)}/s)"
-        )
     small = [
         r for r, n in found.nodes.items() if (n.shared_memory_bytes or _SHARED_MEMORY_BYTES) < _SHARED_MEMORY_BYTES
     ]
@@ -194,6 +186,17 @@ def _notes_on_speed(found: Found) -> list[str]:
         were = counted(left, "connection was", "connections were")
         notes.append(f"{were} not tested, as {found.stopped_after_s:g} s had passed")
     return notes
+
+
+def _slow_pairs(found: Found) -> list[str]:
+    measured = {pair: one for pair, one in found.pairs.items() if isinstance(one, Measured)}
+    median = statistics.median(one.bytes_per_s for one in measured.values()) if measured else 0.0
+    slow = sorted((one.bytes_per_s, pair) for pair, one in measured.items() if one.bytes_per_s < _SLOW * median)
+    return [
+        f"from {_name(found, a)} to {_name(found, b)} a connection carries "
+        f"{format_bytes(rate)}/s, less than half of the median of all pairs ({format_bytes(median)}/s)"
+        for rate, (a, b) in slow[:_SHOWN]
+    ]
 
 
 def _offsets(found: Found) -> list[tuple[int, float, float]]:
