@@ -93,9 +93,8 @@ def _text(plan: Any) -> str:
 
 
 def _stats(args: argparse.Namespace) -> Any:
-    from torch import nn
-
     from panther.distributed import ModelStats
+    from panther.distributed.advisor._kept_stats import default_folder
 
     half = "bf16" if args.bf16 else None
     kind, _, size = args.model.lower().partition("/")
@@ -111,6 +110,7 @@ def _stats(args: argparse.Namespace) -> Any:
             sequence=args.sequence,
             sketch=args.sketch,
             mixed_precision=half,
+            cache_dir=default_folder(),
         )
     folder = Path(args.model)
     if not folder.is_dir() and not names_function(args.model):
@@ -122,6 +122,8 @@ def _stats(args: argparse.Namespace) -> Any:
         raise PantherError("--sketch is for transformer/SIZE: let the function return a model with sketched layers")
     if folder.is_dir():
         return _stats_of_folder(folder, args.sequence, half)
+    from torch import nn
+
     with current_folder_importable():
         made = call(args.model)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):

@@ -25,6 +25,11 @@ def wrong_batch():
 """
 
 
+@pytest.fixture(autouse=True)
+def no_statistics_of_other_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

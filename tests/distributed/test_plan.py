@@ -13,10 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from panther.distributed.advisor._schedule_order import order_of
+from panther.distributed.advisor._measured_stats import plain_transformer
+from panther.distributed.advisor._schedule_order import _interleaved, _listed_by_torch, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Layout, estimate
-from panther.distributed.advisor.model_stats import ModelStats, _transformer
+from panther.distributed.advisor.model_stats import ModelStats
 from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_parallelism
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import DistributedError, ShapeError
@@ -37,7 +38,7 @@ def perceptron(width=64, inner=256, rank=4):
 
 def transformer():
     torch.manual_seed(0)
-    return _transformer(32, 2, 4, 128, 96, 4)
+    return plain_transformer(32, 2, 4, 128, 96, 4)
 
 
 class Branches(nn.Module):
@@ -154,6 +155,21 @@ def test_eight_real_processes(layout):
 def test_bubbles_are_those_of_the_formula(name, ranks, m):
     work = SCHEDULES[name].stages_per_rank * m
     assert order_of(name, ranks, m).bubble == pytest.approx((ranks - 1) / (work + ranks - 1))
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("ranks", "m"), [(1, 1), (2, 2), (2, 8), (3, 3), (4, 3), (4, 6), (4, 16), (5, 20), (8, 16), (3, 4)]
+)
+def test_orders_are_those_that_torch_lists(name, ranks, m):
+    assert _interleaved(name, ranks, m) == _listed_by_torch(name, ranks, m)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zero_bubble"])
+def test_torch_and_the_planner_refuse_the_same_microbatches(name):
+    for listed in (_interleaved, _listed_by_torch):
+        with pytest.raises(ShapeError, match="microbatches on 2 ranks"):
+            listed(name, 2, 5)
 
 
 @pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipev"])
@@ -281,7 +297,7 @@ def test_a_billion_parameters_that_have_no_values(dp, tp, strategy):
     cluster = ClusterSpec.preset("h100-80gb", 1024)
     predicted = estimate(ModelStats.transformer(**sizes, sequence=16), cluster, layout, 1024)
     with FakeTensorMode():
-        model = _transformer(4096, 4, 32, 16384, 32000, None)
+        model = plain_transformer(4096, 4, 32, 16384, 32000, None)
     with pretended(1024):
         plan_of_one(predicted, cluster, 1024).apply(model)
         assert storages(model.parameters()) == pytest.approx(predicted.memory.parameters, rel=0.01)

@@ -8,19 +8,11 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch.distributed.pipelining.schedules import _ComputationType
-
 from panther.distributed.pipeline._balance import stages_of_rank
-from panther.distributed.pipeline.schedules import SCHEDULES
+from panther.distributed.pipeline._kinds import SCHEDULES
 from panther.errors import ShapeError
 
-_KINDS = {
-    _ComputationType.FORWARD: "F",
-    _ComputationType.FULL_BACKWARD: "B",
-    _ComputationType.BACKWARD_INPUT: "I",
-    _ComputationType.BACKWARD_WEIGHT: "W",
-}
+# Kinds of steps in torch's _ComputationType, and the time that they take.
 _UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
 Step = tuple[int, str, int]
 """Stage, kind (F forward, B backward, I and W its parts for inputs and for weights), and microbatch."""
@@ -62,8 +54,11 @@ def order_of(name: str, ranks: int, microbatches: int) -> Order:
     Raises:
         ShapeError: If the schedule does not support the number of microbatches.
     """
-    # torch 2.13 executes this schedule in another order than it lists.
-    listed = _one_forward_one_backward if name == "1f1b" else _listed_by_torch
+    # torch 2.13 executes 1f1b in another order than it lists. The other orders are written here as well, because to
+    # import torch's pipelines takes longer than a plan.
+    listed = {"1f1b": _one_forward_one_backward, "interleaved": _interleaved, "zero_bubble": _interleaved}.get(
+        name, _listed_by_torch
+    )
     steps = tuple(tuple(rank) for rank in listed(name, ranks, microbatches))
     return Order(steps, _bubble(steps))
 
@@ -82,7 +77,39 @@ def _one_forward_one_backward(name: str, ranks: int, microbatches: int) -> list[
     return orders
 
 
+def _interleaved(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
+    split = name == "zero_bubble"  # the backward pass, of which the part for weights is done later
+    stages = SCHEDULES[name].stages_per_rank
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise ShapeError(f"{name!r} takes a multiple of {rounds} microbatches on {ranks} ranks, not {microbatches}")
+    per_round, n = microbatches // rounds, stages * microbatches
+
+    def step(rank: int, kind: str, i: int) -> Step:
+        """Return the i-th step of this kind: a rank's stages take turns, with a round of microbatches each."""
+        turn, position = divmod(i, per_round)
+        done, stage = divmod(turn, stages)
+        return (stage if kind == "F" else stages - 1 - stage) * ranks + rank, kind, done * per_round + position
+
+    orders = []
+    for rank in range(ranks):
+        warmup = min((stages - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank), n)
+        steps = [step(rank, "F", i) for i in range(warmup)]
+        for i in range(n):
+            if warmup + i < n:
+                steps.append(step(rank, "F", warmup + i))
+            steps.append(step(rank, "I" if split else "B", i))
+            if split and i >= rank:
+                steps.append(step(rank, "W", i - rank))
+        if split:
+            steps += [step(rank, "W", i) for i in range(max(n - rank, 0), n)]
+        orders.append(steps)
+    return orders
+
+
 def _listed_by_torch(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
+    import torch
+
     kind = SCHEDULES[name]
 
     class Listed(kind.make):  # type: ignore[name-defined]
@@ -100,11 +127,11 @@ def _listed_by_torch(name: str, ranks: int, microbatches: int) -> list[list[Step
         raise ShapeError(f"{name!r} does not support {microbatches} microbatches on {ranks} ranks: {error}") from error
     return [
         [
-            (part.stage_index, _KINDS[part.computation_type], part.microbatch_index)
+            (part.stage_index, part.computation_type.value, part.microbatch_index)
             for action in order[rank]
             if action is not None  # the rank waits
             for part in action.sub_actions or (action,)
-            if part.computation_type in _KINDS
+            if part.computation_type.value in _UNITS
         ]
         for rank in range(ranks)
     ]

@@ -14,19 +14,21 @@ gradients are sent at the end.
 __all__ = ["Estimate", "Layout", "MemoryEstimate", "Traffic", "estimate"]
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import prod
 
 from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
-from panther.distributed.advisor.model_stats import ModelStats, TensorStats
-from panther.distributed.data.strategies import compute_dtype
+from panther.distributed.advisor.layer_stats import TensorStats
+from panther.distributed.advisor.model_stats import ModelStats
 from panther.distributed.pipeline._balance import balance_stages, stages_of_rank
-from panther.distributed.pipeline.schedules import SCHEDULES
+from panther.distributed.pipeline._kinds import SCHEDULES
 from panther.errors import ShapeError
 
 _BUCKET = 25 * 2**20  # bytes of a gradient bucket, torch's default for DDP
+_HALF = 2  # bytes of a number in mixed precision
 _STEP = 4  # bytes of Adam's step count, one per parameter
 
 
@@ -82,7 +84,7 @@ class MemoryEstimate:
 
     def parts(self) -> dict[str, float]:
         """Return each part by its name."""
-        return asdict(self)
+        return dict(vars(self))  # asdict copies, and plans ask for this thousands of times
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,7 @@ def estimate(
     memory = tuple(rank.memory() for rank in ranks)
     traffic = [max((rank.along(axis, cluster) for rank in ranks), key=lambda t: t.seconds) for axis in ("tp", "pp")]
     along_dp = max((rank.data_parallel(cluster) for rank in ranks), key=lambda ts: sum(t.seconds for t in ts))
-    dtype = compute_dtype(stats.mixed_precision)
-    size = dtype.itemsize if dtype else max(tensor.itemsize for tensor in stats.tensors if tensor.trained)
+    size = _HALF if stats.mixed_precision else max(tensor.itemsize for tensor in stats.tensors if tensor.trained)
     compute = max(rank.flops() for rank in ranks) * layout.num_microbatches / cluster.flops(size)
     tp, pp = (t.seconds for t in traffic)
     bubble = order.bubble if order else 0.0
@@ -186,15 +187,21 @@ def _balanced_stages(tensors: tuple[TensorStats, ...], layers: int, n: int) -> l
 
 def shard_numel(tensor: TensorStats, ranks: int) -> int:
     """Return the entries of a padded shard of ``data_parallel(strategy="fsdp")``."""
-    if not tensor.shape:
+    return _shard_numel(tensor.shape, tensor.on_mesh, ranks)
+
+
+# Layouts ask for the same few shapes some millions of times.
+@lru_cache(maxsize=4096)
+def _shard_numel(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> int:
+    if not shape:
         return 1
-    if not tensor.on_mesh and len(tensor.shape) == 2:
-        rows, columns = tensor.shape
+    if not on_mesh and len(shape) == 2:
+        rows, columns = shape
         # As data_parallel places shards: along the longer dimension where the ranks divide it.
         if rows < columns and columns % ranks == 0:
             return rows * (columns // ranks)
     # FSDP2 pads the first dimension to a multiple of the ranks.
-    return -(-tensor.shape[0] // ranks) * (tensor.numel // max(tensor.shape[0], 1))
+    return -(-shape[0] // ranks) * prod(shape[1:])
 
 
 class _Rank:
@@ -267,29 +274,32 @@ class _Rank:
         waiting = self._peak([self._output(s) if s < last else 0.0 for s in range(last + 1)])
         return m * (received + results) + waiting
 
-    def _units(self) -> dict[str, list[TensorStats]]:
-        """Return the groups of tensors that FSDP gathers at once: blocks, or a whole stage; ``""`` is the rest."""
+    @cached_property
+    def _units(self) -> dict[str, tuple[float, float]]:
+        """The bytes that FSDP gathers at once, and those of their gradients, of blocks or whole stages.
+
+        The name of what is in no block is ``""``.
+        """
         units: dict[str, list[TensorStats]] = {}
         stage_of = {i: s for s, stage in enumerate(self.stages) for i in stage}
         for tensor in self.tensors:
             if tensor.role == "parameter":
                 name = tensor.block if self.layout.pp == 1 else f"stage {stage_of[tensor.layer]}"
                 units.setdefault(name, []).append(tensor)
-        return units
+        return {name: (self._full(unit), self._full(unit, reduced=True)) for name, unit in units.items()}
 
     def _full(self, unit: list[TensorStats], *, reduced: bool = False) -> float:
         """Return the padded bytes of a gathered unit, or (``reduced``) those of its gradients."""
-        half = compute_dtype(self.stats.mixed_precision)
+        half = self.stats.mixed_precision is not None
         chosen = [t for t in unit if t.trained] if reduced else unit
-        sizes = [half.itemsize if half and not reduced else t.itemsize for t in chosen]
+        sizes = [_HALF if half and not reduced else t.itemsize for t in chosen]
         return sum(shard_numel(t, self.shards) * self.shards * size for t, size in zip(chosen, sizes, strict=True))
 
     def _gathered(self) -> float:
         """Return FSDP's buffers: gathered parameters, their gradients, and a copy of these to reduce."""
         if self.layout.strategy not in ("fsdp", "replicate"):
             return 0.0
-        units = self._units()
-        sizes = {name: (self._full(unit), self._full(unit, reduced=True)) for name, unit in units.items()}
+        sizes = dict(self._units)
         if self.layout.pp > 1:  # a stage stays gathered, with its gradients, for all microbatches
             return sum(g + u for g, u in sizes.values()) + max(u for _, u in sizes.values())
         # Besides the root unit, two blocks are gathered at a time: FSDP prefetches the next one.
@@ -315,21 +325,20 @@ class _Rank:
 
     def data_parallel(self, cluster: ClusterSpec) -> tuple[Traffic, ...]:
         """Return the traffic along dp and replicate."""
-        layout, n, units = self.layout, self.layout.dp, self._units()
+        layout, n, units = self.layout, self.layout.dp, self._units
         span = n * layout.pp * layout.tp
         if n == 1:
             return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
         if layout.strategy == "fsdp":
             payload, whole = 0.0, 0.0
-            for name, unit in units.items():
+            for name, (full, summed) in units.items():
                 # A block is gathered for its forward and again for its backward pass.
                 gathers = 2 if name and layout.pp == 1 else 1  # the root unit and stages stay gathered
-                full, summed = self._full(unit), self._full(unit, reduced=True)
                 payload += gathers * full / n + summed
                 whole += gathers * full + summed
             # Two gathers and one scatter, in n - 1 rounds each.
             dp = _traffic("dp", cluster, span, payload, (n - 1) / n * whole, (n - 1) * 3 * len(units))
-            shard = sum(self._full(unit, reduced=True) for unit in units.values()) / n
+            shard = sum(summed for _, summed in units.values()) / n
             replicas = _all_reduce("replicate", cluster, layout.replicate, layout.world, shard, len(units))
             return (dp, replicas) if layout.replicate > 1 else (dp,)
         trained = float(sum(t.nbytes for t in self.tensors if t.trained))

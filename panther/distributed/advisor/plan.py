@@ -5,9 +5,7 @@ __all__ = ["Option", "ParallelismPlan", "plan_parallelism"]
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from panther._text import format_bytes, format_seconds, format_table
 from panther.distributed.advisor._text import explain
@@ -15,13 +13,11 @@ from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
 from panther.distributed.advisor.model_stats import ModelStats
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
-from panther.distributed.comm._ranks import require_process_group
-from panther.distributed.comm.mesh import get_world_size, make_mesh
-from panther.distributed.data.strategies import data_parallel
-from panther.distributed.hybrid import HybridParallelTrainer
-from panther.distributed.pipeline.schedules import SCHEDULES, check_schedule
-from panther.distributed.tensor.parallelize import tensor_parallel
+from panther.distributed.pipeline._kinds import SCHEDULES, check_schedule
 from panther.errors import DistributedError, ShapeError, check_size
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn  # imported where a plan is applied: planning itself does without torch
 
 _OBJECTIVES = ("time", "memory")
 _SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
@@ -134,7 +130,7 @@ class ParallelismPlan:
             "notes": list(self.notes),
         }
 
-    def apply(self, model: nn.Module, option: int = 0) -> Any:
+    def apply(self, model: "nn.Module", option: int = 0) -> Any:
         """Distribute a model as an option says, on the present process group. Every rank must call it.
 
         Args:
@@ -149,6 +145,12 @@ class ParallelismPlan:
             DistributedError: If there is no process group, or its size is not that of the plan.
             IndexError: If ``option`` is out of range.
         """
+        from panther.distributed.comm._ranks import require_process_group
+        from panther.distributed.comm.mesh import get_world_size, make_mesh
+        from panther.distributed.data.strategies import data_parallel
+        from panther.distributed.hybrid import HybridParallelTrainer
+        from panther.distributed.tensor.parallelize import tensor_parallel
+
         layout = self.options[option].layout
         require_process_group()
         if get_world_size() != layout.world:
@@ -176,13 +178,13 @@ class ParallelismPlan:
 
 
 def plan_parallelism(
-    model: nn.Module | ModelStats,
+    model: "nn.Module | ModelStats",
     cluster: ClusterSpec,
     *,
     batch: int,
     objective: str = "time",
     sample_input: Any = None,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: "Callable[[Any], Tensor] | None" = None,
     mixed_precision: str | None = None,
     optimizer_states: int = 2,
     schedules: Sequence[str] = _SCHEDULES,
@@ -221,6 +223,7 @@ def plan_parallelism(
 
     Example:
         >>> import torch, panther as pr
+        >>> from torch import nn
         >>> model = nn.Sequential(pr.nn.SKLinear(1024, 1024, 16), nn.ReLU(), nn.Linear(1024, 10))
         >>> cluster = ClusterSpec.preset("h100-80gb", gpus=4)
         >>> plan = plan_parallelism(model, cluster, batch=512, sample_input=torch.ones(1, 1024))
@@ -277,9 +280,9 @@ def _over_budget(option: Option, best: Option, run: TrainingRun | None) -> Optio
 
 
 def _stats(
-    model: nn.Module | ModelStats,
+    model: "nn.Module | ModelStats",
     sample_input: Any,
-    loss_fn: Callable[[Any], Tensor] | None,
+    loss_fn: "Callable[[Any], Tensor] | None",
     mixed_precision: str | None,
 ) -> ModelStats:
     if isinstance(model, ModelStats):
@@ -288,6 +291,8 @@ def _stats(
                 "sample_input, loss_fn and mixed_precision are for a module: ModelStats already include them"
             )
         return model
+    from torch import nn
+
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or ModelStats, not {type(model).__name__}")
     if sample_input is None:

@@ -4,11 +4,12 @@ __all__ = ["Blocks", "balance_stages", "check_shared", "sizes_in_parameters", "s
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Protocol
 
 from panther.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import nn  # the advisor balances stages without torch
 
 
 class Blocks(Protocol):
@@ -18,7 +19,7 @@ class Blocks(Protocol):
 
     def names_in(self, begin: int, end: int) -> set[str]: ...
 
-    def module(self, model: nn.Module, begin: int, end: int) -> nn.Module: ...
+    def module(self, model: "nn.Module", begin: int, end: int) -> "nn.Module": ...
 
 
 def balance_stages(costs: Sequence[float], n: int) -> list[int]:
@@ -57,20 +58,20 @@ def stages_of_rank(rank: int, ranks: int, n: int, order: str) -> list[int]:
     return [rank, n - 1 - rank] if order == "v" else list(range(rank, n, ranks))
 
 
-def _tensors(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
+def _tensors(model: "nn.Module", names: set[str]) -> "dict[str, nn.Parameter]":
     """Return parameters by name, of modules or of their own names."""
     inside = tuple(f"{name}." for name in names)
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter for name, parameter in named if name in names or name.startswith(inside)}
 
 
-def sizes_in_parameters(model: nn.Module, blocks: Blocks) -> list[int]:
+def sizes_in_parameters(model: "nn.Module", blocks: Blocks) -> list[int]:
     """Return the number of parameters of each block, each counted once in it."""
     parts = (_tensors(model, blocks.names_in(i, i + 1)) for i in range(len(blocks)))
     return [sum(parameter.numel() for parameter in set(part.values())) for part in parts]
 
 
-def check_shared(model: nn.Module, blocks: Blocks, begins: list[int]) -> None:
+def check_shared(model: "nn.Module", blocks: Blocks, begins: list[int]) -> None:
     """Raise if several stages train one parameter: each would apply only its part of the gradient."""
     seen: dict[nn.Parameter, tuple[str, int]] = {}
     for stage, (begin, end) in enumerate(pairwise([*begins, len(blocks)])):

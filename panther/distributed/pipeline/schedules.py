@@ -3,42 +3,18 @@
 __all__ = ["SCHEDULES", "PipelineSchedule", "ScheduleKind", "check_schedule", "make_schedule"]
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.pipeline._balance import stages_of_rank
+from panther.distributed.pipeline._kinds import SCHEDULES, ScheduleKind, check_schedule
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.errors import ShapeError, check_size
-
-
-@dataclass(frozen=True)
-class ScheduleKind:
-    """A schedule of torch's, and which stages it needs on a rank."""
-
-    make: Callable[..., Any]
-    """Torch's class. It takes one stage if ``stages_per_rank`` is 1, else a list."""
-    stages_per_rank: int = 2
-    """Stages of a rank where the library chooses; torch's looped schedules take any number above 1."""
-    order: str = "loop"
-    """The ``order`` of :func:`split_stages` that the schedule needs."""
-
-
-# The one table of schedules: make_schedule, HybridParallelTrainer and the advisor read it.
-SCHEDULES = {
-    "gpipe": ScheduleKind(schedules.ScheduleGPipe, stages_per_rank=1),
-    "1f1b": ScheduleKind(schedules.Schedule1F1B, stages_per_rank=1),
-    "interleaved": ScheduleKind(schedules.ScheduleInterleaved1F1B),
-    "looped_bfs": ScheduleKind(schedules.ScheduleLoopedBFS),
-    "zero_bubble": ScheduleKind(schedules.ScheduleInterleavedZeroBubble),
-    "zbv": ScheduleKind(schedules.ScheduleZBVZeroBubble, order="v"),
-    "dualpipev": ScheduleKind(schedules.ScheduleDualPipeV, order="v"),
-}
 
 
 class PipelineSchedule:
@@ -183,12 +159,6 @@ def make_schedule(
 
     agree("make_schedule", check, stages[0].group, "pass the same on every rank of the axis", "schedules")
     return made[0]
-
-
-def check_schedule(name: str) -> None:
-    """Raise ValueError unless there is a schedule of this name."""
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, SCHEDULES))}")
 
 
 def _make(

@@ -1,0 +1,81 @@
+"""Keep the statistics of plain transformers in files, because measuring them takes longer than planning with them."""
+
+__all__ = ["default_folder", "transformer_stats"]
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, TensorStats
+from panther.errors import ShapeError
+
+_LINES = ("flops", "activations", "output", "tp_bytes")
+
+
+def default_folder() -> Path:
+    """Return the user's cache folder for Panther, which need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "panther"
+
+
+def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measured:
+    """Return what ``measure_transformer(**sizes)`` measures, from the folder if it is there, else measured and kept.
+
+    Raises:
+        ShapeError: If the layer cannot be sharded over this number of ranks.
+    """
+    file = None if folder is None else Path(folder) / f"transformer-{_key(sizes)}.json"
+    found = None if file is None else _read(file)
+    if found is None:
+        found = _measured(sizes)
+        if file is not None:
+            _write(file, found)
+    if "refused" in found:
+        raise ShapeError(found["refused"])
+    tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in found.pop("tensors"))
+    layers = tuple(LayerStats(**{**t, **{name: Line(*t[name]) for name in _LINES}}) for t in found.pop("layers"))
+    return Measured(tensors, layers, **found)
+
+
+def _measured(sizes: dict[str, Any]) -> dict[str, Any]:
+    from panther.distributed.advisor._measured_stats import measure_transformer
+
+    try:
+        stats = measure_transformer(**sizes)
+    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may fail on sharded layers in many ways
+        return {"refused": str(error)}
+    listed = {"tensors": [asdict(t) for t in stats.tensors], "layers": [asdict(layer) for layer in stats.layers]}
+    return {**stats._asdict(), **listed}
+
+
+def _key(sizes: dict[str, Any]) -> str:
+    """Return a digest of the sizes and of all code that the statistics depend on."""
+    digest = hashlib.sha256(json.dumps([sizes, version("torch")], sort_keys=True).encode())
+    root = Path(__file__).parents[2]
+    for part in ("distributed", "nn"):
+        for source in sorted((root / part).rglob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):  # absent, or damaged: measured again
+        return None
+    whole = isinstance(found, dict) and ("refused" in found or "layers" in found)
+    return found if whole else None
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(found))
+        partial.replace(file)  # another process reads the whole file or none
+    except OSError:  # a cache that cannot be written is no cache
+        return

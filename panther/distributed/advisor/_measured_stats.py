@@ -1,0 +1,152 @@
+"""Measure the statistics of a model by running it on fake tensors, whole or sharded by :func:`tensor_parallel`."""
+
+__all__ = ["measure", "measure_transformer", "plain_transformer"]
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from panther.distributed.advisor._fake_run import Run, fake_inputs, fake_mesh, make_fake_, meta_copy, run
+from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, TensorStats
+from panther.distributed.data.blocks import fsdp_blocks
+from panther.distributed.data.strategies import compute_dtype
+from panther.distributed.tensor.parallelize import tensor_parallel
+from panther.errors import PerformanceWarning
+from panther.nn import SKLinear
+from panther.nn._sketched import SketchedModule
+
+
+def measure_transformer(
+    hidden: int,
+    heads: int,
+    ffn: int,
+    vocab: int,
+    sequence: int,
+    sketch: int | None,
+    mixed_precision: str | None,
+    tp: int,
+) -> Measured:
+    """Return the statistics of one of ``tp`` ranks for a plain transformer of one layer."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)
+        model = plain_transformer(hidden, 1, heads, ffn, vocab, sketch)
+    tokens = torch.empty(1, sequence, dtype=torch.int64, device="meta")
+    return measure(model, tokens, _loss_of_tokens, mixed_precision, tp)
+
+
+def _loss_of_tokens(logits: Tensor) -> Tensor:
+    # Any target will do: only shapes matter.
+    target = torch.zeros(logits.shape[:2].numel(), dtype=torch.int64, device="cpu")
+    return F.cross_entropy(logits.flatten(0, 1), target)
+
+
+def plain_transformer(hidden: int, layers: int, heads: int, ffn: int, vocab: int, sketch: int | None) -> nn.Sequential:
+    """Return the model of :meth:`ModelStats.transformer`."""
+    model = nn.Sequential(nn.Embedding(vocab, hidden))
+    for _ in range(layers):
+        layer = nn.TransformerEncoderLayer(
+            hidden, heads, ffn, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        if sketch is not None:
+            layer.linear1 = SKLinear(hidden, ffn, sketch)  # type: ignore[assignment]
+            layer.linear2 = SKLinear(ffn, hidden, sketch)  # type: ignore[assignment]
+        model.append(layer)
+    return model.append(nn.LayerNorm(hidden)).append(nn.Linear(hidden, vocab, bias=False))
+
+
+def measure(
+    model: nn.Module,
+    sample_input: Any,
+    loss_fn: Callable[[Any], Tensor] | None,
+    mixed_precision: str | None,
+    tp: int,
+) -> Measured:
+    """Return the statistics of one of ``tp`` ranks; the arguments are those of :meth:`ModelStats.of`."""
+    # On the meta device and then fake: sharding needs a module with shapes, running one with fake values.
+    mode, made, dtype = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
+    with fake_mesh(tp) if tp > 1 else nullcontext() as mesh:
+        if mesh is not None:
+            tensor_parallel(made, mesh)
+        tensors = _tensors(made)
+        make_fake_(made, mode, dtype)
+        runs = []
+        # Two batch sizes determine the line fixed + per_sample * samples.
+        for times in (1, 2):
+            inputs, batch = fake_inputs(sample_input, times, mode, dtype)
+            runs.append(run(made, _layers_of(made), inputs, batch, loss_fn, mode))
+    layers = tuple(_layer(i, name, *runs) for i, (name, _) in enumerate(_layers_of(made)))
+    return Measured(tensors, layers, isinstance(model, nn.Sequential), _tokens_of(sample_input))
+
+
+def _tokens_of(sample_input: Any) -> int | None:
+    """Return the row length of the first tensor if it is a matrix of integers."""
+    first = next(leaf for leaf in tree_leaves(sample_input) if isinstance(leaf, Tensor))
+    return len(first[0]) if first.dim() == 2 and not (first.is_floating_point() or first.is_complex()) else None
+
+
+def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a Sequential in which none occurs twice; of any other model the model as one layer."""
+    children = list(model._modules.items())
+    # A module that occurs twice would be counted in both places.
+    different = len({id(child) for _, child in children}) == len(children)
+    if isinstance(model, nn.Sequential) and children and different:
+        return children  # type: ignore[return-value]
+    return [("", model)]
+
+
+def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = {id(inner): names[id(block)] for block in fsdp_blocks(model) for inner in block.modules()}
+    layers = {id(m): i for i, (_, layer) in enumerate(_layers_of(model)) for m in layer.modules()}
+    found, seen = [], set()
+    for prefix, module in model.named_modules():
+        sketches = module.sketch_names if isinstance(module, SketchedModule) else ()
+        held = [(name, p, "parameter") for name, p in module._parameters.items()]
+        held += [(name, b, "sketch" if name in sketches else "buffer") for name, b in module._buffers.items()]
+        # Packed signs are plain attributes of the module, not buffers.
+        held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]
+        for name, tensor, role in held:
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            # Private, but to_local() is differentiable and records what is only looked at here.
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            found.append(
+                TensorStats(
+                    name=f"{prefix}.{name}" if prefix else name,
+                    shape=tuple(local.shape),
+                    itemsize=tensor.itemsize,
+                    role=role,
+                    trained=role == "parameter" and tensor.requires_grad,
+                    layer=layers.get(id(module), 0),
+                    block=blocks.get(id(module), ""),
+                    on_mesh=isinstance(tensor, DTensor),
+                    global_numel=tensor.numel(),
+                )
+            )
+    return tuple(found)
+
+
+def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
+    def line(count: str) -> Line:
+        at_first, at_second = float(getattr(first, count)[i]), float(getattr(second, count)[i])
+        slope = (at_second - at_first) / (second.batch - first.batch)
+        return Line(at_first - slope * first.batch, slope)
+
+    return LayerStats(
+        name=name,
+        flops=line("flops"),
+        activations=line("activations"),
+        output=line("output"),
+        tp_bytes=line("tp_bytes"),
+        tp_calls=int(first.tp_calls[i]),
+        saves_input=first.saves_input[i],
+    )

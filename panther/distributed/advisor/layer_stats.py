@@ -1,0 +1,76 @@
+"""The tensors and layers of a model as planning sees them."""
+
+__all__ = ["LayerStats", "Line", "Measured", "TensorStats"]
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """A quantity that is linear in the number of samples: ``fixed + per_sample * samples``."""
+
+    fixed: float
+    per_sample: float
+
+    def at(self, samples: float) -> float:
+        """Return its value for a number of samples."""
+        return self.fixed + self.per_sample * samples
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """A parameter or buffer of one rank, before data parallelism shards it."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    role: str
+    """``"parameter"``, ``"sketch"`` (of a seeded layer; those of a fitted layer are parameters) or ``"buffer"``."""
+    trained: bool
+    layer: int
+    """Index of the layer that holds it, in ``ModelStats.layers``."""
+    block: str
+    """Name of the block that FSDP gathers it with; ``""`` for parameters outside of all blocks."""
+    on_mesh: bool = False
+    """Whether tensor parallelism made it a DTensor."""
+    global_numel: int = 0
+    """Number of entries over all ranks of the tp axis."""
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of entries on this rank."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes on this rank."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """A layer that a pipeline does not split, with flops and bytes as functions of the number of samples."""
+
+    name: str
+    flops: Line
+    """Flops of the forward and backward pass."""
+    activations: Line
+    """Bytes that autograd saves for the backward pass."""
+    output: Line
+    tp_bytes: Line
+    """Bytes that its sharded layers reduce over the tp axis, forward and backward."""
+    tp_calls: int
+    """Number of these reductions."""
+    saves_input: bool
+    """Whether ``activations`` include its input; otherwise those of the layer before do."""
+
+
+class Measured(NamedTuple):
+    """What running a model on fake tensors finds."""
+
+    tensors: tuple[TensorStats, ...]
+    layers: tuple[LayerStats, ...]
+    is_sequential: bool
+    tokens_per_sample: int | None

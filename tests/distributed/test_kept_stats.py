@@ -1,0 +1,75 @@
+"""Statistics of plain transformers: one layer stands for all, and files keep what was measured."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from panther.distributed import ModelStats
+from panther.distributed.advisor import _kept_stats
+from panther.distributed.advisor._measured_stats import _loss_of_tokens, plain_transformer
+from panther.errors import ShapeError
+
+SIZES = {"hidden": 12, "heads": 6, "ffn": 20, "vocab": 31, "sequence": 5}
+
+pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("sketch", [None, 2])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_layers_have_the_figures_of_the_first(layers, sketch, tp):
+    found = ModelStats.transformer(**SIZES, layers=layers, sketch=sketch).shard(tp)
+    with torch.device("meta"):
+        model = plain_transformer(12, layers, 6, 20, 31, sketch)
+    tokens = torch.empty(1, 5, dtype=torch.int64, device="meta")
+    assert found == ModelStats.of(model, tokens, loss_fn=_loss_of_tokens).shard(tp)
+
+
+def test_files_keep_what_was_measured(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    measured = [ModelStats.transformer(**SIZES, layers=3, cache_dir=folder).shard(tp) for tp in (1, 2)]
+    monkeypatch.setattr(_kept_stats, "_measured", lambda sizes: pytest.fail("measured again"))
+    assert [ModelStats.transformer(**SIZES, layers=3, cache_dir=folder).shard(tp) for tp in (1, 2)] == measured
+    # Another number of layers has the same layer.
+    assert len(ModelStats.transformer(**SIZES, layers=7, cache_dir=folder).layers) == 10
+
+
+def test_a_refusal_is_kept(tmp_path, monkeypatch):
+    stats = ModelStats.transformer(**SIZES, layers=1, cache_dir=tmp_path)
+    monkeypatch.setattr(_kept_stats, "_measured", lambda sizes: {"refused": "five ranks cannot share it"})
+    with pytest.raises(ShapeError, match="five ranks cannot share it"):
+        stats.shard(5)
+    monkeypatch.undo()
+    with pytest.raises(ShapeError, match="five ranks cannot share it"):
+        ModelStats.transformer(**SIZES, layers=1, cache_dir=tmp_path).shard(5)
+
+
+def test_a_damaged_file_is_measured_again(tmp_path):
+    stats = ModelStats.transformer(**SIZES, layers=1, cache_dir=tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    for damaged in (whole[:-20], "[]", "{}"):
+        file.write_text(damaged)
+        assert ModelStats.transformer(**SIZES, layers=1, cache_dir=tmp_path) == stats
+        assert file.read_text() == whole
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path):
+    (tmp_path / "file").write_text("")
+    stats = ModelStats.transformer(**SIZES, layers=1, cache_dir=tmp_path / "file" / "inside")
+    assert stats == ModelStats.transformer(**SIZES, layers=1)
+
+
+@pytest.mark.slow
+def test_planning_with_kept_statistics_does_without_torch(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = (
+        "import sys; from panther.cli import main; "
+        "main(['advise', '--model', 'transformer/125m', '--gpus', '4', '--sequence', '8', '--batch', '64']); "
+        "print('torch' in sys.modules)"
+    )
+    for loaded in ("True", "False"):
+        subprocess.run([sys.executable, "-c", command], check=True, timeout=100)
+        assert capfd.readouterr().out.split()[-1] == loaded
