@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .pipeline.schedules import PipelineSchedule, make_schedule
     from .pipeline.stages import split_stages
     from .sync.sketches import sync_sketches, verify_sketches
+    from .tensor.activation_checkpoint import inner_product_policy
     from .tensor.layers import TensorParallelModel, TensorParallelSKLinear
     from .tensor.parallelize import TensorParallelReport, tensor_parallel
     from .tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
@@ -58,6 +59,7 @@ _MODULES = {
     "pipeline.schedules": ("PipelineSchedule", "make_schedule"),
     "pipeline.stages": ("split_stages",),
     "sync.sketches": ("sync_sketches", "verify_sketches"),
+    "tensor.activation_checkpoint": ("inner_product_policy",),
     "tensor.layers": ("TensorParallelModel", "TensorParallelSKLinear"),
     "tensor.parallelize": ("TensorParallelReport", "tensor_parallel"),
     "tensor.styles": ("ColwiseSKParallel", "HeadwiseParallel", "RowwiseSKParallel"),
@@ -99,6 +101,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init",
+    "inner_product_policy",
     "launch",
     "launch_distributed_training",
     "make_mesh",

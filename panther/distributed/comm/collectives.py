@@ -243,6 +243,11 @@ def _view(x: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    if op == dist.ReduceOp.SUM:
+        # As an operation that returns its result: activation checkpointing can then save it, and send nothing again.
+        name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
+        functional = torch.ops._c10d_functional
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", name))
     total = x.contiguous().clone()  # collectives write in place, and autograd needs x as it was
     dist.all_reduce(total, op, group=group)
     return total

@@ -30,6 +30,7 @@ _ONE_INPUT = (
     ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("query", "key", "value"), ("to_q", "to_k", "to_v"),
     ("q_lin", "k_lin", "v_lin"), ("wq", "wk", "wv"), ("gate_proj", "up_proj"), ("wi_0", "wi_1"), ("w1", "w3"),
 )  # fmt: skip
+_CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "cross_attention", "EncDecAttention")
 # Feed-forward blocks by the names of their layers: those that widen, which are sharded column-wise, and the one that
 # narrows. Which blocks have only elementwise functions between them is known by their class (`_elementwise.py`).
 _FEED_FORWARD = (
@@ -140,13 +141,16 @@ def _add_block(plan: Plan, survey: _Survey, block: Block) -> None:
             plan.setdefault(name, ModulePlan(refusal))
         return
     firsts = tuple(name for name in block.layers if name != block.rowwise)
+    # Attention to another sequence has queries of one input, keys and values of the other.
+    crosses = any(word in block.rowwise for word in _CROSS_ATTENTION)
+    together = firsts[1:] if crosses else firsts
     for name in block.layers:
         by_rows = name == block.rowwise
         reason = block.reason or f"paired with {' and '.join(map(repr, firsts if by_rows else [block.rowwise]))}"
         plan[name] = (
             ModulePlan(reason, RowwiseSKParallel())
             if by_rows
-            else ModulePlan(reason, ColwiseSKParallel(), together=firsts)
+            else ModulePlan(reason, ColwiseSKParallel(), together=together if name in together else ())
         )
     for name in block.norms:
         plan[name] = ModulePlan(f"acts on single heads ({block.reason}); its gradients are summed", summed=True)
@@ -244,6 +248,8 @@ def plan_by_names(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Plan
     for parent in {name.rpartition(".")[0] for name in plan}:
         for children in _ONE_INPUT:
             together = tuple(f"{parent}.{child}" if parent else child for child in children)
+            if any(word in parent for word in _CROSS_ATTENTION):
+                together = together[1:]
             if plan.keys() >= set(together):
                 plan |= {name: replace(plan[name], together=together) for name in together}
     # A style gives its layer a parameter of its own, and equal shards can be shared again afterwards.

@@ -52,7 +52,7 @@ class SharedInput:
                 return self._give(self._ready.pop(id(layer)))
             if same and layer not in self._members:
                 return layer.enter_together([layer], input)[0]
-            self._separate()
+            self._mismatch()
             return layer.shared_input.enter(layer, input)  # type: ignore[union-attr]
         members = [other for other in self.layers if other is layer or layer.joins(other)]
         results = dict(zip(map(id, members), layer.enter_together(members, input), strict=True))
@@ -69,16 +69,20 @@ class SharedInput:
 
             def void(gradient: Tensor) -> None:
                 if self._ready is waiting:
-                    self._separate()
+                    self._mismatch()
 
             result.register_hook(void)
         return result
 
-    def _separate(self) -> None:
+    def _mismatch(self) -> None:
         """Part the layers that have taken their results from those that were not called with the same tensor."""
         waiting = [layer for layer in self.layers if id(layer) in self._ready]
-        self.layers = [layer for layer in self.layers if id(layer) not in self._ready]
         self._let_go()
+        # Activation checkpointing, known by its hooks, computes in backward what it did in forward, and compares the
+        # two: what is learned from one must not change the other.
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return
+        self.layers = [layer for layer in self.layers if layer not in waiting]
         others = SharedInput(waiting)
         for layer in waiting:
             layer.shared_input = others
