@@ -35,9 +35,9 @@ def inner_product_policy(model: nn.Module) -> Callable[..., CheckpointPolicy]:
         The policy, which a policy of your own can call.
 
     Cost: memory for 2R numbers a row of each layer, twice for layers whose inputs are sharded, beside the region's
-        input; half of the layers' products again. No sum of 2R numbers is sent again; gathers and scatters of a sequence
-        that is sharded are, and the sums of dense layers. On a GPU the kernel of a plain layer is one operation, which
-        is run again.
+        input; half of the layers' products again. No sum of 2R numbers is sent again; the sums of dense layers are, and
+        gathers and scatters of a sharded sequence. On a GPU the kernel of a plain layer is one operation, which is run
+        again.
 
     Example:
         >>> import functools, panther as pr
