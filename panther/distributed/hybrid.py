@@ -22,7 +22,7 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_world_size, make_mesh
-from panther.distributed.data.strategies import STRATEGIES, check_model, fully_shard_, wrap_in_ddp
+from panther.distributed.data.strategies import STRATEGIES, check_model, compute_dtype, fully_shard_, wrap_in_ddp
 from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
@@ -47,15 +47,17 @@ class HybridParallelTrainer:
             the mappings, the layers that have True there are sharded along tp by their outputs, which are gathered, and
             the others are replicated; without it pairs are sharded, as by :func:`tensor_parallel`.
         parallelism_config: ``tensor_parallel_size`` (1), ``pipeline_parallel_size`` (1), ``data_parallel_size`` (the
-            rest of the world), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``), ``gradient_clipping``
-            (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``). For the stages of a model other than
+            rest of the world), ``data_parallel_replicate_size`` (1: the number of replicas that these ranks form, each
+            sharded in itself, with ``"fsdp"``), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``),
+            ``gradient_clipping`` (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``),
+            ``mixed_precision`` (None, as for :func:`data_parallel`). For the stages of a model other than
             an nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of one
             microbatch, as for :func:`split_stages`.
 
     Attributes:
         model: The module, or an nn.ModuleList of this rank's stages. The optimizer is made from
             ``model.parameters()``.
-        mesh: The mesh, with the axes dp, pp and tp.
+        mesh: The mesh, with the axes dp, pp and tp, and replicate before them if there are several replicas.
         report: What tensor parallelism did, or None.
         dp_group: The ranks that have the same stages and shards.
         tp_group: The ranks that share this rank's layers.
@@ -84,17 +86,24 @@ class HybridParallelTrainer:
 
     def __init__(self, model_config: nn.Module | Mapping[str, Any], parallelism_config: Mapping[str, Any]) -> None:
         config = _checked(parallelism_config)
+        replicas = config["data_parallel_replicate_size"]
         self.mesh = make_mesh(
-            dp=config["data_parallel_size"], pp=config["pipeline_parallel_size"], tp=config["tensor_parallel_size"]
+            dp=config["data_parallel_size"] // replicas,
+            pp=config["pipeline_parallel_size"],
+            tp=config["tensor_parallel_size"],
+            replicate=replicas if replicas > 1 else None,
         )
+        data = self.mesh["replicate", "dp"] if replicas > 1 else self.mesh["dp"]
         self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
         self.num_microbatches = config["num_microbatches"]
-        self.dp_group, self.tp_group = self.mesh["dp"].get_group(), self.mesh["tp"].get_group()
-        self.dp_rank, self.tp_rank = self.mesh["dp"].get_local_rank(), self.mesh["tp"].get_local_rank()
+        # Private: torch has no public way from a mesh of two axes to the group of all its ranks.
+        self.dp_group = (data._flatten("data") if replicas > 1 else data).get_group()
+        self.tp_group = self.mesh["tp"].get_group()
+        self.dp_rank, self.tp_rank = dist.get_rank(self.dp_group), self.mesh["tp"].get_local_rank()
         self._loss_fn: DividedLoss | None = None
         self._schedule: PipelineSchedule | None = None
         model, styles = (model_config, None) if isinstance(model_config, nn.Module) else _layers(model_config)
-        strategy = config["data_parallel"]
+        strategy, precision = config["data_parallel"], config["mixed_precision"]
         layer_plan: Plan = {}
         stage_plans: list[StagePlan] = []
 
@@ -117,13 +126,13 @@ class HybridParallelTrainer:
             self.report = shard_model_(model, self.mesh["tp"], layer_plan)
         self.stages: list[Any] = stage_plans[0].stages(model, self.mesh["pp"].get_group()) if stage_plans else []
         for stage in self.stages:
-            fully_shard_(stage.submod, self.mesh["dp"], strategy, one_block=True)
+            fully_shard_(stage.submod, data, strategy, precision, one_block=True)
         if self.stages:
             self.model: nn.Module = StageModules(stage.submod for stage in self.stages)
         elif strategy == "ddp":
             self.model = wrap_in_ddp(model, self.dp_group, init_sync=False)
         else:
-            self.model = fully_shard_(model, self.mesh["dp"], strategy)
+            self.model = fully_shard_(model, data, strategy, precision)
 
     def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
         layers = config["pipeline_layers"]
@@ -134,6 +143,12 @@ class HybridParallelTrainer:
             )
         kind, ranks = SCHEDULES[self.schedule_name], self.mesh["pp"].size()
         n, sample_input = ranks * kind.stages_per_rank, config["sample_input"]
+        trained = [child for child in model.children() if any(p.requires_grad for p in child.parameters())]
+        if layers is None and len(trained) < n:
+            raise ShapeError(
+                f"every one of {n} stages must have something to train, and {len(trained)} of the model's children "
+                "have parameters that require a gradient: use fewer stages"
+            )
         return plan_stages(model, n, ranks, order=kind.order, layers=layers, sample_input=sample_input)
 
     def train_step(
@@ -177,7 +192,7 @@ class HybridParallelTrainer:
             if loss is not None:
                 total += loss.detach()
             dist.all_reduce(total)
-            return total.item() / (self.mesh["dp"].size() * self.mesh["tp"].size())
+            return total.item() / (dist.get_world_size(self.dp_group) * self.mesh["tp"].size())
 
     def _divisor_of(self, data: Tensor, targets: Tensor, criterion: Any) -> float:
         """Return the loss's divisor for which the gradients, averaged along dp, are those of all samples' loss.
@@ -190,7 +205,7 @@ class HybridParallelTrainer:
             mine = [len(data), int.from_bytes(digest, signed=True), int(reduction_of(criterion) == "sum")]
         except Exception:  # agree, below, raises it on every rank; leaving now would let the others wait
             mine = [0, 0, 0]
-        dp, pp = self.mesh["dp"].size(), self.mesh["pp"].size()
+        dp, pp = dist.get_world_size(self.dp_group), self.mesh["pp"].size()
         # Three numbers a rank in every step; the descriptions themselves are exchanged only if these differ.
         sent = torch.tensor(mine, device=transport(None))
         found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
@@ -236,10 +251,12 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": None,
+        "data_parallel_replicate_size": 1,
         "num_microbatches": None,
         "schedule": "1f1b",
         "gradient_clipping": None,
         "data_parallel": "fsdp",
+        "mixed_precision": None,
         "pipeline_layers": None,
         "sample_input": None,
     }
@@ -268,6 +285,18 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"data_parallel={config['data_parallel']!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}"
         )
+    replicas = check_size("data_parallel_replicate_size", config["data_parallel_replicate_size"], least=1)
+    if config["data_parallel_size"] % replicas:
+        raise ShapeError(
+            f"data_parallel_replicate_size={replicas} must divide data_parallel_size={config['data_parallel_size']}"
+        )
+    if replicas > 1 and config["data_parallel"] != "fsdp":
+        raise ValueError(
+            f"data_parallel_replicate_size={replicas} is for data_parallel='fsdp', not {config['data_parallel']!r}, "
+            "which does not shard: leave it out"
+        )
+    if compute_dtype(config["mixed_precision"]) and config["data_parallel"] == "ddp":
+        raise ValueError("mixed_precision is for data_parallel='fsdp' or 'replicate': with 'ddp' use torch.autocast")
     for axis, size, why in (
         ("tensor_parallel_size", tp, "loses the parameters of sharded layers"),
         ("pipeline_parallel_size", pp, "fails in the second step, because it takes microbatches for steps"),

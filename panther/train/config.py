@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from panther.errors import ConfigError
+from panther.train.strategy_rules import check_settings
 
 # The fields that replace a setting's name in other libraries, where spelling alone does not lead to it.
 _NAMES_ELSEWHERE = {
@@ -54,10 +55,10 @@ _SENTENCES_ELSEWHERE = {
     "max_restarts": f"{_LAUNCHER} --max-restarts",
     "communication_backend": f"{_LAUNCHER} --backend",
     "backend": f"use strategy='ddp' for pytorch-ddp; for nccl or gloo {_LAUNCHER} --backend",
-    "zero_stage": "use strategy='zero1' for stage 1, 'fsdp' for stages 2 and 3",
+    "zero_stage": "use strategy='zero1' for stage 1, 'fsdp' for 3, and that with reshard_after_forward=False for 2",
     "fp16_opt_level": "use mixed_precision='fp16'",
-    "offload_optimizer": "use panther.distributed.data_parallel(model, strategy='fsdp', cpu_offload=True)",
-    "offload_param": "use panther.distributed.data_parallel(model, strategy='fsdp', cpu_offload=True)",
+    "offload_optimizer": "use strategy='fsdp' and cpu_offload=True",
+    "offload_param": "use strategy='fsdp' and cpu_offload=True",
     "num_workers": "pass a DataLoader that has it to fit",
     "num_replicas": "leave it out, a Trainer divides the samples among the ranks",
     "sampler": "pass a DataLoader that has it to fit",
@@ -139,11 +140,18 @@ class TrainConfig(Settings):
     strategy: Literal["auto", "ddp", "fsdp", "zero1", "replicate", "tp", "pp", "hybrid"] = "auto"
     """How the model is distributed over the processes: replicated (``ddp``; ``replicate`` does the same with FSDP2),
     sharded (``fsdp``), replicated with a sharded optimizer state (``zero1``), tensor parallelism (``tp``), pipeline
-    parallelism (``pp``), or several of them (``hybrid``). ``auto`` follows
-    :func:`panther.distributed.plan_parallelism`, and uses tensor parallelism only if nothing else fits."""
+    parallelism (``pp``), or several of them (``hybrid``, which is ``fsdp`` along the data-parallel ranks). With
+    ``tensor_parallel_size`` or ``pipeline_parallel_size``, ``fsdp`` and ``replicate`` are for the data-parallel ranks.
+    ``auto`` builds what :func:`panther.distributed.plan_parallelism` finds best among the strategies that the other
+    settings allow, without stages, and with tensor parallelism only if nothing else fits; the first rank prints it."""
 
     data_parallel_size: int | None = None
-    """Number of data-parallel ranks. None is the world size divided by the other two sizes."""
+    """Number of data-parallel ranks. None is the world size divided by the sizes of tensor and pipeline parallelism."""
+
+    data_parallel_replicate_size: int | None = None
+    """For ``fsdp``, the number of replicas that the data-parallel ranks form, each of them sharded in itself (hybrid
+    sharding): with one replica a node, parameters are gathered within nodes, and only gradients travel between them.
+    None is 1."""
 
     tensor_parallel_size: int | None = None
     """Number of ranks that share each layer. None is the world size for ``tp``, otherwise 1."""
@@ -237,6 +245,13 @@ class TrainConfig(Settings):
     profile: bool = False
     """Whether the first steps are profiled into ``checkpoint_dir/profile``."""
 
+    cpu_offload: bool = False
+    """For ``fsdp``, whether parameters, gradients and optimizer states are kept in the CPU's memory."""
+
+    reshard_after_forward: bool = True
+    """For ``fsdp``, whether gathered parameters are freed after the forward pass and gathered again for backward
+    (ZeRO-3). False keeps them until backward ends (ZeRO-2): less is sent, and more memory taken."""
+
     find_unused_parameters: bool = False
     """For DDP, whether a forward pass may leave some parameters unused."""
 
@@ -285,6 +300,7 @@ class TrainConfig(Settings):
             raise ConfigError(f"topk_fraction={self.topk_fraction} must be at most 1")
         if self.powersgd_start_step == 1:
             raise ConfigError("powersgd_start_step=1 must be at least 2, because DDP forms its buckets in the first")
+        check_settings(self)
         if self.schedule == "callback" and self.warmup_steps:
             raise ConfigError(f"schedule='callback' and warmup_steps={self.warmup_steps} exclude each other: give one")
         if self.seed >= 1 << 63:

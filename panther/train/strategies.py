@@ -3,14 +3,15 @@
 __all__ = ["set_up"]
 
 import dataclasses
-import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -27,6 +28,7 @@ from panther.distributed import (
     get_distributed_info,
     get_rank,
     get_world_size,
+    make_mesh,
     plan_parallelism,
 )
 from panther.distributed.advisor.cost_model import Layout
@@ -39,10 +41,10 @@ from panther.train.config import TrainConfig
 from panther.train.coordination import GradientCarrier
 from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output
 from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
+from panther.train.strategy_rules import possible_strategies
 
 _MODEL_PARALLEL = ("tp", "pp", "hybrid")
 _PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
-_log = logging.getLogger(__name__)
 
 
 def set_up(
@@ -63,7 +65,7 @@ def set_up(
     world = get_world_size()
     config = _with_strategy(model, config, loss_fn, sample_batch)
     strategy = "single" if world == 1 else config.strategy
-    _check(config, strategy, world)
+    _check(config, world)
     if world > 1:
         device = get_distributed_info().device
     elif torch.cuda.is_available():
@@ -80,7 +82,7 @@ def set_up(
         "autocast_dtype": compute_dtype(config.mixed_precision),
     }
     engine: Engine
-    if strategy in _MODEL_PARALLEL:
+    if strategy != "single" and _is_cut(config):
         engine = _model_parallel_engine(model, config, strategy, sample_batch, common)
     else:
         if config.compile:
@@ -95,7 +97,13 @@ def set_up(
             if config.comm_hook is None:
                 common["carrier"] = GradientCarrier.of(model)
         elif strategy != "single":
-            model = data_parallel(model, strategy=strategy)
+            options = {"mixed_precision": config.mixed_precision}
+            if strategy == "fsdp":
+                options |= {"cpu_offload": config.cpu_offload, "reshard_after_forward": config.reshard_after_forward}
+            mesh = None
+            if (replicas := config.data_parallel_replicate_size or 1) > 1:
+                mesh = make_mesh(replicate=replicas, dp=world // replicas)
+            model = data_parallel(model, mesh, strategy, **options)
         scaler = torch.amp.GradScaler(
             device.type,
             # torch's own defaults, which it has in its signature only.
@@ -118,28 +126,39 @@ def _with_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample_b
 
     A model that the advisor cannot read is replicated, with a warning that says why.
     """
-    world = get_world_size()
+    world, possible = get_world_size(), possible_strategies(config)
     if config.strategy != "auto" or world == 1:
         return config
-    if config.tensor_parallel_size or config.pipeline_parallel_size:
+    if _is_cut(config):
         return dataclasses.replace(config, strategy="hybrid")
-    layout, failure = run_on_first_rank(lambda: _advised_layout(model, config, loss_fn, sample_batch), None)
-    if failure is not None:
-        warnings.warn(
-            f"strategy='auto' uses 'ddp', because the advisor cannot read the model: {failure}",
-            UserWarning,
-            stacklevel=4,
-        )
-    if layout is None or (layout.dp == world and layout.strategy == "ddp"):
+    layout, reason = None, "which the other settings ask for"
+    if "ddp" in possible and "fsdp" not in possible:
         chosen = dataclasses.replace(config, strategy="ddp")
-    elif layout.tp == 1:
+    elif "replicate" not in possible:
         chosen = dataclasses.replace(config, strategy="fsdp")
     else:
-        dp = layout.dp * layout.replicate
-        chosen = dataclasses.replace(config, strategy="hybrid", tensor_parallel_size=layout.tp, data_parallel_size=dp)
+        layout, failure = run_on_first_rank(lambda: _advised_layout(model, config, loss_fn, sample_batch), None)
+        if failure is not None:
+            warnings.warn(
+                f"strategy='auto' uses 'ddp', because the advisor cannot read the model: {failure}",
+                UserWarning,
+                stacklevel=4,
+            )
+        chosen = dataclasses.replace(config, strategy="ddp") if layout is None else _with_layout(config, layout)
+        reason = "as the advisor cannot read the model" if layout is None else f"the advisor's choice: {layout}"
     if get_rank() == 0:
-        _log.info("strategy='auto' uses %r%s", chosen.strategy, "" if layout is None else f" ({layout})")
+        print(f"strategy='auto' uses {chosen.strategy!r}, {reason}", file=sys.stderr)
     return chosen
+
+
+def _with_layout(config: TrainConfig, layout: Layout) -> TrainConfig:
+    """Return the configuration that builds a layout of the advisor."""
+    sizes: dict[str, Any] = {"strategy": layout.strategy or "tp"}
+    if layout.tp > 1:
+        sizes["tensor_parallel_size"] = layout.tp
+    if layout.replicate > 1:
+        sizes["data_parallel_replicate_size"] = layout.replicate
+    return dataclasses.replace(config, **sizes)
 
 
 def _advised_layout(
@@ -174,20 +193,26 @@ def _advised_layout(
     return options[0].layout if options else None, None
 
 
-def _check(config: TrainConfig, strategy: str, world: int) -> None:
-    if config.mixed_precision == "fp16" and strategy in (*_MODEL_PARALLEL, "fsdp", "replicate"):
-        raise ConfigError(
-            f"mixed_precision='fp16' scales the loss, which strategy={strategy!r} does not support: use 'bf16'"
-        )
-    if config.comm_hook and strategy not in ("ddp", "zero1", "single"):
-        raise ConfigError(f"comm_hook={config.comm_hook!r} is for strategy='ddp', not {strategy!r}")
-    if strategy in _MODEL_PARALLEL and config.compile:
-        raise ConfigError(f"compile=True and strategy={strategy!r} do not go together: leave it out")
-    if config.data_parallel_size and strategy not in _MODEL_PARALLEL and config.data_parallel_size != world:
-        where = f"with strategy={strategy!r}: leave it out, or use 'hybrid'"
+def _is_cut(config: TrainConfig) -> bool:
+    """Return whether layers or stages are divided among ranks, as HybridParallelTrainer does."""
+    return config.strategy in _MODEL_PARALLEL or any(
+        (size or 1) > 1 for size in (config.tensor_parallel_size, config.pipeline_parallel_size)
+    )
+
+
+def _check(config: TrainConfig, world: int) -> None:
+    """Raise unless the sizes suit the number of ranks."""
+    if config.data_parallel_size and not _is_cut(config) and config.data_parallel_size != world:
+        where = f"with strategy={config.strategy!r}: leave it out, or use 'hybrid'"
         if world == 1:
             where = "on one process: leave it out, or start more"
         raise ConfigError(f"data_parallel_size={config.data_parallel_size} must be the world size ({world}) {where}")
+    shared = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
+    replicas = config.data_parallel_replicate_size or 1
+    if world > 1 and world % shared == 0 and (world // shared) % replicas:
+        raise ConfigError(
+            f"data_parallel_replicate_size={replicas} must divide the number of data-parallel ranks ({world // shared})"
+        )
 
 
 def _model_parallel_engine(
@@ -208,6 +233,9 @@ def _model_parallel_engine(
         "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp,
         "data_parallel_size": config.data_parallel_size or world // (tp * pp),
+        "data_parallel_replicate_size": config.data_parallel_replicate_size or 1,
+        "data_parallel": "replicate" if strategy == "replicate" else "fsdp",
+        "mixed_precision": config.mixed_precision,
         "schedule": config.pipeline_schedule,
     }
     if pp > 1:
@@ -221,10 +249,9 @@ def _model_parallel_engine(
             # A stage is traced on one microbatch, the shape that it will run on.
             settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(common["device"]) for x in inputs)
     parallel = HybridParallelTrainer(model, settings)
-    dp = parallel.mesh["dp"]
     common |= {
-        "rank": dp.get_local_rank(),
-        "size": dp.size(),
+        "rank": parallel.dp_rank,
+        "size": dist.get_world_size(parallel.dp_group),
         "group": parallel.dp_group,
         "reports_loss": parallel.mesh["tp"].get_local_rank() == 0,
     }

@@ -44,7 +44,7 @@ def check(world, config, clip=0.1, steps=10):
     def rank():
         trainer = HybridParallelTrainer(build(100 + dist.get_rank()), {**config, "gradient_clipping": clip})
         optimizer = torch.optim.SGD(trainer.model.parameters(), 0.5)
-        place, places = trainer.mesh["dp"].get_local_rank(), trainer.mesh["dp"].size()
+        place, places = trainer.dp_rank, dist.get_world_size(trainer.dp_group)
         own = slice(16 // places * place, 16 // places * (place + 1))
         criterion = nn.CrossEntropyLoss()
         losses = [trainer.train_step((x[own], y[own]), optimizer, criterion) for _ in range(steps)]
@@ -85,6 +85,18 @@ def test_ten_clipped_steps_are_those_of_one_process(world, config):
 @pytest.mark.parametrize("strategy", ["fsdp", "replicate"])
 def test_two_by_two_by_two(strategy):
     check(8, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel": strategy})
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [
+        (4, {"data_parallel_replicate_size": 2}),
+        pytest.param(8, {"data_parallel_replicate_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(8, {"data_parallel_replicate_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_that_are_sharded_in_themselves(world, config):
+    check(world, config)
 
 
 def test_the_guide_s_configuration():
@@ -192,6 +204,9 @@ def test_what_is_refused():
             (CONFIG, 2),
             (CONFIG, {"num_microbatches": 0}),
             ("layers", {}),
+            (CONFIG, {"data_parallel_replicate_size": 3}),
+            (CONFIG, {"data_parallel_replicate_size": 2, "data_parallel": "replicate"}),
+            (CONFIG, {"mixed_precision": "bf16", "data_parallel": "ddp"}),
         ):
             with pytest.raises((ValueError, TypeError, DistributedError)) as caught:
                 HybridParallelTrainer(model, config)
@@ -212,6 +227,9 @@ def test_what_is_refused():
     assert messages[10] == "parallelism_config must be a mapping of names to values, not int"
     assert messages[11] == "num_microbatches=0 must be at least 1"
     assert messages[12] == "model_config must be a module or a mapping, not str"
+    assert messages[13] == "data_parallel_replicate_size=3 must divide data_parallel_size=2"
+    assert messages[14].startswith("data_parallel_replicate_size=2 is for data_parallel='fsdp', not 'replicate'")
+    assert messages[15].startswith("mixed_precision is for data_parallel='fsdp' or 'replicate'")
 
 
 @pytest.mark.parametrize(

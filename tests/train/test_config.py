@@ -17,6 +17,9 @@ from panther.train import TrainConfig
 FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}
 # Of every setting, a value that is not its default, and values that are refused.
 VALUES = {
+    "data_parallel_replicate_size": (2, [0, "two"]),
+    "cpu_offload": (True, [1]),
+    "reshard_after_forward": (False, [0]),
     "epochs": (3, [0, 1.5, "3", True]),
     "max_steps": (3, [0, -1, 2.0]),
     "batch_size": (8, [0, "8"]),
@@ -76,6 +79,8 @@ def with_directory(name, value):
         return {name: value, "comm_hook": "powersgd"}
     if name.startswith("topk"):
         return {name: value, "comm_hook": "topk"}
+    if name in ("pipeline_layers", "num_microbatches", "pipeline_schedule"):
+        return {name: value, "strategy": "pp"}
     needs = name.startswith("checkpoint_every") or name in ("profile", "trackers")
     return {name: value} | ({"checkpoint_dir": "runs"} if needs else {})
 
@@ -174,7 +179,7 @@ NAMES_OF_GUIDES = {
     "gpus_per_node": "panther launch --nproc-per-node", "nproc_per_node": "panther launch --nproc-per-node",
     "num_nodes": "panther launch --nnodes", "nnodes": "panther launch --nnodes",
     "max_restarts": "panther launch --max-restarts", "communication_backend": "panther launch --backend",
-    "backend": "panther launch --backend", "zero_stage": "strategy='zero1' for stage 1, 'fsdp' for stages 2 and 3",
+    "backend": "panther launch --backend", "zero_stage": "strategy='zero1' for stage 1, 'fsdp' for 3",
     "offload_optimizer": "cpu_offload=True", "offload_param": "cpu_offload=True",
     "num_workers": "pass a DataLoader", "sampler": "pass a DataLoader", "shuffle": "pass a DataLoader",
     "num_replicas": "a Trainer divides the samples", "model": "pass it to Trainer", "optimizer": "pass it to Trainer",

@@ -72,11 +72,22 @@ STRATEGIES = {
     "tp": (2, 1, {"strategy": "tp"}),
     "pp": (2, 1, {"strategy": "pp"}),
     "hybrid": (4, 2, {"strategy": "hybrid", "tensor_parallel_size": 2}),
+    "fsdp with tp": (4, 2, {"strategy": "fsdp", "tensor_parallel_size": 2}),
+    "hybrid sharding": (4, 4, {"strategy": "fsdp", "data_parallel_replicate_size": 2}),
+    "zero2": (2, 2, {"strategy": "fsdp", "reshard_after_forward": False}),
+    "offload": (2, 2, {"strategy": "fsdp", "cpu_offload": True}),
+    "hybrid sharding with tp": (
+        8,
+        4,
+        {"strategy": "fsdp", "tensor_parallel_size": 2, "data_parallel_replicate_size": 2},
+    ),
     "hybrid with stages": (4, 2, {"strategy": "hybrid", "pipeline_parallel_size": 2, "pipeline_schedule": "gpipe"}),
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if of[0] == 8 else ()) for name, of in STRATEGIES.items()]
+)
 def test_many_processes_end_where_one_does(tmp_path, name):
     world, shares, settings = STRATEGIES[name]
     n = 48 if "pp" in name or "stages" in name else N  # stages take whole batches only
@@ -108,6 +119,8 @@ class Breaks(Callback):
         ("pp", "pp"),
         pytest.param("fsdp", "fsdp", marks=pytest.mark.slow),
         pytest.param("hybrid", "hybrid", marks=pytest.mark.slow),
+        pytest.param("hybrid sharding", "hybrid sharding", marks=pytest.mark.slow),
+        pytest.param("offload", "offload", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, first, second):
@@ -206,8 +219,8 @@ def test_what_does_not_go_together_is_refused():
         return messages
 
     messages, _ = on_ranks(run)
-    assert messages[0] == "mixed_precision='fp16' scales the loss, which strategy='tp' does not support: use 'bf16'"
-    assert messages[1].startswith("comm_hook='fp16' is for strategy='ddp'")
+    assert messages[0].startswith("mixed_precision='fp16', which scales the loss ('bf16' does not), is for strategy=")
+    assert messages[1].startswith("comm_hook='fp16' is for strategy='ddp' or 'zero1', not 'fsdp'")
     assert messages[2].startswith("data_parallel_size=1 must be the world size (2)")
     assert messages[3] == "tensor_parallel_size * pipeline_parallel_size = 3 * 1 must divide the world size (2)"
 

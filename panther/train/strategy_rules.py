@@ -1,0 +1,83 @@
+"""Which strategies a setting of the Trainer goes with."""
+
+__all__ = ["check_settings", "possible_strategies"]
+
+from typing import TYPE_CHECKING, Any
+
+from panther.errors import ConfigError
+
+if TYPE_CHECKING:
+    from panther.train.config import TrainConfig
+
+_ALL = ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")
+_REPLICATED = ("ddp", "zero1")
+_CUT = ("fsdp", "replicate", "tp", "pp", "hybrid")
+# A setting, the value that asks for nothing, and where it applies. torch's DistributedDataParallel has the first three,
+# loses the parameters of sharded layers, and takes a pipeline's microbatches for steps.
+_RULES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("find_unused_parameters", False, _REPLICATED),
+    ("bucket_cap_mb", None, _REPLICATED),
+    ("comm_hook", None, _REPLICATED),
+    ("tensor_parallel_size", 1, _CUT),
+    ("pipeline_parallel_size", 1, _CUT),
+    ("data_parallel_replicate_size", 1, ("fsdp", "hybrid")),
+    ("cpu_offload", False, ("fsdp",)),
+    ("reshard_after_forward", True, ("fsdp",)),
+    ("compile", False, (*_REPLICATED, "replicate", "fsdp")),
+)
+_PIPELINE = (("num_microbatches", None), ("pipeline_layers", None), ("pipeline_schedule", "1f1b"))
+
+
+def possible_strategies(config: "TrainConfig") -> tuple[str, ...]:
+    """Return the strategies under which every setting applies, ``config.strategy`` aside."""
+    found = [strategies for _, strategies in _asked(config)]
+    return tuple(one for one in _ALL if all(one in strategies for strategies in found))
+
+
+def check_settings(config: "TrainConfig") -> None:
+    """Raise ConfigError if a setting does not apply under the strategy, or two need different ones.
+
+    What was asked for is checked, not the number of processes: a script that runs on one runs on many.
+    """
+    asked = _asked(config)
+    if config.strategy == "auto" and not possible_strategies(config):
+        (first, one), (second, other) = next(
+            (left, right) for left in asked for right in asked if not set(left[1]) & set(right[1])
+        )
+        raise ConfigError(
+            f"{first} is for strategy={_listed(one)}, and {second} for {_listed(other)}: leave one of them out"
+        )
+    for setting, strategies in asked:
+        if config.strategy not in ("auto", *strategies):
+            raise ConfigError(
+                f"{setting} is for strategy={_listed(strategies)}, not {config.strategy!r}: leave it out, or change "
+                "the strategy"
+            )
+    cut = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    for name in ("cpu_offload", "reshard_after_forward", "compile"):
+        for size, value in cut.items():
+            if (value or 1) > 1 and any(setting.startswith(f"{name}=") for setting, _ in asked):
+                raise ConfigError(
+                    f"{name}={getattr(config, name)} and {size}={value} do not go together: leave one out"
+                )
+    for name, default in _PIPELINE:
+        if getattr(config, name) != default and config.strategy != "pp" and (config.pipeline_parallel_size or 1) == 1:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is for pipelines: set strategy='pp' or pipeline_parallel_size"
+            )
+
+
+def _asked(config: "TrainConfig") -> list[tuple[str, tuple[str, ...]]]:
+    """Return the settings that are not for every strategy, and the strategies that they are for."""
+    asked = []
+    for name, nothing, strategies in _RULES:
+        if (value := getattr(config, name)) not in (None, nothing):
+            asked.append((f"{name}={value!r}", strategies))
+    if config.mixed_precision == "fp16":  # sharded gradients have no common scale that GradScaler could find
+        asked.append(("mixed_precision='fp16', which scales the loss ('bf16' does not),", _REPLICATED))
+    return asked
+
+
+def _listed(strategies: tuple[str, ...]) -> str:
+    *most, last = map(repr, strategies)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,215 @@
+"""Every strategy, precision and compression hook, on one to four processes: it builds what it says, or says why not."""
+
+import itertools
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from panther.distributed import CommunicationCounter
+from panther.distributed.advisor.cost_model import Layout
+from panther.errors import ConfigError, ShapeError
+from panther.nn import SKLinear
+from panther.train import TrainConfig, Trainer, strategies
+from panther.train.strategy_rules import possible_strategies
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
+
+STRATEGIES = {
+    "auto": {},
+    "ddp": {},
+    "zero1": {},
+    "replicate": {},
+    "fsdp": {},
+    "tp": {},
+    "pp": {},
+    "hybrid": {"tensor_parallel_size": 2},
+    "fsdp, tp": {"tensor_parallel_size": 2},
+    "fsdp, pp": {"pipeline_parallel_size": 2},
+    "fsdp, replicas": {"data_parallel_replicate_size": 2},
+}
+PRECISIONS = (None, "bf16", "fp16")
+HOOKS = (None, "powersgd")
+
+
+def trained(settings):
+    torch.manual_seed(0)
+    layers = [SKLinear(24, 36, 2), nn.ReLU(), SKLinear(36, 20, 2), nn.ReLU(), nn.Linear(20, 8), nn.Linear(8, 4)]
+    model = nn.Sequential(*layers)
+    config = TrainConfig(max_steps=1, batch_size=8, **settings)
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config)
+    trainer.fit(TensorDataset(torch.randn(64, 24), torch.randint(4, (64,))))
+    return trainer
+
+
+def built(settings):
+    """Say what a model was built into, from its own objects; or why it was not."""
+    try:
+        engine = trained(settings)._engine
+    except ConfigError as error:
+        return str(error)
+    found = {"scaled": bool(engine.scaler.is_enabled()) if hasattr(engine, "scaler") else False}
+    found["autocast"] = engine.autocast_dtype
+    model = engine.modules()[0]
+    if isinstance(model, DistributedDataParallel):
+        return found | {"kind": "ddp", "hooks": [hook.__name__ for hook, _ in model._comm_hooks]}
+    if isinstance(model, FSDPModule):
+        axes = {name for parameter in model.parameters() for name in parameter.device_mesh.mesh_dim_names}
+        found |= {"gathered in": model._get_fsdp_state()._mp_policy.param_dtype, "axes": sorted(axes)}
+        return found | {"kind": "fsdp", "stages": len(engine.modules()) if "pipeline" in settings else None}
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return found | {"kind": "plain"}
+
+
+REFUSED = [
+    ({"find_unused_parameters": True, "strategy": "fsdp"}, "find_unused_parameters=True is for strategy='ddp' or"),
+    ({"bucket_cap_mb": 5, "strategy": "tp"}, "bucket_cap_mb=5.0 is for strategy='ddp' or 'zero1', not 'tp'"),
+    ({"tensor_parallel_size": 2, "strategy": "ddp"}, "tensor_parallel_size=2 is for strategy='fsdp', 'replicate', "),
+    ({"pipeline_parallel_size": 2, "strategy": "zero1"}, "pipeline_parallel_size=2 is for .* not 'zero1'"),
+    ({"data_parallel_replicate_size": 2, "strategy": "ddp"}, "data_parallel_replicate_size=2 is for strategy='fsdp'"),
+    ({"cpu_offload": True, "strategy": "replicate"}, "cpu_offload=True is for strategy='fsdp', not 'replicate'"),
+    ({"reshard_after_forward": False, "strategy": "ddp"}, "reshard_after_forward=False is for strategy='fsdp'"),
+    ({"cpu_offload": True, "strategy": "fsdp", "tensor_parallel_size": 2}, "cpu_offload=True and tensor_parallel_size"),
+    ({"compile": True, "strategy": "fsdp", "pipeline_parallel_size": 2}, "compile=True and pipeline_parallel_size=2"),
+    ({"compile": True, "strategy": "tp"}, "compile=True is for strategy='ddp', 'zero1', 'replicate' or 'fsdp', not"),
+    ({"num_microbatches": 4, "strategy": "ddp"}, "num_microbatches=4 is for pipelines: set strategy='pp' or"),
+    ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' is for pipelines"),
+    ({"comm_hook": "bf16", "tensor_parallel_size": 2}, "comm_hook='bf16' is for strategy='ddp' or 'zero1', and tens"),
+    ({"mixed_precision": "fp16", "cpu_offload": True}, "and mixed_precision='fp16'.*: leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), REFUSED)
+def test_a_setting_that_does_not_apply_is_an_error_when_it_is_made(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        TrainConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "possible"),
+    [
+        ({}, ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")),
+        ({"comm_hook": "topk", "topk_fraction": 0.1}, ("ddp", "zero1")),
+        ({"cpu_offload": True}, ("fsdp",)),
+        ({"tensor_parallel_size": 2}, ("replicate", "fsdp", "tp", "pp", "hybrid")),
+        ({"data_parallel_replicate_size": 2, "tensor_parallel_size": 2}, ("fsdp", "hybrid")),
+    ],
+)
+def test_what_the_other_settings_allow(settings, possible):
+    assert possible_strategies(TrainConfig(**settings)) == possible
+
+
+def test_sizes_that_do_not_suit_the_processes_are_refused_on_every_rank():
+    def run():
+        messages = []
+        for settings in (
+            {"strategy": "fsdp", "data_parallel_replicate_size": 3},
+            {"strategy": "fsdp", "tensor_parallel_size": 3},
+            {"strategy": "ddp", "data_parallel_size": 1},
+        ):
+            with pytest.raises(ConfigError) as caught:
+                trained(settings)
+            messages.append(str(caught.value))
+        with pytest.raises(ShapeError, match="every one of 2 stages must have something to train, and 1 of"):
+            Trainer(
+                nn.Sequential(nn.Linear(24, 4), nn.ReLU()), None, nn.CrossEntropyLoss(), TrainConfig(strategy="pp")
+            ).fit([(torch.ones(4, 24), torch.zeros(4, dtype=torch.long))])
+        return messages
+
+    first, second = on_ranks(run, 2)
+    assert first == second
+    assert first[0] == "data_parallel_replicate_size=3 must divide the number of data-parallel ranks (2)"
+    assert first[1].startswith("tensor_parallel_size * pipeline_parallel_size = 3 * 1 must divide the world size (2)")
+    assert first[2].startswith("data_parallel_size=1 must be the world size (2)")
+
+
+LAYOUTS = {
+    "dp=4 ddp": (Layout(dp=4, strategy="ddp"), "ddp", ["_average"]),
+    "dp=4 fsdp": (Layout(dp=4, strategy="fsdp"), "fsdp", ["dp"]),
+    "replicate=2, dp=2 fsdp": (Layout(replicate=2, dp=2, strategy="fsdp"), "fsdp", ["dp", "replicate"]),
+    "dp=2 fsdp, tp=2": (Layout(dp=2, tp=2, strategy="fsdp"), "fsdp", ["dp", "tp"]),
+    "dp=2 replicate, tp=2": (Layout(dp=2, tp=2, strategy="replicate"), "fsdp", ["replicate", "shard", "tp"]),
+    "tp=4": (Layout(tp=4), "fsdp", ["dp", "tp"]),
+}
+
+
+@pytest.mark.slow
+def test_auto_builds_the_layout_that_the_advisor_chose(capfd):
+    def run():
+        found = {}
+        for name, (layout, *_) in LAYOUTS.items():
+            with patch.object(strategies, "_advised_layout", lambda *_, chosen=layout: (chosen, None)):
+                found[name] = built({})
+        return found
+
+    found = on_ranks(run, 4, fresh=True)[0]
+    printed = capfd.readouterr().err
+    for name, (_, kind, wanted_in) in LAYOUTS.items():
+        assert found[name]["kind"] == kind, name
+        assert found[name]["hooks" if kind == "ddp" else "axes"] == wanted_in, name
+        assert f"the advisor's choice: {name}\n" in printed
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}])
+def test_half_precision_gathers_half_the_bytes(settings):
+    """Parameters travel in the precision that they are used in, as with data_parallel(mixed_precision="bf16")."""
+
+    def gathered(precision):
+        model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 4))
+        config = TrainConfig(max_steps=1, batch_size=8, mixed_precision=precision, **settings)
+        trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), config=config)
+        with CommunicationCounter() as counter:
+            trainer.fit(TensorDataset(torch.randn(64, 64), torch.randint(4, (64,))))
+        return sum(count for name, count in counter.bytes_by_operation.items() if "allgather_base" in name)
+
+    whole, half = on_ranks(lambda: [gathered(precision) for precision in (None, "bf16")], 2)[0]
+    assert 0 < half == whole / 2
+
+
+def wanted(name, strategy, precision, hook, world):
+    """What must come of a combination; None where it must be refused."""
+    dtype = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    replicated = strategy in ("ddp", "zero1") or (strategy == "auto")
+    if (hook or precision == "fp16") and not replicated:
+        return None
+    one = {"scaled": precision == "fp16", "autocast": dtype}
+    sizes = STRATEGIES[name]
+    if world == 1:
+        return one | {"kind": "plain"}
+    if strategy == "auto" and precision == "bf16" and not hook:
+        strategy = "replicate"  # the advisor's: DDP would keep float32 gradients beside half-precision products
+    elif replicated:
+        return one | {"kind": "ddp", "hooks": ["powerSGD_hook" if hook else "_average"]}
+    fsdp = one | {"kind": "fsdp", "gathered in": dtype, "stages": None}
+    dp = world // sizes.get("tensor_parallel_size", 1) // sizes.get("pipeline_parallel_size", 1)
+    axes = {"tp"} if strategy == "tp" or (sizes.get("tensor_parallel_size") and dp >= 1) else set()
+    axes |= {"replicate", "shard"} if strategy == "replicate" else {"dp"}
+    axes |= {"replicate"} if "data_parallel_replicate_size" in sizes else set()
+    return fsdp | {"axes": sorted(axes)}
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_builds_what_it_says_or_says_why_not(world):
+    cases = list(itertools.product(STRATEGIES, PRECISIONS, HOOKS))
+
+    def run():
+        found = {}
+        for name, precision, hook in cases:
+            settings = {"strategy": name.partition(",")[0], "mixed_precision": precision, "comm_hook": hook}
+            found[name, precision, hook] = built(settings | STRATEGIES[name])
+        return found
+
+    found = on_ranks(run, world)[0]
+    for case in cases:
+        expected = wanted(case[0], case[0].partition(",")[0], *case[1:], world)
+        if expected is None:
+            assert isinstance(found[case], str), (case, found[case])
+            assert " is for strategy='ddp' or 'zero1', not " in found[case]
+        else:
+            assert found[case] == expected, case
