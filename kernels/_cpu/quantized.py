@@ -39,7 +39,8 @@ def quantized_matmul(
     # torch's kernel reads beyond its operands for sizes that do not fill its vectors, such as one column.
     whole = bits == 8 and columns % 32 == 0 and rows % 32 == 0
     if x.dtype is torch.bfloat16 and whole and 0 < len(x) < _INT8_KERNEL_ROWS:
-        y = torch._weight_int8pack_mm(x, codes.view(torch.int8), torch.ones_like(scales[:, 0], dtype=x.dtype))
+        operands = _aligned(x, 32), _aligned(codes, 16).view(torch.int8)
+        y = torch._weight_int8pack_mm(*operands, torch.ones_like(scales[:, 0], dtype=x.dtype))
     else:
         y = x.new_empty(len(x), rows)
         for block in _blocks(rows, columns):
@@ -131,6 +132,17 @@ def _integers(
     if zeros is not None:
         _by_groups(Tensor.sub_, integers, zeros.view(torch.int8), group_size)
     return integers
+
+
+def _aligned(tensor: Tensor, multiple: int) -> Tensor:
+    """Return a contiguous tensor at an address that is a multiple of so many bytes, copied where needed.
+
+    torch's kernel for 8 bits loads vectors at addresses that it takes to be aligned, and ends the process where they
+    are not (torch 2.13, AVX-512). Tensors mapped from a file, as those that transformers loads, can be anywhere.
+    """
+    if tensor.is_contiguous() and tensor.data_ptr() % multiple == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _memory(name: str, dtype: torch.dtype, entries: int) -> Tensor:

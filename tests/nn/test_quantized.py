@@ -302,6 +302,25 @@ def test_inputs_that_are_not_contiguous():
             assert torch.allclose(layer(view), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 15])
+def test_bytes_at_any_address(rows):
+    """Tensors mapped from a file, and views, as the kernel of torch does not take them by itself."""
+
+    def moved(tensor, offset):
+        raw = torch.empty(tensor.nbytes + 128, dtype=torch.uint8)
+        start = -raw.data_ptr() % 64 + offset
+        return raw[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    layer = QuantizedLinear.from_linear(dense(64, 96, dtype=torch.bfloat16), 8)
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    strided = torch.randn(rows, 3, 67, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)[:, 1, 2:66]
+    with torch.no_grad():
+        for offset in (1, 8, 44):
+            layer.codes = moved(layer.codes, offset)
+            for inputs in (moved(x, 2), moved(x, 16), x.mT.contiguous().mT, strided, strided[:1].expand(rows, -1)):
+                assert_close(layer(inputs), formula(layer, inputs), torch.bfloat16)
+
+
 def test_sparse_inputs():
     layer = QuantizedLinear(100, 60, bias=False)
     x = torch.eye(3, 100)

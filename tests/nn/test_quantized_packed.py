@@ -57,6 +57,15 @@ def test_the_function_is_the_same(columns, rows, group_size, options, made):
         assert module(rows_of(0, columns)).shape == (0, rows)
 
 
+def test_inputs_that_are_not_contiguous(made):
+    module = layer()
+    wide = rows_of(5, 3 * 128).view(5, 3, 128)
+    for x in (wide[:, 1], rows_of(5).mT.contiguous().mT):
+        with torch.no_grad():
+            assert_close(module(x), exact(module, x), bf16)
+    assert made
+
+
 def test_zero_points_far_from_the_middle_cost_no_accuracy(made):
     module = layer()
     with torch.no_grad():

@@ -51,6 +51,7 @@ class PackedCodes:
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (n, in) -> (n, out)
         """Return ``x Q^T + bias``, without gradients."""
+        x = x.contiguous()  # as the kernel demands
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._codes, self._group_size, self._scales).float()
         sums = x.unflatten(1, (-1, self._group_size)).sum(-1, dtype=torch.float32)
         y.addmm_(sums, self._offsets, alpha=-1)
