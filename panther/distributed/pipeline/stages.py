@@ -6,7 +6,6 @@ call's exchange; :func:`split_stages` compares and broadcasts the model too.
 
 __all__ = ["split_stages"]
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from panther.distributed.pipeline._balance import (
     sizes_in_parameters,
     stages_of_rank,
 )
+from panther.distributed.pipeline._children import Children, begin_inside
 from panther.distributed.pipeline._export import StageGraph, trace_stages
 from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import ShapeError, check_size
@@ -44,6 +44,7 @@ def split_stages(
     order: str = "loop",
     layers: str | None = None,
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
+    inside_sketched_layers: bool = False,
 ) -> list[PipelineStage]:
     """Split a model into n stages, and return those of this rank. Every rank of the axis must call it.
 
@@ -67,6 +68,9 @@ def split_stages(
             schedules ``"zbv"`` and ``"dualpipev"`` need.
         layers: Name of the ModuleList, or nn.Sequential, between whose children to split; instead of ``points``.
         sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential.
+        inside_sketched_layers: Whether a stage that would begin with an SKLinear, or after one, begins inside of it:
+            the stage before has S1 and U2 and sends 2R numbers a row, this one has U1, S2 and the bias. For children of
+            an nn.Sequential that are neither packed, sharded, nor have hooks; other stages begin as without it.
 
     Returns:
         This rank's stages, in the order of their indices.
@@ -75,7 +79,7 @@ def split_stages(
         ShapeError: If n is not a multiple of the ranks, there are fewer children than stages, ``points`` or ``layers``
             names the wrong modules, the model cannot be traced, or several stages would train one parameter.
         TypeError: If the model is not an nn.Sequential and ``sample_input``, or both ``points`` and ``layers``, are
-            missing.
+            missing, or ``inside_sketched_layers`` is set.
         ValueError: If ``order`` is unknown.
         DistributedError: On every rank, if models or arguments differ between ranks, or there is no process group.
 
@@ -101,30 +105,15 @@ def split_stages(
 
     def check() -> dict[str, Any]:
         ranks = dist.get_world_size(group) if group else 1
-        plans[:] = [plan_stages(model, n, ranks, points, order=order, layers=layers, sample_input=sample_input)]
+        more: dict[str, Any] = {"order": order, "layers": layers, "inside_sketched_layers": inside_sketched_layers}
+        plans[:] = [plan_stages(model, n, ranks, points, sample_input=sample_input, **more)]
         # Ranks that disagree would wait for messages that no other rank sends.
-        settings = {"n": n, "points": None if points is None else list(points), "order": order, "layers": layers}
+        settings = {"n": n, "points": None if points is None else list(points), **more}
         return settings | {"sample_input": plans[0].sample}
 
     broadcast_model(model, group, "split_stages", check)  # type: ignore[arg-type]
     assert group is not None
     return plans[0].stages(model, group)
-
-
-@dataclass
-class _Children:
-    """The children of an nn.Sequential."""
-
-    names: list[str]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def names_in(self, begin: int, end: int) -> set[str]:
-        return set(self.names[begin:end])
-
-    def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
-        return nn.Sequential(OrderedDict((name, model.get_submodule(name)) for name in self.names[begin:end]))
 
 
 @dataclass
@@ -197,6 +186,7 @@ def plan_stages(
     order: str = "loop",
     layers: str | None = None,
     sample_input: Tensor | tuple[Tensor, ...] | None = None,
+    inside_sketched_layers: bool = False,
 ) -> StagePlan:
     """Check the arguments of :func:`split_stages` for ``ranks`` ranks, trace the model, and choose where stages begin.
 
@@ -222,7 +212,7 @@ def plan_stages(
                 f"points={list(points)} must be {n - 1} different names of children after the first, in order, of "
                 f"{', '.join(names)}"
             )
-        blocks = _Children(names)
+        blocks = Children(names, [None] * len(names), model)
     else:
         starts = _starts(model, n, points, layers)
         if inputs is None:
@@ -232,6 +222,13 @@ def plan_stages(
         blocks, begins = trace_stages(model, starts, inputs), list(range(n))
     if points is None:
         begins = balance_stages(sizes_in_parameters(model, blocks), n)
+    if inside_sketched_layers:
+        if not isinstance(blocks, Children):
+            raise TypeError(
+                f"inside_sketched_layers divides children of an nn.Sequential, and a {type(model).__name__} is traced: "
+                "leave it out"
+            )
+        blocks, begins = begin_inside(blocks, begins)
     # After the balance: whether a shared parameter is in one stage depends on where stages begin.
     check_shared(model, blocks, begins)
     sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]

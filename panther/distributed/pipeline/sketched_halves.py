@@ -1,0 +1,99 @@
+"""The halves of a sketched layer in two stages, of which the first sends the second 2R numbers a row, and not a width.
+
+The product x [S1 | U2] is in the stage before, its expansion by [U1 ; S2] in the stage after. The halves keep the names
+and the seed of the layer, and share its tensors: together they have the layer's state_dict.
+"""
+
+__all__ = ["FirstHalf", "Half", "SecondHalf", "can_halve"]
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from panther.kernels import sketched_inner, sketched_outer
+from panther.kernels.ops._library import autocast
+from panther.nn import SKLinear
+from panther.nn._sketched import CompressedModule, keep_own_forward
+from panther.sketch import signs
+
+
+def can_halve(module: Any) -> bool:
+    """Return whether a stage may end inside a module: a plain sketched layer, without bits and hooks of its own."""
+    if type(module) is not SKLinear or module.packed:
+        return False
+    hooks = [*module._forward_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return not hooks and all(hook is keep_own_forward for hook in module._forward_pre_hooks.values())
+
+
+class Half(SKLinear):
+    """Base of both halves, made of a layer, whose tensors they share."""
+
+    @classmethod
+    def names_in(cls, name: str, layer: SKLinear) -> set[str]:
+        """Return the names of the layer's tensors that the half has; ``name`` is the layer's."""
+        own = (*cls.factor_names, *cls.sketch_names, *(("bias",) if cls is SecondHalf else ()))
+        return {f"{name}.{key}" for key in own}
+
+    def __init__(self, layer: SKLinear) -> None:
+        CompressedModule.__init__(self)  # not SKLinear's, which draws and allocates
+        for name in ("in_features", "out_features", "fan_in", "num_terms", "low_rank", "seed", "training"):
+            setattr(self, name, getattr(layer, name))
+        for name in (*self.factor_names, *self.sketch_names):
+            if name in layer._parameters:
+                self.register_parameter(name, layer._parameters[name])
+            else:
+                self.register_buffer(name, layer._buffers[name], persistent=False)
+        self._mirror_seed()
+
+    def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        rows, cols = self.sketch_shapes()[name]
+        stream = SKLinear.sketch_names.index(name)  # a half has one sketch, from the layer's own stream
+        return signs(self.seed, stream, range(rows), range(cols), dtype=dtype, device=device)  # type: ignore[arg-type]
+
+
+class FirstHalf(Half):
+    """Maps ``(*, in)`` to ``(*, 2R)``."""
+
+    factor_names = ("S1",)  # type: ignore[assignment]
+    sketch_names = ("U2",)  # type: ignore[assignment]
+
+    def __init__(self, layer: SKLinear) -> None:
+        super().__init__(layer)
+        # A checkpoint records whether the layer has a bias, and both halves must say the same.
+        self.__dict__["bias"] = None if layer.bias is None else "in the second half"
+
+    def sketch_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shape of each sketch, by name."""
+        return {"U2": tuple(self.S1.shape)}  # type: ignore[dict-item]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the inner numbers, scaled."""
+        x, S1, U2 = autocast(input.device, input, self.S1, self.U2.to(self.S1.dtype))
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        inner = sketched_inner(rows, S1, U2, self.scale)
+        return inner.reshape(*x.shape[:-1], inner.shape[1])
+
+
+class SecondHalf(Half):
+    """Maps ``(*, 2R)`` to ``(*, out)``."""
+
+    factor_names = ("S2",)  # type: ignore[assignment]
+    sketch_names = ("U1",)  # type: ignore[assignment]
+
+    def __init__(self, layer: SKLinear) -> None:
+        super().__init__(layer)
+        self.register_parameter("bias", layer.bias)
+        self._mirror_seed()  # the record stays last
+
+    def sketch_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shape of each sketch, by name."""
+        return {"U1": tuple(self.S2.shape)}  # type: ignore[dict-item]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output."""
+        h, S2, U1, bias = autocast(input.device, input, self.S2, self.U1.to(self.S2.dtype), self.bias)
+        rows = h.reshape(math.prod(h.shape[:-1]), h.shape[-1])
+        bias = bias if bias is None else bias.to(h.dtype)
+        return sketched_outer(rows, U1, S2, bias).reshape(*h.shape[:-1], S2.shape[1])
