@@ -2,7 +2,9 @@
 
 __all__ = ["CommunicationCounter"]
 
+import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _SENDS_NOTHING = ("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor")
+_FUTURE: Any = torch._C.Future
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -18,7 +21,8 @@ class CommunicationCounter(TorchDispatchMode):
 
     The bytes are those of the tensors a call reads: of the gradients for an all-reduce, once, whatever the algorithm
     behind it puts on the wire. A broadcast counts on every rank, a receive and a barrier on none. DDP's gradient
-    buckets are counted when ``backward`` is called inside the block, where it runs on this thread, also on a GPU.
+    buckets are counted when ``backward`` is called inside the block, where it runs on this thread, also on a GPU. What
+    callbacks of futures send, as PowerSGD's do on gloo's threads, is counted too.
 
     Attributes:
         calls: Number of operations.
@@ -40,16 +44,42 @@ class CommunicationCounter(TorchDispatchMode):
         super().__init__()
         self.calls_by_operation: Counter[str] = Counter()
         self.bytes_by_operation: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         # A dispatch mode does not see autograd's own threads, which it has for GPUs.
         self._one_thread = torch.autograd.set_multithreading_enabled(False)
         self._one_thread.__enter__()
+        self._watch_callbacks()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        _FUTURE.then = self._then
+        self._watched = threading.local()  # callbacks that are still to run do not count
         self._one_thread.__exit__(*exception)
+
+    def _watch_callbacks(self) -> None:
+        """Count what callbacks of futures send on other threads; private, but torch has no public way to see them."""
+        self._then = then = _FUTURE.then
+        self._watched = watched = threading.local()
+        watched.here = True
+        counter = self
+
+        def counted(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def run(future: Any) -> Any:
+                if watched is not counter._watched or getattr(watched, "here", False):
+                    return callback(future)
+                watched.here = True
+                try:
+                    with _OnAnotherThread(counter):
+                        return callback(future)
+                finally:
+                    watched.here = False
+
+            return run
+
+        _FUTURE.then = lambda future, callback: then(future, counted(callback))
 
     @property
     def calls(self) -> int:
@@ -63,14 +93,31 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a collective and run it."""
-        kwargs = kwargs or {}
+        self._record(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, func: Any, args: Any) -> None:
         name = func._schema.name.partition("::")[2]
-        if func.namespace in ("c10d", "_c10d_functional") and name not in _SENDS_NOTHING:
-            # Schemas of collectives name what they read input, inputs or input_tensors; the others have it first.
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-            inputs = [value for key, value in given.items() if key.startswith("input")] or list(given.values())[:1]
+        if func.namespace not in ("c10d", "_c10d_functional") or name in _SENDS_NOTHING:
+            return
+        # Schemas of collectives name what they read input, inputs or input_tensors; the others have it first.
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        inputs = [value for key, value in given.items() if key.startswith("input")] or list(given.values())[:1]
+        with self._lock:
             self.calls_by_operation[name] += 1
             self.bytes_by_operation[name] += sum(
                 leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)
             )
-        return func(*args, **kwargs)
+
+
+class _OnAnotherThread(TorchDispatchMode):
+    """Records in a counter: a mode holds for one thread, and one object cannot be entered on two."""
+
+    def __init__(self, counter: CommunicationCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a collective and run it."""
+        self._counter._record(func, args)
+        return func(*args, **(kwargs or {}))
