@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from panther.distributed import HybridParallelTrainer, make_schedule
+from panther.distributed.data.gradient_compression import hook_state
 from panther.distributed.pipeline.losses import DividedLoss, reduction_of
 from panther.errors import ConfigError
 from panther.train.batches import Batch
@@ -94,9 +95,9 @@ class Engine(ABC):
 
         It changes buffers and generators, so it must come before the checkpoint is loaded.
         """
-        # DDP reorders its buckets then. The sum of two numbers does not depend on the order.
-        reorders = isinstance(self.model, DistributedDataParallel) and self.size > 2
-        if reorders and (window := first_window()) is not None:
+        # DDP reorders its buckets then. The sum of two numbers does not depend on the order; what a hook keeps does.
+        matters = self.size > 2 or hook_state(self.modules()[0]) is not None
+        if isinstance(self.model, DistributedDataParallel) and matters and (window := first_window()) is not None:
             self.forward_backward(window[-1:], lambda loss_sum: None)
             self.model.zero_grad()
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from panther.distributed import checkpoint, get_rank
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
+from panther.distributed.data.gradient_compression import hook_state, load_hook_state
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
 from panther.train.batches import Batch, Feed
 from panther.train.callbacks import BuiltInCallback, Callback
@@ -242,6 +243,7 @@ class Trainer:
             self._engine.scaler.load_state_dict(extra["scaler"])
         if loaded.per_rank_extra is not None:
             feed.load_state_dict(loaded.per_rank_extra["feed"])
+        load_hook_state(self.model, (loaded.per_rank_extra or {}).get("hook"))
         if feed.window_samples and extra["samples"]:
             # Windows may have another size now. Rounding down repeats some samples and leaves none out.
             self._windows_done = self._windows_done * extra["samples"] // feed.window_samples
@@ -448,7 +450,7 @@ class Trainer:
             self.optimizer,
             step=self.step,
             extra=extra,
-            per_rank_extra={"feed": feed.state_dict()},
+            per_rank_extra={"feed": feed.state_dict(), "hook": hook_state(self.model)},
             keep=self.config.keep_checkpoints,
         )
         self._pending = None if isinstance(saved, Path) else saved

@@ -2,6 +2,7 @@ import copy
 import subprocess
 import sys
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from panther.distributed import CommunicationCounter, DistributedSketchedModel, data_parallel, verify_sketches
+from panther.distributed.data.gradient_compression import hook_state, load_hook_state
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import SKLinear
 
@@ -255,3 +257,49 @@ def test_distributed_sketched_model_takes_sequences():
 def test_distributed_sketched_model_refuses(args, message):
     with pytest.raises(ShapeError, match=message):
         DistributedSketchedModel(*args)
+
+
+def test_powersgd_in_several_buckets():
+    """gloo's threads send the factors of one bucket after the other: in a different order the processes abort."""
+
+    def rank():
+        torch.manual_seed(0)
+        widths = [40, 48, 56, 40, 48, 56, 40]
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+        parallel = data_parallel(model, comm_hook="powersgd", powersgd_start_step=2, bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+        for _ in range(40):
+            optimizer.zero_grad()
+            parallel(torch.randn(4, 40)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in parallel.parameters()]
+
+    first, *others = on_ranks(rank, 3)
+    assert all(p.isfinite().all() for p in first)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"powersgd_rank": 3}, {"bucket_cap_mb": 25}, {"comm_hook": "topk", "topk_fraction": 0.5}, {"comm_hook": None}],
+    ids=str,
+)
+def test_a_hook_takes_what_it_can_use_of_another_s_state(change):
+    def rank():
+        settings = {"comm_hook": "powersgd", "powersgd_start_step": 2, "powersgd_rank": 2, "bucket_cap_mb": 0.001}
+        start = {"powersgd_start_step": 2} if change.get("comm_hook", "powersgd") == "powersgd" else {}
+        merged = change if "comm_hook" in change else settings | change
+        saved = None
+        for options in (settings, start | merged):
+            model = data_parallel(network(3), **options)
+            load_hook_state(model, saved)
+            x, y = torch.ones(6, 40).double() * dist.get_rank(), torch.ones(6, 5).double()
+            train(model, x, y)
+            saved = hook_state(model)
+        assert (saved is None) == (options.get("comm_hook") is None)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = on_ranks(rank)
+    assert all(p.isfinite().all() for p in first)
+    assert all(map(torch.equal, first, second))

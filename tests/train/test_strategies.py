@@ -111,21 +111,32 @@ class Breaks(Callback):
             raise KeyError("on purpose")
 
 
+HOOKS = {  # whose state is a part of the run; several buckets
+    "topk": (2, 2, {"comm_hook": "topk", "topk_fraction": 0.1, "bucket_cap_mb": 0.001}),
+    "topk, 3 ranks": (3, 3, {"comm_hook": "topk", "topk_fraction": 0.1}),
+    "powersgd": (2, 2, {"comm_hook": "powersgd", "powersgd_start_step": 2, "powersgd_rank": 1, "bucket_cap_mb": 0.001}),
+    "powersgd, zero1": (
+        2, 2, {"strategy": "zero1", "comm_hook": "powersgd", "powersgd_start_step": 2, "powersgd_rank": 1},
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
+    "name",
     [
-        ("ddp", "ddp"),
-        ("zero1", "zero1"),
-        ("pp", "pp"),
-        pytest.param("fsdp", "fsdp", marks=pytest.mark.slow),
-        pytest.param("hybrid", "hybrid", marks=pytest.mark.slow),
-        pytest.param("hybrid sharding", "hybrid sharding", marks=pytest.mark.slow),
-        pytest.param("offload", "offload", marks=pytest.mark.slow),
+        "ddp",
+        "zero1",
+        "pp",
+        *HOOKS,
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        pytest.param("hybrid sharding", marks=pytest.mark.slow),
+        pytest.param("offload", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, first, second):
-    world, shares, settings = STRATEGIES[first]
-    n = 48 if first == "pp" else N
+def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit(tmp_path, name):
+    world, shares, settings = (STRATEGIES | HOOKS)[name]
+    n = 48 if name == "pp" else N
 
     def whole():
         return weights(train(12 // shares, n=n, **settings), tmp_path / "whole")

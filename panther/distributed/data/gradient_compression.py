@@ -1,13 +1,15 @@
 """How DDP's gradients are compressed before they are sent: torch's communication hooks, and top-k, by name."""
 
-__all__ = ["HOOKS", "TopK", "check_hook", "hold_group", "register_hook"]
+__all__ = ["HOOKS", "PowerSGD", "TopK", "check_hook", "hold_group", "hook_state", "load_hook_state", "register_hook"]
 
 import math
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +20,10 @@ _RANK, _START_STEP, _FRACTION = 4, 10, 0.01  # what None stands for in a hook's 
 _HOOK_OF = {"powersgd_rank": "powersgd", "powersgd_start_step": "powersgd", "topk_fraction": "topk"}
 
 _groups_with_hooks: set[dist.ProcessGroup] = set()
+_states: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
+"""What the hooks of models keep from step to step."""
+_BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+_NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 
 
 def hold_group(group: dist.ProcessGroup) -> None:
@@ -48,17 +54,85 @@ def register_hook(parallel: DistributedDataParallel, name: str, settings: dict[s
     """Register a hook by its name; settings that are None have their defaults."""
     state: Any = parallel.process_group
     hold_group(state)
-    hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook, "topk": TopK.send}.get(name)
+    hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}.get(name)
     if name == "powersgd":
-        hook = powerSGD_hook.powerSGD_hook
-        state = powerSGD_hook.PowerSGDState(
-            state,
-            matrix_approximation_rank=settings["powersgd_rank"] or _RANK,
-            start_powerSGD_iter=settings["powersgd_start_step"] or _START_STEP,
-        )
+        rank, start_step = settings["powersgd_rank"] or _RANK, settings["powersgd_start_step"] or _START_STEP
+        state = _states[parallel] = PowerSGD(state, rank, start_step)
+        hook = PowerSGD.send
     elif name == "topk":
-        state = TopK(state, settings["topk_fraction"] or _FRACTION)
+        state = _states[parallel] = TopK(state, settings["topk_fraction"] or _FRACTION)
+        hook = TopK.send
     parallel.register_comm_hook(state, hook)
+
+
+def hook_state(model: nn.Module | list[nn.Module]) -> dict[str, Any] | None:
+    """Return what the hook of a model keeps on this rank, for its checkpoint; None if it keeps nothing.
+
+    Without it a resumed run would lose what was not sent yet, up to a few gradients.
+    """
+    if not isinstance(model, DistributedDataParallel) or model not in _states:
+        return None
+    return {type(_states[model]).__name__: _states[model].state_dict(model.module)}
+
+
+def load_hook_state(model: nn.Module | list[nn.Module], saved: dict[str, Any] | None) -> None:
+    """Set what :func:`hook_state` returned; a hook begins anew if it is None or of a different hook.
+
+    The buckets of PowerSGD are those that DDP forms after its first step, which must be done before.
+    """
+    if isinstance(model, DistributedDataParallel) and model in _states:
+        _states[model].load_state_dict(model.module, (saved or {}).get(type(_states[model]).__name__))
+
+
+class PowerSGD:
+    """torch's PowerSGD hook (T. Vogels, S. P. Karimireddy and M. Jaggi, 2019, arXiv:1905.13727), with its state.
+
+    Args:
+        group: The ranks that share gradients.
+        rank: Of the matrices that are sent.
+        start_step: Number of steps whose gradients are sent whole.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, start_step: int) -> None:
+        self._state = powerSGD_hook.PowerSGDState(group, rank, start_step)
+        self._last: torch.futures.Future[Tensor] | None = None
+
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Start to send a bucket; as DDP's hook, with the state as its first argument."""
+        if self._last is not None and "nccl" not in dist.get_backend(self._state.process_group):
+            # The hook sends its factors in callbacks, which gloo calls on threads of its own. Those of two buckets
+            # would come in a different order on each rank, and abort the process: message sizes do not match.
+            self._last.wait()
+        error = self._state.error_dict.get(bucket.index())
+        if error is not None and len(error) != len(bucket.buffer()):  # of a checkpoint with another bucket_cap_mb
+            for name in _BY_BUCKET:
+                getattr(self._state, name).pop(bucket.index(), None)
+        self._last = powerSGD_hook.powerSGD_hook(self._state, bucket)
+        return self._last
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the errors, factors and random state."""
+        kind, words, *position = self._state.rng.get_state(legacy=True)
+        kept = {name: getattr(self._state, name) for name in (*_BY_BUCKET, *_NUMBERS)}
+        kept["rng"] = (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), *position)
+        return kept | {"rank": self._state.matrix_approximation_rank}
+
+    def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
+        """Set what :meth:`state_dict` returned; None begins anew. Factors of a different rank are left out."""
+        state, device = self._state, next(module.parameters()).device
+        fresh = powerSGD_hook.PowerSGDState(
+            state.process_group, state.matrix_approximation_rank, state.start_powerSGD_iter
+        )
+        self._state, self._last = fresh, None
+        if saved is None:
+            return
+        same_rank = saved["rank"] == state.matrix_approximation_rank
+        for name in _BY_BUCKET if same_rank else _BY_BUCKET[:1]:
+            setattr(fresh, name, {int(index): tensor.to(device) for index, tensor in saved[name].items()})
+        for name in _NUMBERS:
+            setattr(fresh, name, saved[name])
+        kind, words, *position = saved["rng"]
+        fresh.rng.set_state((kind, words.numpy().astype(np.uint32), *position))
 
 
 class TopK:
@@ -78,6 +152,17 @@ class TopK:
         self.group, self.fraction, self.feedback = group, fraction, feedback
         # By parameter, because DDP forms other buckets after the first step.
         self.residuals: dict[Tensor, Tensor] = {}
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return what was not sent yet, by the names of parameters."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        return {"residuals": {names[parameter]: residual for parameter, residual in self.residuals.items()}}
+
+    def load_state_dict(self, module: nn.Module, saved: dict[str, Any] | None) -> None:
+        """Set what :meth:`state_dict` returned; None begins anew."""
+        parameters = dict(module.named_parameters())
+        residuals = {} if saved is None else saved["residuals"]
+        self.residuals = {parameters[name]: one.to(parameters[name].device) for name, one in residuals.items()}
 
     def send(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to send a bucket; as DDP's hook, with the state as its first argument."""
