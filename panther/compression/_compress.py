@@ -16,7 +16,7 @@ from panther.compression.config import HealConfig, SketchConfig
 from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded
 from panther.compression.fits import RIDGE
 from panther.compression.forms.allocation import Allocation, allocated, allocated_fast, byte_limit
-from panther.compression.forms.arguments import CALIBRATED, check_model, check_options, checked_forms
+from panther.compression.forms.arguments import CALIBRATED, check_adapters, check_model, check_options, checked_forms
 from panther.compression.forms.fitting import Fits, fit_targets
 from panther.compression.forms.latency import check_wish, choose_in_time
 from panther.compression.forms.options import INT8_LOW_RANK, INTERPOLATIVE, LOW_RANK, Option, total_loss
@@ -176,6 +176,7 @@ def compress(
     R. Grosse, ICML 2015, arXiv:1503.05671.
     """
     check_model(model)
+    check_adapters(model)
     size: dict[str, Any] = {"budget": budget, "bits": bits, "max_bytes": max_bytes}
     sizes = {**size, "max_error": max_error, "speedup": speedup, "max_latency_ms": max_latency_ms}
     check_options(sizes, method, allocate, loss_fn, sequential, calibration, heal, measure_speed, allow_slower)
@@ -287,7 +288,7 @@ def sketch_layers_(
         The layers replaced, and those kept dense with the reason: layers that would not shrink are among them.
 
     Raises:
-        CompressionError: If no layer is eligible.
+        CompressionError: If no layer is eligible, or layers have adapters of PEFT.
 
     Example:
         >>> import torch, panther as pr
@@ -297,6 +298,7 @@ def sketch_layers_(
         ('SKLinear', '2')
     """
     check_model(model)
+    check_adapters(model)
     if not isinstance(config, SketchConfig):
         raise TypeError(f"config must be a SketchConfig, not {type(config).__name__}")
     seed = check_seed(seed)

@@ -59,8 +59,8 @@ class LinearsReport:
 class LinearPair(nn.Sequential):
     """Two linear layers in a row, the first without bias, in the place of one: ``x -> (x A^T) B^T + bias``.
 
-    Only :attr:`weight` is more than nn.Sequential has, because some models look at the weight of their layers (that of
-    T5 at its dtype), and that torch's own nn.TransformerEncoderLayer calls it in evaluation too.
+    It has the sizes, weight and bias of the nn.Linear that it stands for, because models and tools look at those (T5 at
+    the dtype of a weight), and torch's own nn.TransformerEncoderLayer calls it in evaluation too.
     """
 
     def __init__(self, *layers: nn.Module) -> None:
@@ -72,6 +72,21 @@ class LinearPair(nn.Sequential):
         """The product of both weights, for inspection; computed at each access."""
         first, second = self
         return second.get_parameter("weight") @ first.get_parameter("weight")
+
+    @property
+    def bias(self) -> Tensor | None:  # (out,)
+        """That of the second layer."""
+        return self[1].bias  # type: ignore[return-value]
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self[0].in_features  # type: ignore[return-value]
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self[1].out_features  # type: ignore[return-value]
 
 
 def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> LinearsReport:
@@ -165,6 +180,8 @@ def _plain(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -
         module.bits is not None or getattr(module, "groups", 1) > 1
     ):
         new: nn.Module = module._to_dense()
+        scales = module.factor_scales if module.bits is None else module.scales
+        new.get_parameter("weight").requires_grad_(scales.requires_grad)
         last = new
     else:
         new = _conv_pair(module) if isinstance(module, _CONVOLUTIONS) else _linear_pair(module)

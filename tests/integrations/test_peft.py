@@ -22,6 +22,7 @@ from panther.integrations.peft import (  # noqa: E402
     resize_lora,
 )
 from panther.nn import InterpolativeLinear, QuantizedLinear, SKConv2d, SKLinear  # noqa: E402
+from panther.nn.linears import LinearPair  # noqa: E402
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -168,6 +169,42 @@ def test_a_layer_that_would_be_no_smaller_becomes_dense():
         done = model.merge_and_unload()
         assert type(done.second) is nn.Linear
         torch.testing.assert_close(done(x), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["fitted", "columns", "int4", "int8 factors"])
+@pytest.mark.parametrize("r", [2, 40])
+def test_merging_into_plain_layers_that_took_the_place(kind, r):
+    model = adapted(kind, r=r, lora_bias=True)
+    x = torch.randn(9, 40)
+    before = model(x)
+    assert len(pr.to_linears_(model).replaced) == 2
+    torch.testing.assert_close(model(x), before, **CLOSE)
+    base = model.base_model.model.first.base_layer
+    model.merge_adapter()
+    torch.testing.assert_close(model(x), before, **CLOSE)
+    model.unmerge_adapter()
+    assert model.base_model.model.first.base_layer is base
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(x), before, **CLOSE)
+    assert type(merged.first) is (nn.Linear if r == 40 or kind == "int4" else LinearPair)
+    assert not any(parameter.requires_grad for parameter in merged.parameters())
+
+
+def test_compressing_below_adapters_is_refused():
+    model = adapted("dense")
+    x = torch.randn(9, 40)
+    before = model(x)
+    calls = (
+        lambda: pr.compress(model, 0.5, [torch.randn(9, 40) for _ in range(4)], measure_speed=False),
+        lambda: pr.sketch_layers_(model.base_model.model, pr.SketchConfig(low_rank=2)),
+    )
+    for call in calls:
+        with pytest.raises(
+            CompressionError, match=r"2 of the layers have adapters of PEFT \(first '.*first'\).*unload"
+        ):
+            call()
+    assert torch.equal(model(x), before)
+    pr.sketch_layers_(model.unload(), pr.SketchConfig(low_rank=2))
 
 
 def test_merging_in_turns():

@@ -110,6 +110,14 @@ def test_modes_and_flags_are_kept_and_torchs_generator_is_not_touched():
     assert all(parameter.requires_grad for parameter in model[1].parameters())
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_quantized_layers_stay_frozen_or_trained(trained):
+    layers = QuantizedLinear(16, 16), QuantizedLinear(16, 16, None, low_rank=2), QuantizedConv2d(4, 4, 3, groups=2)
+    model = nn.Sequential(*layers).requires_grad_(trained)
+    pr.to_linears_(model)
+    assert {parameter.requires_grad for parameter in model.parameters()} == {trained}
+
+
 def test_an_encoder_layer_of_torch_calls_the_pair_in_evaluation():
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
@@ -131,6 +139,8 @@ def test_the_pair_looks_like_a_linear_layer_to_models_that_read_its_weight():
     pr.to_linears_(model)
     torch.testing.assert_close(model[0].weight, layer.weight)
     assert model[0].weight.dtype is torch.float32
+    assert (model[0].in_features, model[0].out_features) == (24, 40)
+    assert torch.equal(model[0].bias, layer.bias)
 
 
 def test_what_cannot_be_replaced_is_kept_and_named():

@@ -1,8 +1,9 @@
 """What the arguments of compression must be: the rule, the value and the fix in one sentence, before anything runs."""
 
-__all__ = ["CALIBRATED", "METHODS", "check_model", "check_options", "checked_forms"]
+__all__ = ["CALIBRATED", "METHODS", "check_adapters", "check_model", "check_options", "checked_forms"]
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -35,6 +36,23 @@ def check_model(model: Any) -> None:
                 f"{name!r} is a DTensor, on a device mesh: compress the model before it is sharded, or compress "
                 "panther.distributed.unshard_module(model)"
             )
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise if layers have adapters of PEFT, which merges them into a dense weight: into another layer, it loses them.
+
+    The adapters themselves are pairs of nn.Linear, and would be compressed too.
+    """
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")  # without it there are none
+    if peft is None:
+        return
+    adapted = [name for name, module in model.named_modules() if isinstance(module, peft.BaseTunerLayer)]
+    if adapted:
+        raise CompressionError(
+            f"{len(adapted)} of the layers have adapters of PEFT (first {adapted[0]!r}), which would be compressed "
+            "too: take them off (unload() of the PEFT model) or merge them (merge_and_unload()), compress that, and "
+            "attach adapters to the result (import panther.integrations.peft)"
+        )
 
 
 def checked_forms(

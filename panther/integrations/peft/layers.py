@@ -17,6 +17,7 @@ from panther.errors import ConfigError, require_extra
 from panther.nn._sketched import CompressedModule
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
+from panther.nn.linears import LinearPair
 from panther.nn.quantized import QuantizedLinear
 
 _Linear: Any = require_extra("peft.tuners.lora", "peft").Linear
@@ -136,15 +137,15 @@ class LoraCompressedLinear(_Linear):
 
 @torch.no_grad()
 def merged_layer(
-    layer: Any,  # an SKLinear, an InterpolativeLinear or an nn.Linear
+    layer: Any,  # an SKLinear, an InterpolativeLinear, an nn.Linear or a LinearPair
     left: Tensor,  # (out, r)
     right: Tensor,  # (r, in)
     bias: Tensor | None = None,  # (out,)
 ) -> nn.Module:
     """Return a new layer with ``left @ right`` added to the weight, and ``bias`` to the bias, exact up to rounding.
 
-    An SKLinear gets fitted factors beside its own, and an InterpolativeLinear a larger rank; both become an nn.Linear
-    where that is not larger.
+    An SKLinear gets fitted factors beside its own; an InterpolativeLinear, and a pair of nn.Linear, gets a larger rank.
+    Where an nn.Linear is not larger, they become one.
 
     Raises:
         ConfigError: If the layer is quantized, or there is no bias to add to.
@@ -160,6 +161,7 @@ def merged_layer(
     rank, inner, outer = len(right), layer.in_features, layer.out_features
     new: Any
     R = layer.S1.shape[1] + (rank + 1) // 2 if isinstance(layer, SKLinear) else 0
+    size = layer[0].out_features + rank if isinstance(layer, LinearPair) else 0  # type: ignore[operator]
     if R and 2 * R * (inner + outer) < inner * outer:
         new = _sketched(layer, left, right, R)
     elif isinstance(layer, InterpolativeLinear) and layer.low_rank + rank < min(inner, outer):
@@ -168,13 +170,23 @@ def merged_layer(
         sizes = (layer.in_features, layer.out_features, layer.low_rank + rank)
         new = InterpolativeLinear(*sizes, bias=layer.bias is not None, device=device, dtype=dtype)
         new.set_factors_(torch.cat((factors[0], left), 1), torch.cat((factors[1], right)))
+    elif size and size * (inner + outer) < inner * outer:
+        device, dtype = _place(layer)
+        first, second = layer
+        new = LinearPair(
+            nn.Linear(inner, size, bias=False, device="meta", dtype=dtype),
+            nn.Linear(size, outer, bias=layer.bias is not None, device="meta", dtype=dtype),
+        )
+        new[0].weight = nn.Parameter(torch.cat((_wide(first.weight), right)).to(dtype))
+        new[1].weight = nn.Parameter(torch.cat((_wide(second.weight), left), 1).to(dtype))
     else:
         device, dtype = _place(layer)
         new = nn.Linear(inner, outer, bias=layer.bias is not None, device="meta", dtype=dtype)
         new.weight = nn.Parameter((_wide(layer.weight) + left @ right).to(dtype))
     if layer.bias is not None:
         old: Any = layer.bias
-        new.bias = nn.Parameter(old.clone() if bias is None else (old + bias).to(old.dtype))
+        holder = new[1] if isinstance(new, LinearPair) else new
+        holder.bias = nn.Parameter(old.clone() if bias is None else (old + bias).to(old.dtype))
     # Of a dense model PEFT leaves the weights frozen, too.
     trained = next(iter(layer.parameters())).requires_grad
     return new.requires_grad_(trained).train(layer.training)
