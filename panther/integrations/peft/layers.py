@@ -161,7 +161,7 @@ def merged_layer(
     rank, inner, outer = len(right), layer.in_features, layer.out_features
     new: Any
     R = layer.S1.shape[1] + (rank + 1) // 2 if isinstance(layer, SKLinear) else 0
-    size = layer[0].out_features + rank if isinstance(layer, LinearPair) else 0  # type: ignore[operator]
+    size: Any = layer[0].out_features + rank if isinstance(layer, LinearPair) else 0  # type: ignore[operator]
     if R and 2 * R * (inner + outer) < inner * outer:
         new = _sketched(layer, left, right, R)
     elif isinstance(layer, InterpolativeLinear) and layer.low_rank + rank < min(inner, outer):
