@@ -50,9 +50,15 @@ class Agreement:
 
     token: str
     backend: str
-    one_host: bool
+    nodes: tuple[int, ...]
+    """The node of each rank, numbered from 0 in the order of ranks."""
     address: str = ""
     """Address of one machine that all others reach. Ranks communicate on the interface of the route to it."""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one node."""
+        return len(set(self.nodes)) == 1
 
 
 def check_in(meeting: Meeting, rank: int, world_size: int, backend: str | None) -> Agreement:
@@ -107,7 +113,8 @@ def decide(token: str, infos: list[RankInfo]) -> Agreement:
             "lacks one: start fewer processes, or use backend=None or 'gloo'"
         )
     address = next((info.address for info in infos if info.address), "")
-    return Agreement(token, backend, len({info.host for info in infos}) == 1, address)
+    hosts = list(dict.fromkeys(info.host for info in infos))
+    return Agreement(token, backend, tuple(hosts.index(info.host) for info in infos), address)
 
 
 def _machine() -> str:

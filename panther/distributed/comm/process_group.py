@@ -29,6 +29,7 @@ from panther.distributed._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import Agreement, check_in, meet, own_gpu
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm._store import Meeting, alone_in, find_route, interface_of, open_store
+from panther.distributed.comm.nodes import forget_nodes, note_nodes
 from panther.errors import DistributedError, ShapeError, check_size
 
 _TIMEOUT_S = 300.0
@@ -60,6 +61,8 @@ def start_group(
         meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s)
     agreement = check_in(meeting, rank, world_size, backend)
     _choose_interface(agreement)
+    note_nodes(agreement.nodes)
+    _at_shutdown.callback(forget_nodes)
     store = meeting.group_store(agreement.token, world_size)
     global _store_folder
     _store_folder = None if "nccl" in agreement.backend else meeting.folder  # NCCL may wait for other ranks to close

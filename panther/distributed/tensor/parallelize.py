@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
+from panther.distributed.comm.nodes import warn_across_nodes
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor._plan import ModulePlan, Plan, plan_automatically, plan_by_names, shared_parameters
@@ -119,6 +120,7 @@ def tensor_parallel(
 
 def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorParallelReport:
     """Do steps 4 to 6 of :func:`tensor_parallel`, on a model that is equal on all ranks already; nothing is sent."""
+    warn_across_nodes("tensor parallelism", mesh.get_group())
     tied = shared_parameters(model)  # before anything is sharded, which gives every layer parameters of its own
     _shard(model, mesh, decisions)
     replicated = _replicate(model, mesh, decisions)

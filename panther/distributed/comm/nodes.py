@@ -1,0 +1,58 @@
+"""Which ranks share a node, and the warning of what should stay within one."""
+
+__all__ = ["forget_nodes", "nodes_of", "note_nodes", "warn_across_nodes"]
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+from panther.distributed.comm._ranks import Group, is_fake, name_ranks, ranks_of
+from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.errors import PerformanceWarning
+
+_nodes: tuple[int, ...] = ()
+"""The node of each rank, as the ranks told each other when they met."""
+
+
+def note_nodes(nodes: Sequence[int]) -> None:
+    """Keep the node of each rank of the process group that is about to be made."""
+    global _nodes
+    _nodes = tuple(nodes)
+
+
+def forget_nodes() -> None:
+    """Remove them, with the process group."""
+    note_nodes(())
+
+
+def nodes_of(ranks: Sequence[int]) -> list[int]:
+    """Return the node of each of the ranks, numbered from 0; all 0 where nothing is known.
+
+    A process group that torch made is numbered by LOCAL_WORLD_SIZE, which launchers set.
+    """
+    world = get_world_size()
+    if len(_nodes) == world:
+        return [_nodes[rank] for rank in ranks]
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdecimal() or not int(local) or world % int(local):
+        return [0 for _ in ranks]
+    return [rank // int(local) for rank in ranks]
+
+
+def warn_across_nodes(what: str, group: Group) -> None:
+    """Warn, on the group's first rank, if a group that sends activations in every layer is not within a node."""
+    if is_fake(group):
+        return
+    ranks = ranks_of(group)
+    share = Counter(nodes_of(ranks))
+    if len(share) == 1 or get_rank(group) != 0:
+        return
+    least = min(share.values())
+    size = f"{least}, the ranks of a node," if least > 1 else "1"
+    warnings.warn(
+        f"{what} over {name_ranks(ranks)} crosses {len(share)} nodes, and every layer sends its activations between "
+        f"them, forward and backward: use a size of {size} and data or pipeline parallelism between nodes",
+        PerformanceWarning,
+        stacklevel=2,
+    )
