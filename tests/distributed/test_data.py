@@ -205,7 +205,9 @@ def test_unknown_strategy_lists_the_known():
 def test_a_model_that_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match="no parameter of the model requires one: train it as it is"):
         data_parallel(nn.ReLU())
-    with pytest.raises(ValueError, match="tensors on the meta device, without values: call to_empty"):
+    with pytest.raises(
+        ValueError, match="tensors on the meta device, without values, and strategy='ddp' keeps it whole: call"
+    ):
         data_parallel(network(0).to("meta"))
     with pytest.raises(TypeError, match=r"data parallelism takes an nn.Module, not 'network'"):
         data_parallel("network")

@@ -52,7 +52,8 @@ def data_parallel(
 
     Args:
         model: Built equally on every rank, on its device; weights and seeds may differ, the first rank's are taken.
-            Load a fitted checkpoint before: DDP and FSDP collect the parameters here. Make the optimizer after.
+            Load a fitted checkpoint before: DDP and FSDP collect the parameters here. Make the optimizer after. For
+            ``"fsdp"`` also a model on the meta device, which is sharded as it is: fill it by :func:`materialize_`.
         mesh: One-dimensional DeviceMesh, or a process group; None is the world. For ``"fsdp"`` also a mesh of two axes,
             ``mesh["replicate", "dp"]``: sharded along the second, replicated along the first (HSDP).
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
@@ -201,9 +202,10 @@ def check_model(model: nn.Module, strategy: str) -> None:
         raise ValueError(
             "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"
         )
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if strategy != "fsdp" and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
-            "the model has tensors on the meta device, without values: call to_empty and initialise it first"
+            f"the model has tensors on the meta device, without values, and strategy={strategy!r} keeps it whole: call "
+            "panther.distributed.materialize_(model) first, or use strategy='fsdp', and call it afterwards"
         )
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from panther._version import __version__
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import name_ranks, ranks_of
+from panther.distributed.comm._ranks import is_fake, name_ranks, ranks_of
 from panther.distributed.sync.sketches import describe_source, send_sketches, sketch_ids
 from panther.errors import DistributedError
 from panther.nn import SKLinear
@@ -30,7 +30,16 @@ def broadcast_model(
     ``settings`` checks the arguments of the public call ``what``, and returns those that must be equal on every rank.
     If it raises on one rank, or if models, arguments or versions differ, all raise, before anything is changed.
     """
-    check_same_model(model, group, what, settings)
+
+    def checked() -> Mapping[str, Any]:
+        if not is_fake(group) and any(tensor.is_meta for tensor in model.parameters()):
+            raise ValueError(
+                f"{what} takes a model with values, and this one has parameters on the meta device: call panther."
+                "distributed.materialize_(model) first, or shard it by data_parallel(model, strategy='fsdp')"
+            )
+        return settings()
+
+    check_same_model(model, group, what, checked)
     send_model(model, group, what)
 
 
@@ -54,7 +63,12 @@ def check_same_model(
             "the default dtype": str(torch.get_default_dtype()),
             "use_deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
         }
-        return {**describe_source(model, ranks[0], group), **_describe_tensors(model), **given, **process}
+        return {
+            **describe_source(model, ranks[0], group, empty_too=True),
+            **_describe_tensors(model),
+            **given,
+            **process,
+        }
 
     fix = "build the same model and pass the same arguments on every rank"
     agree(what, describe, group, fix, "models or settings")
@@ -69,7 +83,7 @@ def send_model(model: nn.Module, group: dist.ProcessGroup, what: str) -> None:
         # Sketches are buffers or parameters too, but equal now: seeded ones were drawn from one seed, others sent.
         sent = sketch_ids(model)
         for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in sent:
+            if id(tensor) not in sent and not tensor.is_meta:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 dist.broadcast(local.detach(), src, group=group)
 
@@ -90,6 +104,7 @@ def _describe_tensors(model: nn.Module) -> dict[str, str]:
                 # A rank that freezes what others train would not take part in the sum of its gradients.
                 trained = ("trained " if tensor.requires_grad else "frozen ") if kind == "parameter" else ""
                 placed = f" sharded as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+                placed += " without values" if tensor.is_meta else ""
                 described[f"{kind} {name!r}"] = f"{trained}{tensor.dtype} {tuple(tensor.shape)}{placed}"
     return described
 

@@ -87,15 +87,22 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     agree("verify_sketches", describe, group, "call sync_sketches(model) on every rank before training")
 
 
-def describe_source(model: nn.Module, src: int, group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return a description of the sketched layers, which must be equal on all ranks before sketches are sent."""
+def describe_source(
+    model: nn.Module, src: int, group: dist.ProcessGroup | None, *, empty_too: bool = False
+) -> dict[str, str]:
+    """Return a description of the sketched layers, which must be equal on all ranks before sketches are sent.
+
+    ``empty_too``: fitted layers on the meta device have no sketches to send, and need none yet.
+    """
     ranks, layers = ranks_of(group), sketched_layers(model)
     if src not in ranks:
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
     if dist.get_rank() == src:  # seeds of other ranks are about to be replaced
         for layer in layers.values():
             layer.check_record()
-    if not is_fake(group) and any(layer.is_fitted and layer.sketch_like().is_meta for layer in layers.values()):
+    if not (empty_too or is_fake(group)) and any(
+        layer.is_fitted and layer.sketch_like().is_meta for layer in layers.values()
+    ):
         raise DistributedError("a fitted layer is on the meta device and has no sketches to send: load it first")
     sketched = {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()}
     drawing = {f"{LAYER}{name!r}": type(module).__name__ for name, module in _drawing(model).items()}
@@ -127,6 +134,8 @@ def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -
         if seed == _FITTED:
             for name in layer.sketch_names:
                 sketch = getattr(layer, name).detach()
+                if sketch.is_meta:
+                    continue
                 sketch = sketch.to_local() if isinstance(sketch, DTensor) else sketch
                 sent = sketch.to(device).contiguous()
                 dist.broadcast(sent, src, group=group)

@@ -4,7 +4,7 @@ In this order, and the first to decide about a layer wins: attention modules, th
 classes, pairs of linear layers, embeddings and output layers with many rows. What none of them decides is replicated.
 """
 
-__all__ = ["ModulePlan", "Plan", "plan_automatically", "plan_by_names", "shared_parameters"]
+__all__ = ["ModulePlan", "Plan", "plan_automatically", "plan_by_names", "shared_parameters", "tie_"]
 
 import fnmatch
 from collections import Counter
@@ -94,6 +94,14 @@ def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((prefix, name))
     return [places for places in owners.values() if len(places) > 1]
+
+
+def tie_(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
+    """Share parameters again that :func:`shared_parameters` found, where every module has got its own since."""
+    for (first, first_name), *others in tied:
+        shared = getattr(model.get_submodule(first), first_name)
+        for owner, name in others:
+            model.get_submodule(owner).register_parameter(name, shared)
 
 
 def plan_automatically(model: nn.Module, ranks: int) -> Plan:

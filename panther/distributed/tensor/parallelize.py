@@ -24,7 +24,14 @@ from panther._text import format_table
 from panther.distributed.comm.nodes import warn_across_nodes
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.tensor._module import ShardedModule, replicate_
-from panther.distributed.tensor._plan import ModulePlan, Plan, plan_automatically, plan_by_names, shared_parameters
+from panther.distributed.tensor._plan import (
+    ModulePlan,
+    Plan,
+    plan_automatically,
+    plan_by_names,
+    shared_parameters,
+    tie_,
+)
 from panther.distributed.tensor._shared_input import share_input_
 from panther.distributed.tensor.styles import PantherStyle
 from panther.distributed.tensor.unshard import plain_class, remember_
@@ -124,7 +131,7 @@ def shard_model_(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> TensorP
     tied = shared_parameters(model)  # before anything is sharded, which gives every layer parameters of its own
     _shard(model, mesh, decisions)
     replicated = _replicate(model, mesh, decisions)
-    _tie(model, tied)
+    tie_(model, tied)
     return _report(model, decisions, replicated)
 
 
@@ -188,14 +195,6 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, decisions: Plan) -> dict[str,
             continue  # sharded, by itself or with the module that it belongs to; or without parameters
         done[name] = replicate_(module, mesh, made.summed)
     return done
-
-
-def _tie(model: nn.Module, tied: list[list[tuple[str, str]]]) -> None:
-    """Share parameters again that were shared: steps 4 and 5 gave every layer its own."""
-    for (first, first_name), *others in tied:
-        shared = getattr(model.get_submodule(first), first_name)
-        for owner, name in others:
-            model.get_submodule(owner).register_parameter(name, shared)
 
 
 def _report(model: nn.Module, decisions: Plan, replicated: Mapping[str, str | None]) -> TensorParallelReport:

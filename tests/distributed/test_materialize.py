@@ -1,0 +1,200 @@
+"""Models without values: sharded first, then filled, each rank with what it holds."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import on_ranks, weights_of
+from safetensors.torch import save_file
+from torch import nn
+
+import panther as pr
+from panther.distributed import checkpoint, data_parallel, make_mesh, materialize_, tensor_parallel
+from panther.errors import CheckpointError
+from panther.nn import SKLinear
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),  # of dcp.save on one process
+]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(23, 18)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(SKLinear(18, 30, 2), nn.ReLU(), nn.Linear(30, 18), nn.LayerNorm(18)) for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(18)
+        self.head = nn.Linear(18, 23, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def empty():
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Net()
+    model.head.weight = model.embedding.weight
+    return model
+
+
+TOKENS = torch.arange(12) % 23
+
+
+def sharded(weights=None, mesh=None, seed=5):
+    model = data_parallel(empty(), mesh, strategy="fsdp")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialize_(model, weights, seed=seed)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    with torch.no_grad():
+        output = model.eval()(TOKENS)
+    return output, weights_of(model), held, sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_seeded_values_are_those_of_one_process(world, replicas):
+    one = materialize_(empty(), seed=5).eval()
+    with torch.no_grad():
+        expected = one(TOKENS)
+
+    def run():
+        return sharded(mesh=make_mesh(replicate=replicas, dp=world // replicas) if replicas > 1 else None)
+
+    for output, weights, held, whole in on_ranks(run, world):
+        torch.testing.assert_close(output, expected)
+        for name, parameter in one.named_parameters():
+            assert torch.equal(weights[name], parameter), name
+        assert held < 1.25 * whole * replicas / world
+    assert not torch.equal(materialize_(empty(), seed=6).head.weight, one.head.weight)
+    state = torch.get_rng_state()
+    materialize_(empty())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def saved(folder, kind):
+    model = materialize_(empty(), seed=8)
+    with torch.no_grad():
+        model.norm.running_mean.uniform_()
+    if kind == "panther":
+        pr.save_compressed(model, folder)
+    elif kind == "dcp":
+        dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
+    else:
+        folder.mkdir()
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "head.weight"}
+        names = sorted(state)
+        parts = [names] if kind == "file" else [names[::2], names[1::2]]
+        for index, part in enumerate(parts):
+            save_file({name: state[name] for name in part}, folder / f"model-{index}.safetensors")
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["file", "files", "panther", "dcp"])
+def test_weights_are_read_by_slices(kind, tmp_path):
+    model = saved(tmp_path / "saved", kind)
+    with torch.no_grad():
+        expected = model(TOKENS)
+    with torch.no_grad():
+        assert torch.equal(materialize_(empty(), tmp_path / "saved").eval()(TOKENS), expected)
+    for output, weights, *_ in on_ranks(lambda: sharded(tmp_path / "saved"), 2):
+        torch.testing.assert_close(output, expected)
+        assert torch.equal(weights["blocks.1.2.weight"], model.blocks[1][2].weight)
+
+
+def test_a_checkpoint_of_another_layout_is_read(tmp_path):
+    def train():
+        model = data_parallel(materialize_(empty(), seed=1), strategy="fsdp")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(TOKENS).square().sum().backward()
+        optimizer.step()
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+        with torch.no_grad():
+            return model.eval()(TOKENS)
+
+    expected = on_ranks(train, 2)[0]
+    for output, *_ in on_ranks(lambda: sharded(tmp_path), 3):
+        torch.testing.assert_close(output, expected)
+
+
+class OwnBuffer(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("frequencies", torch.ones(2), persistent=False)
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if hasattr(self, "frequencies"):
+            self.frequencies.copy_(torch.tensor([2.0, 4.0]))
+
+
+class Nothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_buffers_that_no_file_holds_are_drawn(tmp_path):
+    with torch.device("meta"):
+        model = OwnBuffer()
+    save_file({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, tmp_path / "model.safetensors")
+    materialize_(model, tmp_path)
+    assert model.frequencies.tolist() == [2.0, 4.0]
+    assert model.weight.eq(1).all()
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"'weight' has values already: build the model under torch.device\('meta'\)"):
+        materialize_(nn.Linear(2, 2))
+    with torch.device("meta"):
+        bare, linear = Nothing(), nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="a Nothing, has tensors and no reset_parameters that draws their values"):
+        materialize_(bare)
+    assert bare.weight.is_meta
+    with pytest.raises(CheckpointError, match="holds no weights: give a folder with safetensors"):
+        materialize_(linear, tmp_path)
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lacks bias: build the model that was saved there"):
+        materialize_(linear, tmp_path)
+    save_file(
+        {"weight": torch.ones(2, 3), "bias": torch.ones(2), "more": torch.ones(1)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match="holds, beside the model's tensors, more: build"):
+        materialize_(linear, tmp_path)
+    save_file({"weight": torch.ones(4, 3), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(f"'weight' has the shape (2, 3), and (4, 3) in {tmp_path}")):
+        materialize_(linear, tmp_path)
+    assert linear.weight.is_meta
+    materialize_(bare, _with(tmp_path / "bare", weight=torch.full((3, 2), 7.0)))
+    assert bare.weight.eq(7).all()
+
+
+def _with(folder, **tensors):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_strategies_that_keep_a_model_whole_want_values():
+    def run():
+        mesh = make_mesh(tp=2)["tp"]
+        for call in (
+            lambda: data_parallel(empty(), strategy="ddp"),
+            lambda: data_parallel(empty(), strategy="replicate"),
+            lambda: tensor_parallel(empty(), mesh),
+        ):
+            with pytest.raises(ValueError, match="materialize_"):
+                call()
+
+    on_ranks(run, 2)
