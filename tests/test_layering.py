@@ -18,13 +18,13 @@ import panther
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the adapters and the command
-# line; `_version` and `_text` below all. A layer may import itself and every lower one; `kernels` knows nothing of
+# line; `_version`, `_text` and `_random_state` below all. A layer may import itself and every lower one; `kernels` knows nothing of
 # panther.
 LAYERS = (
-    "_version", "_text", "errors", "kernels", "sketch", "linalg", "nn", "optim", "compat", "distributed", "train",
-    "compression", "", "integrations", "cli", "__main__",
+    "_version", "_text", "_random_state", "errors", "kernels", "sketch", "linalg", "nn", "optim", "compat",
+    "distributed", "train", "compression", "", "integrations", "cli", "__main__",
 )  # fmt: skip
-FORBIDDEN = {"kernels": {"_version", "_text", "errors"}}
+FORBIDDEN = {"kernels": {"_version", "_text", "_random_state", "errors"}}
 
 # Within `distributed`: the level of each sub-package. One may import itself and all of lower levels, never another one
 # of its own level. The lazy `__init__` may import all.
@@ -32,7 +32,7 @@ LEVELS = {
     "_error_file": -1, "comm": 0,
     "_layer_configs": 1, "launcher": 1, "preflight": 1, "sync": 1,
     "data": 2, "tensor": 2, "pipeline": 2,
-    "checkpoint": 3, "hybrid": 3,
+    "checkpoint": 3, "hybrid": 3, "materialize": 4,
     "advisor": 4,
     "": 5,
 }  # fmt: skip

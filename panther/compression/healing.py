@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from panther._random_state import preserved_generators
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
 from panther.compression.distillation import Distillation
@@ -42,7 +43,6 @@ from panther.nn._sketched import SketchedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
 from panther.train.optimizer import learning_rate_factor
-from panther.train.random_state import preserved_generators
 
 _BETAS = (0.9, 0.95)  # a short memory of squares: 2 to 6 % less loss after 200 steps than with 0.999
 # Of a parameter's root mean square, in low-rank factors and in all others. A sentence encoder in half of its parameters

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from panther._random_state import preserved_generators, seed_generators
 from panther.distributed import get_world_size
 from panther.errors import ConfigError, DistributedError
 from panther.train.coordination import SIGNALS, sum_over_ranks
-from panther.train.random_state import preserved_generators, seed_generators
 
 
 @dataclass

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther.distributed import checkpoint, get_rank
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
@@ -35,7 +36,6 @@ from panther.train.coordination import StepExchange, catch_signals, join_process
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
 from panther.train.optimizer import Optimizer, learning_rate_factor
-from panther.train.random_state import deterministic_algorithms, preserved_generators, seed_generators
 from panther.train.run_directory import locked_directory
 from panther.train.strategies import set_up
 from panther.train.trackers import built_in_callbacks
