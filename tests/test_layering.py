@@ -18,8 +18,8 @@ import panther
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the adapters and the command
-# line; `_version`, `_text` and `_random_state` below all. A layer may import itself and every lower one; `kernels` knows nothing of
-# panther.
+# line; `_version`, `_text` and `_random_state` below all. A layer may import itself and every lower one; `kernels`
+# knows nothing of panther.
 LAYERS = (
     "_version", "_text", "_random_state", "errors", "kernels", "sketch", "linalg", "nn", "optim", "compat",
     "distributed", "train", "compression", "", "integrations", "cli", "__main__",
