@@ -1,6 +1,6 @@
 """Read results by CPU, and lay out figures with a row of panels for each."""
 
-__all__ = ["OUTPUT", "by_cpu", "panel_grid", "save"]
+__all__ = ["OUTPUT", "by_cpu", "merged", "panel_grid", "save"]
 
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,20 @@ def by_cpu(subject: str, threads: int) -> dict[str, list[dict[str, str]]]:
         rows = [row for row in rows if row["memory"] == wanted] if wanted else rows
         found[rows[0]["device"]] = rows
     return found
+
+
+def merged(subject: str, threads: int, names: tuple[str, ...]) -> tuple[str, list[dict[str, str]]]:
+    """Return the CPU that computed most rows last, and its rows, with those of others that it lacks after them.
+
+    ``names`` are the columns by which a row is known; every row has its own CPU under ``device``.
+    """
+    found = by_cpu(subject, threads)
+    order = sorted(found, key=lambda cpu: (max(row["date"] for row in found[cpu]), len(found[cpu])), reverse=True)
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for cpu in order:
+        for row in found[cpu]:
+            rows.setdefault(tuple(row[name] for name in names), row)
+    return order[0], list(rows.values())
 
 
 def panel_grid(columns: int, rows: int) -> tuple[Any, Any]:

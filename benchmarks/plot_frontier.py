@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from figures import OUTPUT, by_cpu
+from figures import OUTPUT, merged
 from harness import RESULTS
 
 from panther.errors import require_extra
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
     files = sorted({path.name.partition("-cpu-")[0] for path in RESULTS.glob("frontier-*-cpu-*.csv")})
     subjects = [name for name in files if "-speed" not in name]
-    found = {name.removeprefix("frontier-"): next(iter(by_cpu(name, 1).items())) for name in subjects}
+    found = {name.removeprefix("frontier-"): merged(name, 1, ("method", "size")) for name in subjects}
     if "encoder" in found:
         print(draw_encoder(*found["encoder"]))
     others = {name: rows for name, (_, rows) in found.items() if name != "encoder"}

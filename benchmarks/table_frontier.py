@@ -1,7 +1,8 @@
 """Write the tables of the guide's page on compression: ``python benchmarks/table_frontier.py``, after the trials.
 
 They go to docs/guide/frontier.inc, which the page includes: what was reached of aims that were set before, rows by
-method, and times of whole models. Figures of several CPUs: those of the first by name.
+method, and times of whole models. A row is of the CPU that computed the table last, if it has it; its name is in the
+row. Times are of one CPU, the first by name.
 """
 
 __all__ = ["aims_table", "quality_table", "speed_table"]
@@ -10,7 +11,7 @@ import csv
 import io
 from pathlib import Path
 
-from figures import by_cpu
+from figures import by_cpu, merged
 from harness import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "frontier.inc"
@@ -52,9 +53,10 @@ def quality_table(model: str, rows: Rows) -> str:
     kinds = [name for name in ("correlation", "agreement", "loss") if name in rows[0]]
     titles = {"correlation": "Correlation", "agreement": "Same class", "loss": "Loss"}
     head = ["Method", "Asked for", "Bits a weight", *(titles[kind] for kind in kinds), "CPU s", "Stated MB", "Peak MB"]
+    head.append("CPU")
     body = [
         [row["method"], row["size"], f"{float(row['bits']):.2f}", *(f"{float(row[kind]):.4f}" for kind in kinds)]
-        + [_short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")]
+        + [*(_short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")), _cpu(row["device"])]
         for row in rows
     ]
     return _table(f"{TITLES[model]}: what is kept, and what compressing took", head, body)
@@ -97,6 +99,10 @@ def _short(value: str) -> str:
     return "" if not value else f"{float(value):.3g}" if float(value) < 1000 else f"{float(value):,.0f}"
 
 
+def _cpu(device: str) -> str:
+    return device.replace("(R)", "").removesuffix(" Processor")
+
+
 def _table(title: str, head: list[str], body: list[list[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([head, *body])
@@ -106,7 +112,9 @@ def _table(title: str, head: list[str], body: list[list[str]]) -> str:
 
 if __name__ == "__main__":
     names = sorted({path.name.partition("-cpu-")[0] for path in RESULTS.glob("frontier-*-cpu-*.csv")})
-    tables = {name.removeprefix("frontier-"): next(iter(by_cpu(name, 1).values())) for name in names}
+    speeds, rows = ([name for name in names if ("-speed" in name) is speed] for speed in (True, False))
+    tables = {name.removeprefix("frontier-"): next(iter(by_cpu(name, 1).values())) for name in speeds}
+    tables |= {name.removeprefix("frontier-"): merged(name, 1, ("method", "size"))[1] for name in rows}
     parts = [".. Written by benchmarks/table_frontier.py.\n\n"]
     if "encoder" in tables:
         parts.append(aims_table(tables["encoder"], tables.get("speed-encoder", [])))

@@ -157,3 +157,15 @@ def test_figures_have_a_row_for_each_cpu(harness, results, monkeypatch):
     found = figures.by_cpu("subject", harness.torch.get_num_threads()).values()
     # Of the second CPU those with the default settings.
     assert sorted([row["layer"] for row in rows] for rows in found) == [["a"], ["b"]]
+
+
+def test_rows_that_the_last_cpu_lacks_are_those_of_another(harness, results, monkeypatch):
+    import figures
+
+    monkeypatch.setattr(figures, "RESULTS", results)
+    harness.write_csv("subject", [{"layer": name, "ms": 1} for name in ("a", "b")], device="cpu")
+    monkeypatch.setattr(harness.hardware, "cpu_name", lambda: "Another")
+    harness.write_csv("subject", [{"layer": name, "ms": 2} for name in ("c", "b", "d")], device="cpu")
+    cpu, rows = figures.merged("subject", harness.torch.get_num_threads(), ("layer",))
+    assert cpu == "Another"
+    assert [(row["layer"], row["ms"]) for row in rows] == [("c", "2"), ("b", "2"), ("d", "2"), ("a", "1")]
