@@ -55,8 +55,12 @@ def quality_table(model: str, rows: Rows) -> str:
     head = ["Method", "Asked for", "Bits a weight", *(titles[kind] for kind in kinds), "CPU s", "Stated MB", "Peak MB"]
     head.append("CPU")
     body = [
-        [row["method"], row["size"], f"{float(row['bits']):.2f}", *(f"{float(row[kind]):.4f}" for kind in kinds)]
-        + [*(_short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")), _cpu(row["device"])]
+        [
+            *(row["method"], row["size"], f"{float(row['bits']):.2f}"),
+            *(f"{float(row[kind]):.4f}" for kind in kinds),
+            *(_short(row[column]) for column in ("cpu_s", "stated_mb", "peak_mb")),
+            _cpu(row["device"]),
+        ]
         for row in rows
     ]
     return _table(f"{TITLES[model]}: what is kept, and what compressing took", head, body)
