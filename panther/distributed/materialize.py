@@ -72,7 +72,8 @@ def materialize_(
     tie_(model, tied)
     filled: set[int] = set()  # what modules share has the values of the first
     for name, module in drawn:
-        with _whole_on_cpu(module, filled), _seeded(f"{seed} {name}"):
+        own = name.replace("_checkpoint_wrapped_module.", "")  # as it is without activation checkpointing
+        with _whole_on_cpu(module, filled), _seeded(f"{seed} {own}"):
             if (draw := _drawing(model, module)) is not None:
                 draw()
     if read is not None:

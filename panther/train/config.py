@@ -272,6 +272,11 @@ class TrainConfig(Settings):
     profile: bool = False
     """Whether the first steps are profiled into ``checkpoint_dir/profile``."""
 
+    initial_weights: str | None = None
+    """Folder of the values of a model on the meta device, or that a function builds, as for
+    :func:`panther.distributed.materialize_`. With ``fsdp`` each rank reads its shards alone. None draws them by
+    ``seed``."""
+
     cpu_offload: bool = False
     """For ``fsdp``, whether parameters, gradients and optimizer states are kept in the CPU's memory."""
 

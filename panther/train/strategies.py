@@ -29,6 +29,7 @@ from panther.distributed import (
     get_rank,
     get_world_size,
     make_mesh,
+    materialize_,
     plan_parallelism,
 )
 from panther.distributed.advisor.cost_model import Layout
@@ -65,16 +66,22 @@ def set_up(
     world = get_world_size()
     config = _with_strategy(model, config, loss_fn, sample_batch)
     strategy = "single" if world == 1 else config.strategy
-    _check(config, world)
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    _check(config, world, is_empty)
     if world > 1:
         device = get_distributed_info().device
     elif torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     else:
-        device = next(model.parameters()).device
+        device = torch.device("cpu") if is_empty else next(model.parameters()).device
     groups = groups_by_name(optimizer, model)  # before the parameters become other objects
     # In place, as Module.to is: the names noted above stay those of these parameters.
-    model.to(device)
+    shards_first = is_empty and strategy == "fsdp"
+    fill = partial(materialize_, weights=config.initial_weights, seed=config.seed)
+    if not is_empty:
+        model.to(device)
+    elif not shards_first:
+        fill(model, device=device)
     _checkpoint_activations(model, config.activation_checkpointing)
     common: dict[str, Any] = {
         "loss_fn": loss_fn,
@@ -104,6 +111,8 @@ def set_up(
             if (replicas := config.data_parallel_replicate_size or 1) > 1:
                 mesh = make_mesh(replicate=replicas, dp=world // replicas)
             model = data_parallel(model, mesh, strategy, **options)
+            if shards_first:
+                fill(model, device="cpu" if config.cpu_offload else device)
         scaler = torch.amp.GradScaler(
             device.type,
             # torch's own defaults, which it has in its signature only.
@@ -200,8 +209,18 @@ def _is_cut(config: TrainConfig) -> bool:
     )
 
 
-def _check(config: TrainConfig, world: int) -> None:
-    """Raise unless the sizes suit the number of ranks."""
+def _check(config: TrainConfig, world: int, is_empty: bool) -> None:
+    """Raise unless the sizes suit the number of ranks, and the strategy takes the model."""
+    if config.initial_weights is not None and not is_empty:
+        raise ConfigError(
+            f"initial_weights={config.initial_weights!r} is for a model on the meta device, and this one has values: "
+            "build it in a function, and pass that as the model"
+        )
+    if is_empty and world > 1 and _is_cut(config):
+        raise ConfigError(
+            f"strategy={config.strategy!r} cuts layers that have values: build the model on a device, or use "
+            "strategy='fsdp', which shards a model on the meta device"
+        )
     if config.data_parallel_size and not _is_cut(config) and config.data_parallel_size != world:
         where = f"with strategy={config.strategy!r}: leave it out, or use 'hybrid'"
         if world == 1:

@@ -55,7 +55,9 @@ class Trainer:
     """Train a model, on one process or on all that a launcher started.
 
     Args:
-        model: The model, built alike on every rank. It is wrapped or sharded in place by the strategy.
+        model: The model, built alike on every rank. It is wrapped or sharded in place by the strategy. Or a function
+            that builds it, which is called with ``torch.device("meta")``; or a model on the meta device. These are
+            filled by :func:`panther.distributed.materialize_`, with ``strategy="fsdp"`` shard by shard.
         optimizer: An optimizer made from ``model.parameters()``, or a function of parameters that makes one, such as a
             class or a :func:`functools.partial` of it. None is AdamW.
         loss_fn: ``loss_fn(output, target)`` for batches ``(input, target)``. None for a model that returns its loss, or
@@ -88,7 +90,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         optimizer: Optimizer = None,
         loss_fn: Callable[..., Tensor] | None = None,
         config: TrainConfig | None = None,
@@ -96,6 +98,9 @@ class Trainer:
         *,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module) and callable(model) and not isinstance(model, type):
+            with torch.device("meta"):
+                model = model()
         check_arguments(model, optimizer, loss_fn, config, callbacks, metrics)
         self.config = config or TrainConfig()
         self.model: Any = model

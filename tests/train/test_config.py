@@ -19,6 +19,7 @@ FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}
 VALUES = {
     "data_parallel_replicate_size": (2, [0, "two"]),
     "cpu_offload": (True, [1]),
+    "initial_weights": ("folder", [3]),
     "reshard_after_forward": (False, [0]),
     "epochs": (3, [0, 1.5, "3", True]),
     "max_steps": (3, [0, -1, 2.0]),

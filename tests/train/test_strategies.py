@@ -311,3 +311,46 @@ def test_later_checkpoints_of_another_branch_are_not_left_in_the_way(tmp_path):
     with pytest.raises(ConfigError, match=r"the run resumes from step 2, but .* has step-00000009, which the next run"):
         train(12, tmp_path / "run", resume=str(first))
     assert train(12, tmp_path / "other", resume=str(first)).step == 9
+
+
+def empty():
+    with torch.device("meta"):
+        return build()
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "ddp"}, {"strategy": "auto"}])
+@pytest.mark.parametrize("given", ["a function", "weights"])
+def test_a_model_without_values_is_trained_as_one_with_them(given, settings, tmp_path):
+    weights = None
+    if given == "weights":
+        pr.save_compressed(build(), tmp_path / "weights")
+        weights = str(tmp_path / "weights")
+
+    def run(**more):
+        more |= {"activation_checkpointing": "full"} if given == "weights" else {}
+        config = TrainConfig(max_steps=3, learning_rate=0.02, seed=4, initial_weights=weights, **more)
+        trainer = Trainer(build if weights is None else empty(), torch.optim.SGD, nn.CrossEntropyLoss(), config)
+        trainer.fit(DataLoader(samples(24), 4 if dist.is_initialized() else 8))
+        return rows(trainer)
+
+    expected = run()
+    for found in on_ranks(lambda: run(**settings), 2):
+        for row, wanted in zip(found, expected, strict=True):
+            assert row == pytest.approx(wanted, rel=1e-9)
+
+
+def test_where_a_model_without_values_is_refused():
+    def run():
+        messages = []
+        for model, settings in (
+            (build(), {"initial_weights": "somewhere"}),
+            (empty(), {"strategy": "tp"}),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                Trainer(model, None, nn.CrossEntropyLoss(), TrainConfig(**settings)).fit(DataLoader(samples(8), 4))
+            messages.append(str(caught.value))
+        return messages
+
+    first, second = on_ranks(run, 2)[0]
+    assert first.startswith("initial_weights='somewhere' is for a model on the meta device, and this one has values")
+    assert second.startswith("strategy='tp' cuts layers that have values: build the model on a device, or use")
