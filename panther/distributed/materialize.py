@@ -99,11 +99,18 @@ def _check(model: nn.Module, drawn: list[tuple[str, nn.Module]]) -> None:
 
 def _drawing(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None:
     """Return what draws the values of a module's own tensors; None if nothing is known to."""
-    if callable(draw := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)):
-        return draw
-    if callable(initialize := getattr(model, "_init_weights", None)):
-        return lambda: initialize(module)
-    return None
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    initialize = getattr(model, "_init_weights", None)
+    if not callable(own) and not callable(initialize):
+        return None
+
+    def draw() -> None:
+        if callable(own):
+            own()
+        if callable(initialize):  # that of transformers' models has the last word, and leaves what it does not know
+            initialize(module)
+
+    return draw
 
 
 def _is_unsaved(module: nn.Module) -> bool:
@@ -123,7 +130,7 @@ def _whole_on_cpu(module: nn.Module, filled: set[int]) -> Iterator[None]:
     for place in places:
         for name, tensor in place.items():
             if tensor is not None:
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+                whole = torch.full(tensor.shape, torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
                 trained = isinstance(tensor, nn.Parameter)
                 place[name] = nn.Parameter(whole, tensor.requires_grad) if trained else whole
     try:
@@ -137,6 +144,11 @@ def _whole_on_cpu(module: nn.Module, filled: set[int]) -> Iterator[None]:
         for before, after in zip(kept, drawn, strict=True):
             for name, tensor in before.items():
                 if tensor is not None and id(tensor) not in filled:
+                    if after[name].is_floating_point() and after[name].isnan().any():
+                        raise ValueError(
+                            f"{name!r} of a {type(module).__name__} was not drawn by its model's or its own "
+                            "initialisation: give the class a reset_parameters that draws it, or weights that hold it"
+                        )
                     _local(tensor).copy_(_part_of(after[name], tensor))
                     filled.add(id(tensor))
 

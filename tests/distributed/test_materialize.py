@@ -156,6 +156,31 @@ def test_buffers_that_no_file_holds_are_drawn(tmp_path):
     assert model.weight.eq(1).all()
 
 
+class Known(nn.Module):
+    """As models of transformers: one function for all their modules, which leaves some as they are."""
+
+    def __init__(self, last=nn.Identity):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 4), SKLinear(4, 6, 2), last()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 3.0)
+
+
+def test_the_model_s_own_initialisation_comes_last():
+    with torch.device("meta"):
+        model, other = Known(), Known(Nothing)
+    materialize_(model)
+    assert model.first.weight.eq(3).all()
+    assert model.first.bias.abs().max() < 1
+    assert model.second.S1s.isfinite().all()
+    with pytest.raises(
+        ValueError, match="'weight' of a Nothing was not drawn by its model's or its own initialisation"
+    ):
+        materialize_(other)
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'weight' has values already: build the model under torch.device\('meta'\)"):
         materialize_(nn.Linear(2, 2))
