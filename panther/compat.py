@@ -125,6 +125,12 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             tensors = {name: value for name, value in tensors.items() if name not in taken} | layer.state_dict()
         converted |= {f"{prefix}.{name}" if prefix else name: value for name, value in tensors.items()}
     if not found:
+        inner = [name for name, value in state_dict.items() if isinstance(value, Mapping)]
+        if inner:
+            raise ValueError(
+                f"this is not a state_dict, but a checkpoint with one in it: pass checkpoint[{inner[0]!r}], or the "
+                f"entry of {', '.join(map(repr, state_dict))} that has the model's tensors"
+            )
         raise ValueError(
             "the state_dict has no layer of panther-ml: none of its names ends in S1s and U1s, as of SKLinear and "
             "SKConv2d, or in projection_matrix and Wq, as of RandMultiHeadAttention"

@@ -127,6 +127,11 @@ def test_a_model_with_other_layers():
         (nn.Linear(2, 2), TypeError, "takes a state_dict, not Linear"),
         ({}, ValueError, "no layer of panther-ml"),
         ({"weight": torch.zeros(3)}, ValueError, "no layer of panther-ml"),
+        (
+            {"epoch": 3, "model": linear_state(8, 9, 1, 2)},
+            ValueError,
+            r"a checkpoint .*: pass checkpoint\['model'\], or",
+        ),
         (linear_state(8, 9, 1, 2) | {"S1s": 3}, TypeError, "S1s must be a tensor, not int"),
         (linear_state(8, 9, 1, 2) | {"S1s": torch.zeros(1, 7, 2)}, ShapeError, r"the layer .* S1s \(1, 7, 2\)"),
         ({"c.S1s": torch.zeros(9, 5, 3, 2), "c.U1s": torch.zeros(3, 3, 4)}, ShapeError, "tensors of c are not"),

@@ -4,6 +4,7 @@ __all__ = ["add_parser", "run"]
 
 import argparse
 import json
+import logging
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,12 +52,17 @@ def run(args: argparse.Namespace) -> int:
     if args.to == "onnx":
         for module in ("onnx", "onnxscript"):
             require_extra(module, "onnx")
+    import torch
+
     with current_folder_importable():
         model = _load(folder, args.model).eval()
         if args.to == "linears":
             _write_linears(model, out)
         else:
             sample = _sample(model, args.sample)
+            given = f"those of --sample {args.sample}" if args.sample else "tokens or an image of its sizes"
+            with explained(f"{type(model).__name__} does not run on its inputs, {given}"), torch.no_grad():
+                model(**sample)
             with explained(f"{type(model).__name__} cannot be exported"):
                 _write_program(model, sample, args.to, out)
     for path in sorted(out.iterdir()):
@@ -117,7 +123,12 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
         if kind == "torch":
             torch.export.save(program, out / "model.pt2")
         else:
-            torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
+            before = logging.root.manager.disable
+            logging.disable(logging.WARNING)  # it would name optional packages of torch that are not installed
+            try:
+                torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
+            finally:
+                logging.disable(before)
             _compare(model, sample, out / "model.onnx")
 
 

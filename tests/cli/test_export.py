@@ -20,6 +20,9 @@ def net():
 
 def inputs():
     return {"input": torch.randn(3, 40)}
+
+def others():
+    return {"x": torch.randn(3, 40)}
 """
 
 
@@ -56,9 +59,12 @@ def test_to_linears(folder):
 
 
 def test_what_cannot_be_exported_is_one_sentence(folder, capsys):
-    _, command, _ = folder
+    _, command, sample = folder
     assert main([*command, "--to", "torch"]) == 2
     assert "give --sample" in capsys.readouterr().err
+    sample = sample.replace("inputs", "others")
+    assert main([*command, "--to", "torch", "--sample", sample]) == 2
+    assert f"Sequential does not run on its inputs, those of --sample {sample}: TypeError" in capsys.readouterr().err
     assert main(["export", "small", "--to", "torch", "--out", "out"]) == 2
     assert "give --model" in capsys.readouterr().err
     assert main(["export", "nowhere", "--to", "torch", "--out", "out"]) == 2
@@ -101,6 +107,7 @@ def test_a_model_of_transformers_to_onnx(name, form, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "onnxruntime gives the model's output, with a relative difference of" in printed.out
     assert "Loading weights" not in printed.err
+    assert "not installed" not in printed.err
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     for batch, length in ((2, 7), (3, 12)):
         tokens = torch.randint(1, 61, (batch, length))
