@@ -1,8 +1,8 @@
 """Running a model on calibration batches: its arguments, the output that is compared, and the positions that count."""
 
 __all__ = [
-    "Loss", "Runner", "calibrating", "counted", "entries_of", "floating_tensor", "free_bytes", "main_output",
-    "relative_error", "resident_bytes", "rows_of", "seed_generators", "squares",
+    "Loss", "Runner", "calibrating", "check_calibration", "counted", "entries_of", "floating_tensor", "free_bytes",
+    "main_output", "relative_error", "resident_bytes", "rows_of", "seed_generators", "squares",
 ]  # fmt: skip
 
 import os
@@ -87,8 +87,9 @@ class Runner:
                     f"{name!r} of the model has no values yet, and calibration would make them: run the model on a "
                     "batch first"
                 )
+        check_calibration(calibration)
         # On the device at once: each pass reads them again.
-        every = [_to(batch, self.device) for batch in _listed(calibration)]
+        every = [_to(batch, self.device) for batch in calibration]
         if len(every) < 2:
             raise CompressionError(
                 f"calibration has {len(every)} batch{'' if len(every) == 1 else 'es'} and needs at least 2, because "
@@ -321,18 +322,19 @@ def entries_of(batch: Any) -> int:
     return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-def _listed(calibration: Any) -> list[Any]:
+def check_calibration(calibration: Any) -> None:
+    """Raise CompressionError unless the batches can be read, more than once."""
     if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
-        raise CompressionError(
-            f"calibration must be a list or a DataLoader of batches, not a {type(calibration).__name__}: for one "
-            "tensor use calibration=list(tensor.split(32))"
-        )
-    if iter(calibration) is calibration:
+        kind = type(calibration).__name__
+        fix = "for one tensor use calibration=list(tensor.split(32))"
+        if not isinstance(calibration, Tensor):
+            fix = "each batch is what the model is called with, a tensor, a dict or a tuple"
+        raise CompressionError(f"calibration must be a list or a DataLoader of batches, not a {kind}: {fix}")
+    if isinstance(calibration, Iterator):
         raise CompressionError(
             f"calibration is a {type(calibration).__name__}, which can be read only once: pass a list of its batches "
             "(list(itertools.islice(batches, 32))) or a DataLoader"
         )
-    return list(calibration)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -12,26 +12,37 @@ import torch.distributed as dist
 from torch import nn
 
 import panther as pr
+from panther.compression.forms.arguments import check_options, checked_forms
+from panther.compression.runner import check_calibration
 from panther.errors import ConfigError
 from panther.nn._sketched import CompressedModule, SketchedModule
 
 _SIZES = ("budget", "bits", "max_bytes", "max_error", "speedup", "max_latency_ms")
+_CHECKED = ("method", "allocate", "loss_fn", "sequential", "calibration", "heal", "measure_speed", "allow_slower")
+_OF_FORMS = ("forms", "rank_multiple", "group_size", "method", "activations")
 _log = logging.getLogger("panther.integrations")
 
 
 def checked_options(options: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return arguments of pr.compress, or raise ConfigError now: they are used when a model is loaded or trained."""
-    known = [name for name in inspect.signature(pr.compress).parameters if name != "model"]
+    """Return arguments of pr.compress, or raise what it would raise: it is called once a model is loaded or trained."""
+    parameters = inspect.signature(pr.compress).parameters
+    known = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
     for name in options:
         if name not in known:
             close = get_close_matches(name, known, 1)
             guess = f" (did you mean {close[0]}?)" if close else ""
             raise ConfigError(f"{owner} has no argument {name}{guess}: its arguments are those of pr.compress")
-    if not any(options.get(name) is not None for name in _SIZES):
+    given = known | dict(options)
+    sizes = {name: given[name] for name in _SIZES}
+    if all(value is None for value in sizes.values()):
         raise ConfigError(
             f"{owner} needs a size to compress to, as {owner}(bits=4.25, calibration=batches): its arguments are those "
             "of pr.compress"
         )
+    check_options(sizes, *(given[name] for name in _CHECKED))
+    checked_forms(*(given[name] for name in _OF_FORMS))
+    if given["calibration"] is not None:
+        check_calibration(given["calibration"])
     return dict(options)
 
 

@@ -35,6 +35,7 @@ class CompressCallback(lightning.Callback):
     Raises:
         ConfigError: If an option is unknown, or none is a size; when fitting starts, if the LightningModule has no
             module of that name.
+        CompressionError, TypeError, ValueError: If :func:`panther.compress` does not take an option.
         SketchMismatchError: When fitting starts, if processes have different sketches.
 
     Example:

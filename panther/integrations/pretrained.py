@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from panther.errors import FormatError, require_extra
 from panther.nn.io import check_folder
 
@@ -62,4 +64,8 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
             f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
             "does not have: build it, and call pr.load_compressed(folder, model)"
         )
-    return make.from_pretrained(folder, use_safetensors=True, local_files_only=True, **kwargs).eval()
+    kwargs |= {"use_safetensors": True, "local_files_only": True}
+    try:
+        return make.from_pretrained(folder, **kwargs).eval()
+    except SafetensorError as error:
+        raise FormatError(f"a weights file in {folder} is damaged ({error}): copy or write it again") from error

@@ -27,6 +27,7 @@ from panther.nn._sketched import CompressedModule, SketchedModule
 from panther.nn._specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs, note_in_config_
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
+from panther.nn.linears import LinearPair
 from panther.nn.quantized.matrix import QuantizedMatrix
 
 transformers: Any = require_extra("transformers", "transformers")
@@ -51,7 +52,8 @@ class PantherConfig(_configs.QuantizationConfigMixin):
 
     Raises:
         ConfigError: If neither ``modules`` nor a size is given, or an option is unknown.
-        FormatError: If the entry was written by a newer Panther.
+        FormatError: If the entry was written by a newer Panther, or is damaged.
+        CompressionError, TypeError, ValueError: If :func:`panther.compress` does not take an option.
 
     Example:
         >>> from panther.integrations.transformers import PantherConfig
@@ -74,6 +76,13 @@ class PantherConfig(_configs.QuantizationConfigMixin):
             raise FormatError(
                 f"the model's quantization_config has version {version!r} and this Panther reads {CONFIG_VERSION}: use "
                 f"the Panther that wrote it ({panther_version}), or a newer one"
+            )
+        if modules is not None and not (
+            isinstance(modules, Mapping) and all(isinstance(spec, Mapping) for spec in modules.values())
+        ):
+            raise FormatError(
+                "the model's quantization_config is damaged, 'modules' must name each layer with its class and "
+                "arguments: save the model again"
             )
         self.quant_method = QUANTIZATION_METHOD
         self.version = version
@@ -101,7 +110,10 @@ class PantherQuantizer(_quantizers.HfQuantizer):
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a dense folder without a size."""
         if not self.pre_quantized and not self.options:
-            raise ConfigError("the folder is not compressed: give PantherConfig a size, as PantherConfig(bits=4.25)")
+            raise ConfigError(
+                "the folder is not compressed: give PantherConfig a size and batches, as PantherConfig(bits=4.25, "
+                "calibration=batches)"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -154,8 +166,20 @@ class PantherQuantizer(_quantizers.HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Make config.json, which is written afterwards, describe the layers as they are.
 
-        Factors that layers share get copies: transformers refuses to save memory twice unless it ties it itself.
+        Factors that layers share get copies: transformers refuses to save memory twice unless it ties it itself. A
+        model whose layers are all dense again is saved as a dense one.
         """
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}  # adapters alone are saved
+        pairs = [name for name, module in model.named_modules() if isinstance(module, LinearPair)]
+        if pairs:
+            raise FormatError(
+                f"{len(pairs)} of the layers are pairs of nn.Linear (first {pairs[0]!r}), which from_pretrained cannot "
+                "build: save the model before to_linears_, or the pairs by pr.save_compressed"
+            )
+        if not any(isinstance(module, CompressedModule) for module in model.modules()):
+            self.remove_quantization_config(model)
+            return None, {}
         set_quantization_config_(model)
         state, seen = model.state_dict(), set[int]()
         copies: dict[str, Tensor] = {}
@@ -211,6 +235,7 @@ class CompressCallback(transformers.TrainerCallback):
 
     Raises:
         ConfigError: If an option is unknown, or none is a size.
+        CompressionError, TypeError, ValueError: If :func:`panther.compress` does not take an option.
         SketchMismatchError: When training starts, if processes have different sketches.
 
     Example:
@@ -250,8 +275,12 @@ def resize_token_embeddings_(model: Any, new_num_tokens: int, **kwargs: Any) -> 
     Returns:
         The input embeddings, as ``resize_token_embeddings`` returns them.
 
+    Raises:
+        TypeError: If ``model`` is not a PreTrainedModel.
+
     Cost: that of the head's dense weight.
     """
+    _check_pretrained(model, "resize_token_embeddings_")
     head = model.get_output_embeddings()
     if isinstance(head, CompressedModule):
         model.set_output_embeddings(head.to_linear())  # type: ignore[operator]
@@ -277,11 +306,7 @@ def set_quantization_config_(model: Any) -> Any:
         TypeError: If ``model`` is not a PreTrainedModel.
         FormatError: If it has no compressed layer, or one that cannot be saved.
     """
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(
-            f"set_quantization_config_ takes a PreTrainedModel of transformers, not {type(model).__name__}: save other "
-            "models by pr.save_compressed"
-        )
+    _check_pretrained(model, "set_quantization_config_", ": save other models by pr.save_compressed")
     specs = module_specs(model)
     if not specs:
         raise FormatError(
@@ -301,6 +326,11 @@ def set_quantization_config_(model: Any) -> Any:
     return model
 
 
+def _check_pretrained(model: Any, function: str, fix: str = "") -> None:
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"{function} takes a PreTrainedModel of transformers, not {type(model).__name__}{fix}")
+
+
 def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     """Put layers without values, on the meta device, where an entry names compressed ones; return it as used."""
     specs = _specs_for(model, specs)
@@ -311,13 +341,16 @@ def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the records by the names that this class has: of a model with a head the body is loaded alone, too."""
+    """Return the records by the names that this class has: the body may be loaded alone, or under another head."""
     present = {name for name, _ in model.named_modules(remove_duplicate=False)}
     if specs.keys() <= present:
         return dict(specs)
     prefix = f"{model.base_model_prefix}."
     body = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
-    for found in (body, {prefix + name: spec for name, spec in specs.items()}):
+    # A compressed head that this class does not have is left out, as transformers leaves out its tensors.
+    shared = {name: spec for name, spec in specs.items() if name in present or name.startswith(prefix)}
+    bodies = [body, {prefix + name: spec for name, spec in specs.items()}]
+    for found in [shared, *bodies] if body else bodies:
         if found and found.keys() <= present:
             return {name: _renamed(spec, specs, found, prefix) for name, spec in found.items()}
     return dict(specs)  # build_modules names what is missing

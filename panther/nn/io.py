@@ -265,6 +265,10 @@ def _described_checksum(tensor: Tensor) -> int:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.is_file() and (path.parent / "config.json").is_file():
+        raise FormatError(
+            f"{path} is missing, and config.json is there: pr.from_pretrained(folder) loads what save_pretrained wrote"
+        )
     manifest = read_record(path, _FORMAT, _VERSIONS, "pr.save_compressed", "the save is damaged, write it again")
     if manifest["format_version"] == 1:
         manifest["checksums"] = None

@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 
 import panther as pr
-from panther.errors import ConfigError, FormatError
+from panther.errors import CompressionError, ConfigError, FormatError
 from panther.nn._sketched import CompressedModule
 
 transformers = pytest.importorskip("transformers")
@@ -118,6 +118,37 @@ def test_a_body_gets_a_new_head(tmp_path):
     assert isinstance(loaded.bert.encoder.layer[0].output.dense, pr.nn.SKLinear)
 
 
+def test_a_compressed_head_is_left_out_under_another_one(tmp_path):
+    """As dense folders, which the class of another task loads; a body that does not fit is refused all the same."""
+    model, inputs = compressed(bert, ("int8",))
+    assert isinstance(model.cls.predictions.transform.dense, CompressedModule)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    with torch.no_grad():
+        assert torch.equal(loaded.bert(**inputs).last_hidden_state, model.bert(**inputs).last_hidden_state)
+    assert loaded.config.quantization_config.modules.keys() == {
+        name for name, module in loaded.named_modules() if isinstance(module, CompressedModule)
+    }
+    with pytest.raises(FormatError, match=r"'bert.encoder.layer.1.*none of that name"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_hidden_layers=1)
+
+
+def test_plain_layers_are_saved_as_such_or_refused(tmp_path):
+    """from_pretrained builds no pairs: it would draw the layers at random."""
+    model, inputs = compressed(llama, ("int8",))
+    model.save_pretrained(tmp_path / "first")
+    loaded = pr.from_pretrained(tmp_path / "first")
+    pr.to_linears_(loaded)
+    expected = logits(loaded, inputs)
+    loaded.save_pretrained(tmp_path / "dense")
+    assert not hasattr(loaded.config, "quantization_config")
+    assert torch.equal(logits(pr.from_pretrained(tmp_path / "dense"), inputs), expected)
+    model, _ = compressed(llama, ("low_rank",))
+    pr.to_linears_(model)
+    with pytest.raises(FormatError, match=r"of the layers are pairs of nn.Linear \(first 'model.layers.0"):
+        model.save_pretrained(tmp_path / "pairs")
+
+
 @pytest.mark.slow
 def test_another_process_needs_only_the_import(tmp_path):
     for make in MODELS:
@@ -204,6 +235,22 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path):
         PantherConfig(bits=4, calibratoin=[])
     with pytest.raises(ConfigError, match="CompressCallback has no argument folder"):
         CompressCallback(bits=4, folder="x")
+    options = {"calibration": [], "forms": ("int8", "int4")}
+    for owner in (PantherConfig, CompressCallback):  # now, and not once a model is loaded or trained
+        with pytest.raises(ValueError, match="needs calibration=, a list of batches"):
+            owner(bits=4)
+        with pytest.raises(ValueError, match="not budget and bits"):
+            owner(bits=4, budget=0.5, **options)
+        with pytest.raises(TypeError, match="bits must be a number, not str"):
+            owner(bits="4", **options)
+        with pytest.raises(ValueError, match="form 'int44' is unknown"):
+            owner(bits=4, calibration=[], forms=("int44",))
+        with pytest.raises(CompressionError, match="not a Tensor: for one tensor use"):
+            owner(bits=4, calibration=torch.zeros(2, 3))
+    with pytest.raises(FormatError, match="'modules' must name each layer"):
+        PantherConfig(modules={"head": 3})
+    with pytest.raises(TypeError, match="resize_token_embeddings_ takes a PreTrainedModel"):
+        resize_token_embeddings_(torch.nn.Linear(2, 2), 5)
     with pytest.raises(FormatError, match="there is no folder nowhere"):
         pr.from_pretrained("nowhere")
     with pytest.raises(FormatError, match="version 9 and this Panther reads 1"):
@@ -264,6 +311,19 @@ def test_our_folder_is_checked(tmp_path):
         pr.from_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(FormatError, match=r"holds no config\.json.* call pr\.load_compressed"):
+        pr.from_pretrained(tmp_path)
+
+
+def test_a_folder_of_transformers_is_checked(tmp_path):
+    model, inputs = compressed(bert, ("low_rank",))
+    model.save_pretrained(tmp_path)
+    loaded = pr.from_pretrained(tmp_path, local_files_only=True)
+    assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+    with pytest.raises(FormatError, match=r"panther.json is missing, .* pr.from_pretrained\(folder\) loads"):
+        pr.load_compressed(tmp_path, bert()[0])
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(FormatError, match=r"a weights file in .* is damaged"):
         pr.from_pretrained(tmp_path)
 
 
