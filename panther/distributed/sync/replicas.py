@@ -32,12 +32,13 @@ def broadcast_model(
     """
 
     def checked() -> Mapping[str, Any]:
+        given = settings()
         if not is_fake(group) and any(tensor.is_meta for tensor in model.parameters()):
             raise ValueError(
                 f"{what} takes a model with values, and this one has parameters on the meta device: call panther."
                 "distributed.materialize_(model) first, or shard it by data_parallel(model, strategy='fsdp')"
             )
-        return settings()
+        return given
 
     check_same_model(model, group, what, checked)
     send_model(model, group, what)
