@@ -10,6 +10,7 @@ __all__ = [
     "write_model_card",
 ]  # fmt: skip
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -343,6 +344,12 @@ def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
 def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the records by the names that this class has: the body may be loaded alone, or under another head."""
     present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    # What a class leaves out of folders by its own rules, as T5EncoderModel the decoder and, with it, the head.
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    if left_out := {name for name in specs if any(re.search(pattern, name) for pattern in ignored)} - present:
+        specs = {
+            name: spec for name, spec in specs.items() if name not in left_out and ("." in name or name in present)
+        }
     if specs.keys() <= present:
         return dict(specs)
     prefix = f"{model.base_model_prefix}."

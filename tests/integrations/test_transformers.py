@@ -410,6 +410,15 @@ def test_a_folder_is_ready_for_a_hub(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
+def test_an_encoder_is_loaded_from_the_folder_of_the_whole(tmp_path):
+    model, inputs = compressed(t5, ("int8", "low_rank"))
+    model.save_pretrained(tmp_path)
+    encoder = transformers.T5EncoderModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model.encoder(input_ids=inputs["input_ids"])[0]
+        assert torch.equal(encoder(input_ids=inputs["input_ids"])[0], expected)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "forms", [("low_rank", "dense"), ("int8", "low_rank"), None], ids=["low rank", "int8", "seeded"]
