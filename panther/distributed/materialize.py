@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from panther.distributed.checkpoint._folders import checkpoints
 from panther.distributed.checkpoint._load import load
 from panther.distributed.checkpoint._storage import MANIFEST
+from panther.distributed.comm._agreement import run_on_all_ranks
 from panther.distributed.comm.mesh import get_distributed_info
 from panther.distributed.sync.sketches import sketch_ids
 from panther.distributed.tensor._plan import shared_parameters, tie_
@@ -66,7 +67,7 @@ def materialize_(
     target = get_distributed_info().device if device is None else torch.device(device)
     drawn = [(name, module) for name, module in model.named_modules() if weights is None or _is_unsaved(module)]
     _check(model, drawn)
-    read = None if weights is None else _reading(model, Path(weights))
+    read = None if weights is None else run_on_all_ranks(lambda: _reading(model, Path(weights)), None)
     tied = shared_parameters(model)
     model.to_empty(device=target)
     tie_(model, tied)

@@ -207,6 +207,18 @@ def test_what_is_refused(tmp_path):
     assert bare.weight.eq(7).all()
 
 
+def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path):
+    saved(tmp_path / "rank-0", "file")
+
+    def run():
+        model = data_parallel(empty(), strategy="fsdp")
+        with pytest.raises(CheckpointError, match="rank 1: .*rank-1 holds no weights"):
+            materialize_(model, tmp_path / f"rank-{torch.distributed.get_rank()}")
+        return all(parameter.is_meta for parameter in model.parameters())
+
+    assert on_ranks(run, 2) == [True, True]
+
+
 def _with(folder, **tensors):
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
