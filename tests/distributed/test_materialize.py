@@ -212,7 +212,7 @@ def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path):
 
     def run():
         model = data_parallel(empty(), strategy="fsdp")
-        with pytest.raises(CheckpointError, match="rank 1: .*rank-1 holds no weights"):
+        with pytest.raises(CheckpointError, match=r"rank 1: .*rank-1 holds no weights"):
             materialize_(model, tmp_path / f"rank-{torch.distributed.get_rank()}")
         return all(parameter.is_meta for parameter in model.parameters())
 
