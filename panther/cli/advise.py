@@ -4,11 +4,13 @@ __all__ = ["add_parser", "run"]
 
 import argparse
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-from panther.cli._arguments import add_option, positive, positive_float
+from panther._text import counted
+from panther.cli._arguments import add_option, check_folder, note, positive, positive_float
 from panther.cli._user_function import call, current_folder_importable, explained, names_function, wrong_return
 from panther.errors import PantherError
 
@@ -26,6 +28,9 @@ _SIZES = {
 _VOCABULARY = 50257
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SHOWN = 10
+_MEASURE = (
+    "measure this machine with --gpus processes, or as a rank of a running job, and write the speeds to a JSON file"
+)
 _DEVICES = ("h100-80gb", "a100-80gb", "h200", "cpu")
 
 
@@ -39,12 +44,14 @@ def add_parser(commands: Any) -> None:
         f"transformer/SIZE, one of {', '.join(_SIZES)}; a folder of transformers, compressed or not; or "
         "module:function, which returns a model and a batch"
     )
-    parser.add_argument("--model", required=True, metavar="MODEL", help=models)
-    parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="devices, one for each process")
+    parser.add_argument("--model", metavar="MODEL", help=models)
+    parser.add_argument("--gpus", type=positive, metavar="N", help="devices, one for each process")
+    parser.add_argument("--measure", metavar="FILE", help=_MEASURE)
+    parser.add_argument("--cluster", metavar="FILE", help="plan with the speeds of a file that --measure wrote")
     add_option(parser, "--memory", _memory, "memory of a device, as 80GB (default: --device's)", metavar="BYTES")
     default = "(default: %(default)s)"
-    parser.add_argument("--device", choices=_DEVICES, default=_DEVICES[0], help=f"kind of device {default}")
-    add_option(parser, "--gpus-per-node", positive, "devices of a node", 8)
+    parser.add_argument("--device", choices=_DEVICES, help=f"kind of device (default: {_DEVICES[0]})")
+    add_option(parser, "--gpus-per-node", positive, "devices of a node (default: 8, or --cluster's)")
     add_option(parser, "--batch", positive, "samples per step (default: one for each device)")
     parser.add_argument("--objective", choices=("time", "memory"), default="time", help=f"what to minimise {default}")
     add_option(parser, "--sketch", positive, "sketch size of a transformer's linear layers", metavar="R")
@@ -63,20 +70,20 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print the table, and return 0 if an option fits, also into the budget."""
-    from panther.distributed import ClusterSpec, TrainingRun, plan_parallelism
+    from panther.distributed import TrainingRun, plan_parallelism
 
-    changes = {"memory_bytes": args.memory, "efficiency": args.efficiency}
+    if args.measure is not None:
+        first = _measure(args.measure, args.gpus)
+        if args.model is None or not first:
+            return 0
+    if args.model is None:
+        raise PantherError("--model is missing: name a model to plan for, or only measure with --measure FILE")
     run = {name: getattr(args, name) for name in ("steps", "samples", "tokens", "price_per_device_hour", "budget")}
     try:
         training = TrainingRun(**run) if any(run.values()) else None
-        cluster = ClusterSpec.preset(
-            args.device,
-            args.gpus,
-            gpus_per_node=args.gpus_per_node,
-            **{name: value for name, value in changes.items() if value is not None},
-        )
+        cluster = _cluster(args)
         plan = plan_parallelism(
-            _stats(args), cluster, batch=args.batch or args.gpus, objective=args.objective, run=training
+            _stats(args), cluster, batch=args.batch or cluster.gpus, objective=args.objective, run=training
         )
     except PantherError:
         raise
@@ -84,6 +91,50 @@ def run(args: argparse.Namespace) -> int:
         raise PantherError(str(error)) from error
     print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
     return 0 if plan.best.possible else 1
+
+
+def _cluster(args: argparse.Namespace) -> Any:
+    """Return the cluster of --cluster or --measure, else of --device, with what other options change."""
+    from panther.distributed import ClusterSpec
+
+    options = {"memory_bytes": args.memory, "efficiency": args.efficiency, "gpus_per_node": args.gpus_per_node}
+    changes = {name: value for name, value in options.items() if value is not None}
+    file = args.cluster or args.measure
+    if file is None:
+        if args.gpus is None:
+            raise PantherError("--gpus is missing: give the number of devices")
+        return ClusterSpec.preset(args.device or _DEVICES[0], args.gpus, **changes)
+    if args.device is not None:
+        raise PantherError(f"--device {args.device} and {file} both give speeds: use one of them")
+    try:
+        return ClusterSpec.load(file, args.gpus, **changes)
+    except OSError as error:
+        raise PantherError(f"{file} cannot be read ({error.strerror}): write it with --measure {file}") from None
+
+
+def _measure(file: str, processes: int | None) -> bool:
+    """Measure over the ranks of this process's job, or over own processes, and return whether this is the first."""
+    from panther.distributed import ClusterSpec, get_rank, init, launch, shutdown
+
+    check_folder(str(Path(file).parent), "--measure")
+    if "RANK" in os.environ:  # set by torchrun and panther launch
+        init()
+        try:
+            cluster, first = ClusterSpec.measure(), get_rank() == 0
+        finally:
+            shutdown()
+    else:
+        cluster, first = launch(ClusterSpec.measure, nproc=processes or _devices_here())[0], True
+    if first:
+        cluster.save(file)
+        note(f"the speeds of {counted(cluster.gpus, 'device')} are in {file}")
+    return first
+
+
+def _devices_here() -> int:
+    import torch
+
+    return torch.cuda.device_count() or os.cpu_count() or 1
 
 
 def _text(plan: Any) -> str:

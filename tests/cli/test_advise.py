@@ -158,3 +158,32 @@ def test_the_cost_of_a_run_and_a_budget(models, capsys):
     assert "give steps or samples" in capsys.readouterr().err
     assert main([*args]) == 2
     assert "the run has no length" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_measure_and_plan_with_what_was_measured(models, capsys):
+    assert main(["advise", "--measure", "cluster.json", "--gpus", "1"]) == 0
+    assert "the speeds of 1 device are in cluster.json" in capsys.readouterr().err
+    args = ["advise", "--model", "advised_models:net", "--cluster", "cluster.json"]
+    assert main(args) == 0
+    assert "uncalibrated" not in capsys.readouterr().out
+    assert main([*args, "--gpus", "4", "--memory", "1GB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["gpus"], plan["memory_bytes"], plan["calibrated"]) == (4, 1e9, True)
+    assert main([*args, "--device", "cpu"]) == 2
+    assert "--device cpu and cluster.json both give speeds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpus", "2"], "--model is missing"),
+        (["--model", "advised_models:net"], "--gpus is missing"),
+        (["--model", "advised_models:net", "--cluster", "none.json"], "none.json cannot be read"),
+        (["--model", "advised_models:net", "--cluster", "advised_models.py"], "is not a file of ClusterSpec.save"),
+        (["--measure", "advised_models.py/x.json"], "--measure advised_models.py cannot be written to"),
+    ],
+)
+def test_missing_options_and_files_are_said(models, args, message, capsys):
+    assert main(["advise", *args]) == 2
+    assert message in capsys.readouterr().err

@@ -4,7 +4,7 @@ A copy of the model on the meta device is sharded by :func:`tensor_parallel` its
 and then runs forward and backward on torch's fake tensors. That needs no memory, and counts what the real code does.
 """
 
-__all__ = ["Run", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
+__all__ = ["Run", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
 
 import copy
 import itertools
@@ -29,6 +29,8 @@ from panther.distributed.comm.traffic import CommunicationCounter
 from panther.errors import DistributedError, ShapeError
 
 _GROUPS = itertools.count()
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_ROWS_ONLY = (torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
 @contextmanager
@@ -126,6 +128,43 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
         return tree_map_only(Tensor, grown, sample), times * batch
 
 
+class WorkCounter(FlopCounterMode):
+    """Counts the work of what runs inside it. Views and collectives are none."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.flops = 0
+        """Flops since the beginning."""
+        self._products: list[tuple[int, int]] = []
+        self._moved = self._calls = 0
+
+    def take(self) -> tuple[list[tuple[int, int]], int, int]:
+        """Return the work since the last call: flops and bytes of products, bytes of others, number of both."""
+        taken = self._products, self._moved, self._calls
+        self._products, self._moved, self._calls = [], 0, 0
+        return taken
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        # Private, but the only place that sees each operation once, after composite ones are decomposed.
+        if func_packet in self.flop_registry:
+            flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+            self.flops += flops
+            self._products.append((flops, sum(map(_bytes, _tensors((args, kwargs, out))))))
+            self._calls += 1
+            return out
+        # A name such as "aten::add"; collectives are counted as traffic.
+        if func_packet._qualified_op_name.partition("::")[0] in _COLLECTIVES:
+            return out
+        made, given = _tensors(out), _tensors((args, kwargs))
+        stored = {tensor.untyped_storage()._cdata for tensor in given}
+        in_place = func_packet.__name__.endswith("_")
+        if made and (in_place or any(tensor.untyped_storage()._cdata not in stored for tensor in made)):
+            read = made if func_packet in _ROWS_ONLY else given
+            self._moved += sum(map(_bytes, read)) + sum(map(_bytes, made))
+            self._calls += 1
+        return out
+
+
 class Run:
     """Counts of a forward and backward pass, by layers of the model."""
 
@@ -135,6 +174,10 @@ class Run:
         """Flops; bytes that are reduced over the tp axis, and calls of these reductions; bytes that autograd saves
         first in a layer, without parameters and buffers; bytes of its output."""
         self.saves_input = [False] * layers
+        self.products: list[list[tuple[int, int]]] = [[] for _ in range(layers)]
+        """Flops and bytes of each product, in the order in which they run."""
+        self.moved, self.calls = np.zeros((2, layers), dtype=np.int64)
+        """Bytes that other operations read and write, and the number of all operations."""
 
 
 def run(
@@ -151,13 +194,17 @@ def run(
     weights = {_storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
     seen: dict[int, Tensor] = {}
     inputs_of, current = [-1] * len(layers), 0
-    flops, traffic = FlopCounterMode(display=False), CommunicationCounter()
+    work, traffic = WorkCounter(), CommunicationCounter()
     before = np.zeros(3, dtype=np.int64)
 
     def switch_to(layer: int) -> None:
         """Attribute what was done until now to the layer that is left."""
         nonlocal current, before
-        now = np.array([flops.get_total_flops(), traffic.bytes, traffic.calls])
+        products, moved, calls = work.take()
+        done.products[current] += products
+        done.moved[current] += moved
+        done.calls[current] += calls
+        now = np.array([work.flops, traffic.bytes, traffic.calls])
         for counts, more in zip((done.flops, done.tp_bytes, done.tp_calls), now - before, strict=True):
             counts[current] += more
         current, before = layer, now
@@ -195,7 +242,7 @@ def run(
         handles.append(layer.register_forward_hook(leave(i)))
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with mode, flops, traffic, saving:
+        with mode, work, traffic, saving:
             output = _call(model, inputs)
             scalar = loss_fn(output) if loss_fn is not None else _sum(output)
             scalar.backward()
@@ -231,3 +278,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return _local(tensor).untyped_storage()._cdata  # the address; data_ptr() is 0 for all fake tensors
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    # Of an expanded tensor the memory that there is.
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

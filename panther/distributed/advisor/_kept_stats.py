@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, TensorStats
+from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, Product, TensorStats
 from panther.errors import ShapeError
 
-_LINES = ("flops", "activations", "output", "tp_bytes")
+_LINES = ("flops", "activations", "output", "tp_bytes", "moved")
 
 
 def default_folder() -> Path:
@@ -37,8 +37,14 @@ def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measu
     if "refused" in found:
         raise ShapeError(found["refused"])
     tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in found.pop("tensors"))
-    layers = tuple(LayerStats(**{**t, **{name: Line(*t[name]) for name in _LINES}}) for t in found.pop("layers"))
+    layers = tuple(map(_layer, found.pop("layers")))
     return Measured(tensors, layers, **found)
+
+
+def _layer(kept: dict[str, Any]) -> LayerStats:
+    lines = {name: Line(*kept[name]) for name in _LINES}
+    products = tuple(Product(Line(*flops), Line(*moved), count) for flops, moved, count in kept["products"])
+    return LayerStats(**{**kept, **lines, "products": products})
 
 
 def _measured(sizes: dict[str, Any]) -> dict[str, Any]:

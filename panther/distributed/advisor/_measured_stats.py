@@ -3,6 +3,7 @@
 __all__ = ["measure", "measure_transformer", "plain_transformer"]
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from panther.distributed.advisor._fake_run import Run, fake_inputs, fake_mesh, make_fake_, meta_copy, run
-from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, TensorStats
+from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, Product, TensorStats
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.parallelize import tensor_parallel
@@ -137,9 +138,7 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
 
 def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
     def line(count: str) -> Line:
-        at_first, at_second = float(getattr(first, count)[i]), float(getattr(second, count)[i])
-        slope = (at_second - at_first) / (second.batch - first.batch)
-        return Line(at_first - slope * first.batch, slope)
+        return _line(float(getattr(first, count)[i]), float(getattr(second, count)[i]), first.batch, second.batch)
 
     return LayerStats(
         name=name,
@@ -149,4 +148,24 @@ def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
         tp_bytes=line("tp_bytes"),
         tp_calls=int(first.tp_calls[i]),
         saves_input=first.saves_input[i],
+        products=_products(first.products[i], second.products[i], first.batch, second.batch),
+        moved=line("moved"),
+        calls=int(first.calls[i]),
     )
+
+
+def _line(at_first: float, at_second: float, first: int, second: int) -> Line:
+    slope = (at_second - at_first) / (second - first)
+    return Line(at_first - slope * first, slope)
+
+
+def _products(
+    at_first: list[tuple[int, int]], at_second: list[tuple[int, int]], first: int, second: int
+) -> tuple[Product, ...]:
+    """Return the products of two batch sizes as lines, equal ones once."""
+    if len(at_first) != len(at_second):  # the forward depends on the batch size: only sums can be compared
+        at_first, at_second = ([(sum(f for f, _ in p), sum(b for _, b in p))] for p in (at_first, at_second))
+    counts: Counter[tuple[Line, Line]] = Counter()
+    for (flops, moved), (more_flops, more_moved) in zip(at_first, at_second, strict=True):
+        counts[_line(flops, more_flops, first, second), _line(moved, more_moved, first, second)] += 1
+    return tuple(Product(flops, moved, count) for (flops, moved), count in counts.items())

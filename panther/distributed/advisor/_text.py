@@ -9,6 +9,7 @@ from panther.distributed.advisor.cost_model import Estimate
 
 _TIMES = {
     "compute": "computing",
+    "optimizer": "the optimizer's step",
     "bubble": "idle time of the pipeline",
     "tp": "communication over tp",
     "pp": "communication between stages",

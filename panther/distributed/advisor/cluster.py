@@ -3,10 +3,12 @@
 __all__ = ["ClusterSpec"]
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
-from panther.errors import check_flag, check_size
+from panther.errors import check_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +50,43 @@ class ClusterSpec:
     """Share of the shorter of computing and data-parallel communication that is hidden behind the other."""
     usable: float = 0.9
     """Share of the memory that a plan may use; the rest is for workspace, the driver and fragmentation."""
-    calibrated: bool = False
-    """Whether the speeds were measured; those of a preset are from data sheets, and times that follow from them are
-    good for a ranking only."""
+    memory_bandwidth: float = 3.35e12
+    """Bytes per second that a device reads and writes."""
+    operation_bandwidth: float | None = None
+    """Bytes per second of operations other than products, which compute too; None is ``memory_bandwidth``."""
+    operation_seconds: float = 0.0
+    """Time that an operation takes whatever its size; 0 where devices queue operations faster than they run."""
+    collectives: tuple[tuple[str, float, float], ...] = ()
+    """Latency and bandwidth of single operations, for links within nodes (``"intra all_gather"``) and between them;
+    without an entry, those above hold."""
+    measured_gpus: int = 0
+    """Number of devices on which :meth:`measure` measured the speeds; 0 if they are from data sheets, and times that
+    follow from them are good for a ranking only."""
 
     def __post_init__(self) -> None:
         check_size("gpus", self.gpus, least=1)
         check_size("gpus_per_node", self.gpus_per_node, least=1)
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            if field.name == "calibrated":
-                check_flag(field.name, value)
+            if field.name == "collectives":
+                self._check_collectives()
+                continue
+            if value is None and field.default is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{field.name} must be a number, not {type(value).__name__}")
-            if not (value >= 0 if field.name.endswith("latency") or field.name == "overlap" else value > 0):
+            if not (value >= 0 if field.name.endswith("latency") or field.name in _MAY_BE_0 else value > 0):
                 raise ValueError(f"{field.name}={value} must be positive")
             if field.name in ("efficiency", "overlap", "usable") and value > 1:
                 raise ValueError(f"{field.name}={value} is a share and must be at most 1")
+
+    def _check_collectives(self) -> None:
+        for entry in self.collectives:
+            named = len(entry) == 3 and isinstance(entry[0], str)
+            if not (named and entry[1] >= 0 and entry[2] > 0):
+                raise ValueError(
+                    f"collectives has the entry {entry!r}: it must be a name, a latency and a bandwidth above 0"
+                )
 
     @classmethod
     def preset(cls, name: str, gpus: int, **changes: Any) -> Self:
@@ -83,6 +104,67 @@ class ClusterSpec:
             raise ValueError(f"preset {name!r} is unknown: use one of {', '.join(map(repr, _PRESETS))}")
         return cls(**{**_PRESETS[name], "gpus": gpus, **changes})
 
+    @classmethod
+    def measure(cls, *, repetitions: int = 10, **changes: Any) -> Self:
+        """Measure the devices of the current process group and their links. Every rank must call it.
+
+        All ranks multiply matrices in bfloat16 and float32, add vectors, run small operations and collectives at the
+        same time, so that what they share (cores, memory, links) is shared as in training. A figure is the median over
+        repetitions on the slowest rank. Without a process group, it measures one device.
+
+        Args:
+            repetitions: Timed repetitions of each, after two that do not count.
+            **changes: Fields with different values.
+
+        Returns:
+            The same figures on every rank, with as many devices as ranks.
+
+        Raises:
+            ShapeError: If ``repetitions`` is not positive.
+
+        Cost: a few seconds.
+
+        Example:
+            >>> cluster = ClusterSpec.measure(repetitions=2)
+            >>> cluster.gpus, cluster.calibrated
+            (1, True)
+        """
+        from panther.distributed.advisor._measuring import measured_fields
+
+        fields = measured_fields(check_size("repetitions", repetitions, least=1))
+        return cls(**{**fields, **changes})
+
+    def save(self, path: str | Path) -> None:
+        """Write the figures to a JSON file, for :meth:`load`. Call it on one rank."""
+        Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, gpus: int | None = None, **changes: Any) -> Self:
+        """Read the figures of a file that :meth:`save` wrote.
+
+        Args:
+            path: The file.
+            gpus: Number of devices; None means as many as in the file.
+            **changes: Fields with different values.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it is not a file of :meth:`save`, or a figure is not valid.
+        """
+        try:
+            kept = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a file of ClusterSpec.save: it is not JSON ({error})") from error
+        if not isinstance(kept, dict) or kept.pop("format", None) != _FORMAT:
+            raise ValueError(f'{path} is not a file of ClusterSpec.save: it has no "format": {_FORMAT!r}')
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(kept.keys() - known):
+            raise ValueError(f"{path} has fields that ClusterSpec does not have: {', '.join(unknown)}")
+        if "gpus" not in kept or "memory_bytes" not in kept:
+            raise ValueError(f"{path} must have gpus and memory_bytes")
+        kept["collectives"] = tuple((name, *speeds) for name, *speeds in kept.get("collectives", ()))
+        return cls(**{**kept, **({} if gpus is None else {"gpus": gpus}), **changes})
+
     @property
     def nodes(self) -> int:
         """Number of nodes."""
@@ -92,25 +174,55 @@ class ClusterSpec:
         """Return ``"intra"`` if groups of ``span`` neighbouring ranks lie within nodes, else ``"inter"``."""
         return "intra" if span <= self.gpus_per_node and self.gpus_per_node % span == 0 else "inter"
 
-    def bandwidth(self, span: int) -> float:
+    @property
+    def calibrated(self) -> bool:
+        """Whether the speeds were measured."""
+        return self.measured_gpus > 0
+
+    def bandwidth(self, span: int, operation: str = "all_reduce") -> float:
         """Return the bytes per second along an axis whose groups span this many neighbouring ranks."""
+        measured = self._measured(span, operation)
+        if measured is not None:
+            return measured[1]
         return self.intra_bandwidth if self.link(span) == "intra" else self.inter_bandwidth
 
-    def latency(self, span: int) -> float:
-        """Return the latency along that axis, in seconds."""
+    def latency(self, span: int, operation: str = "all_reduce") -> float:
+        """Return the latency of a round along that axis, in seconds."""
+        measured = self._measured(span, operation)
+        if measured is not None:
+            return measured[0]
         return self.intra_latency if self.link(span) == "intra" else self.inter_latency
+
+    def _measured(self, span: int, operation: str) -> tuple[float, float] | None:
+        wanted = f"{self.link(span)} {operation}"
+        return next(((latency, bandwidth) for name, latency, bandwidth in self.collectives if name == wanted), None)
 
     def flops(self, dtype_bytes: int) -> float:
         """Return the assumed flops per second for numbers of ``dtype_bytes`` bytes."""
         return (self.peak_flops if dtype_bytes <= 2 else self.peak_flops_fp32) * self.efficiency
 
 
+_FORMAT = "panther-cluster-1"
+_MAY_BE_0 = ("overlap", "operation_seconds", "measured_gpus")
 _HOPPER = {"peak_flops": 989.4e12, "peak_flops_fp32": 66.9e12, "intra_bandwidth": 450e9, "inter_bandwidth": 50e9}
-_A100 = {"peak_flops": 312e12, "peak_flops_fp32": 19.5e12, "intra_bandwidth": 300e9, "inter_bandwidth": 25e9}
-_CPU = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e9, "intra_latency": 1e-4, "inter_latency": 1e-4}
+_A100 = {
+    "memory_bandwidth": 2.039e12,
+    "peak_flops": 312e12,
+    "peak_flops_fp32": 19.5e12,
+    "intra_bandwidth": 300e9,
+    "inter_bandwidth": 25e9,
+}
+_CPU = {
+    "memory_bandwidth": 1e10,
+    "operation_seconds": 5e-6,
+    "intra_bandwidth": 1e9,
+    "inter_bandwidth": 1e9,
+    "intra_latency": 1e-4,
+    "inter_latency": 1e-4,
+}
 _PRESETS: dict[str, dict[str, Any]] = {
     "a100-80gb": {"memory_bytes": 80e9, **_A100},
     "h100-80gb": {"memory_bytes": 80e9, **_HOPPER},
-    "h200": {"memory_bytes": 141e9, **_HOPPER},
+    "h200": {"memory_bytes": 141e9, **_HOPPER, "memory_bandwidth": 4.8e12},
     "cpu": {"memory_bytes": 4e9, "peak_flops": 5e10, "peak_flops_fp32": 5e10, **_CPU},
 }

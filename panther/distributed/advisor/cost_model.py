@@ -1,14 +1,16 @@
 r"""What a layout of a model on a cluster costs each rank: memory, bytes sent, and time, by stated assumptions.
 
-Memory is reported for the most loaded rank, as the sum of all its tensors. They are not all alive at the same time
-(gradients early in a step, activations late), so this is an upper bound, excluding the workspace of operators.
+Memory is reported for the most loaded rank, as the peak of all its tensors, excluding the workspace of operators: the
+backward pass goes through the layers from the last to the first, freeing activations and making gradients. In
+pipelines, and for models that are not a sequence of layers, it is the sum, an upper bound.
 
-Time: computing takes flops over ``peak * efficiency``. Collectives run on rings: an all-reduce of V bytes over n ranks
-sends :math:`2 V (n-1)/n` bytes over a link in :math:`2 (n-1)` rounds; a gather or scatter of V bytes in total sends
-:math:`V (n-1)/n` in :math:`n - 1`. A pipeline is idle for the share of its schedule, :math:`(p-1)/(v m + p - 1)` for p
-ranks, m microbatches and v stages per rank with 1F1B and its interleaved form. Traffic over tp and pp is waited for.
-Over dp, the share ``overlap`` of the shorter of sending and computing is hidden; under a pipeline none is, because
-gradients are sent at the end.
+Time: a product takes its flops over ``peak * efficiency`` and its bytes over the bandwidth of memory, other operations
+their bytes, and all ``operation_seconds``. The optimizer moves memory. Collectives
+run on rings: an all-reduce of V bytes over n ranks sends :math:`2 V (n-1)/n` bytes over a link in :math:`2 (n-1)`
+rounds; a gather or scatter of V bytes in total sends :math:`V (n-1)/n` in :math:`n - 1`. A pipeline is idle for the
+share of its schedule, :math:`(p-1)/(v m + p - 1)` for p ranks, m microbatches and v stages per rank with 1F1B and its
+interleaved form. Traffic over tp and pp is waited for. Over dp, the share ``overlap`` of the shorter of sending and
+computing is hidden; under a pipeline none is, because gradients are sent at the end.
 """
 
 __all__ = ["Estimate", "Layout", "MemoryEstimate", "Traffic", "estimate"]
@@ -18,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
+from typing import cast
 
 from panther.distributed.advisor._schedule_order import Order, order_of
 from panther.distributed.advisor.cluster import ClusterSpec
@@ -76,15 +79,20 @@ class MemoryEstimate:
     """Tensors that autograd saves for the backward pass."""
     communication: float = 0
     """Buffers: DDP's buckets, what FSDP gathers and scatters, inputs and outputs of pipeline stages."""
+    workspace: float = 0
+    """What operators return and autograd does not keep: two tensors of the size of the largest output."""
+    apart: float = 0
+    """Bytes of the parts above that are not there at the same time: backward frees activations and makes gradients."""
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
-        return sum(self.parts().values())
+        """Peak: the sum of all parts without what is apart."""
+        return sum(self.parts().values()) - self.apart
 
     def parts(self) -> dict[str, float]:
         """Return each part by its name."""
-        return dict(vars(self))  # asdict copies, and plans ask for this thousands of times
+        # Not asdict, which copies: plans ask for this thousands of times.
+        return {name: value for name, value in vars(self).items() if name != "apart"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def estimate(
     traffic = [max((rank.along(axis, cluster) for rank in ranks), key=lambda t: t.seconds) for axis in ("tp", "pp")]
     along_dp = max((rank.data_parallel(cluster) for rank in ranks), key=lambda ts: sum(t.seconds for t in ts))
     size = _HALF if stats.mixed_precision else max(tensor.itemsize for tensor in stats.tensors if tensor.trained)
-    compute = max(rank.flops() for rank in ranks) * layout.num_microbatches / cluster.flops(size)
+    compute = max(rank.seconds(cluster, size) for rank in ranks) * layout.num_microbatches
     tp, pp = (t.seconds for t in traffic)
     bubble = order.bubble if order else 0.0
     # HSDP communicates along two axes, one after the other.
@@ -165,6 +173,7 @@ def estimate(
     hidden = 0.0 if layout.pp > 1 else cluster.overlap * min(dp, compute)
     seconds = {
         "compute": compute,
+        "optimizer": max(rank.optimizer_seconds(cluster) for rank in ranks),
         # The share b of the whole time is idle, so the working time w extends to w / (1 - b).
         "bubble": (compute + tp + pp) * bubble / (1 - bubble),
         "tp": tp,
@@ -226,15 +235,35 @@ class _Rank:
         self.layers = [stats.layers[i] for i in sorted(own)]
         self.shards = layout.dp if layout.strategy == "fsdp" else 1
 
-    def flops(self) -> float:
-        """Return the flops of a microbatch."""
-        return sum(layer.flops.at(self.samples) for layer in self.layers)
+    def seconds(self, cluster: ClusterSpec, itemsize: int) -> float:
+        """Return the time of computing a microbatch."""
+        flops, samples, speed = cluster.flops(itemsize), self.samples, cluster.memory_bandwidth
+        others = cluster.operation_bandwidth or speed
+        total, known = 0.0, dict[int, float]()
+        for layer in self.layers:
+            # Equal layers share their products.
+            if id(layer.products) not in known:
+                known[id(layer.products)] = sum(
+                    product.times * (product.flops.at(samples) / flops + product.moved.at(samples) / speed)
+                    for product in layer.products
+                )
+            total += known[id(layer.products)]
+            total += layer.moved.at(samples) / others + layer.calls * cluster.operation_seconds
+        return total
+
+    def optimizer_seconds(self, cluster: ClusterSpec) -> float:
+        """Return the time of the optimizer's step, which moves memory."""
+        trained = [tensor for tensor in self.tensors if tensor.trained]
+        calls = len(trained) * (1 + 4 * self.optimizer_states) * cluster.operation_seconds
+        # SGD reads a parameter and its gradient and writes the parameter; each moment of Adam takes about 8 accesses.
+        return (3 + 8 * self.optimizer_states) * self._bytes(trained) / cluster.memory_bandwidth + calls
 
     def memory(self) -> MemoryEstimate:
         """Return the memory of the rank."""
         parameters = [tensor for tensor in self.tensors if tensor.role == "parameter"]
         trained = [tensor for tensor in parameters if tensor.trained]
         held = self._bytes(trained)
+        workspace = 2 * max(layer.output.at(self.samples) for layer in self.layers)
         return MemoryEstimate(
             parameters=self._bytes(parameters),
             # Gradients have the dtype and the sharding of the parameters, also in mixed precision.
@@ -244,7 +273,45 @@ class _Rank:
             buffers=sum(tensor.nbytes for tensor in self.tensors if tensor.role == "buffer"),
             activations=self._peak([self._kept(stage) for stage in range(len(self.stages))]),
             communication=(held if self.layout.strategy == "ddp" else self._gathered()) + self._pipeline_buffers(),
+            workspace=workspace,
+            apart=self._apart(trained, workspace),
         )
+
+    def _apart(self, trained: list[TensorStats], workspace: float) -> float:
+        """Return how much less activations, gradients and buffers take together than each at its peak.
+
+        When the backward pass is in a layer, there are the activations of this one and those before it, and the
+        gradients of this one and those after it. Of a model that is one layer, the order of its parts is not known.
+        """
+        if self.order is not None:
+            return self._apart_in_pipeline(workspace)
+        if len(self.layers) == 1:
+            return 0.0
+        kept = [layer.activations.at(self.samples) for layer in self.layers]
+        made = [0.0] * len(kept)
+        for tensor in trained:
+            made[tensor.layer] += self._bytes([tensor])
+        before, after, peak = 0.0, sum(made), 0.0
+        for activations, gradients in zip(kept, made, strict=True):
+            before += activations
+            peak = max(peak, before + after)
+            after -= gradients
+        return sum(kept) + sum(made) - peak
+
+    def _apart_in_pipeline(self, workspace: float) -> float:
+        """Return the same for a pipeline: microbatches come first, then gradients are reduced, then outputs joined."""
+        order = cast("Order", self.order)
+        sizes = [self._kept(stage) for stage in range(len(self.stages))]
+        units = {int(name.removeprefix("stage ")): both for name, both in self._units.items()}
+        unsharded = [units.get(stage, (0.0, 0.0))[1] for stage in range(len(self.stages))]
+        gathered, summed = sum(full for full, _ in units.values()), sum(unsharded)
+        shards, results = self._bytes(t for t in self.tensors if t.trained), self._results()
+        together = max(
+            gathered + order.peak(self.rank, sizes, unsharded) + workspace + results,
+            gathered + summed + max(unsharded) + shards + results,
+            shards + 2 * results,
+        )
+        return self._peak(sizes) + workspace + gathered + summed + max(unsharded) + shards + 2 * results - together
 
     def _bytes(self, tensors: Iterable[TensorStats]) -> float:
         return sum(shard_numel(t, self.shards) * t.itemsize if self.shards > 1 else t.nbytes for t in tensors)
@@ -270,9 +337,13 @@ class _Rank:
             return 0.0
         last, m = len(self.stages) - 1, self.layout.num_microbatches
         received = sum(self._input(s) + (self._output(s) if s < last else 0.0) for s in self.mine)
-        results = 2 * self._output(last) if last in self.mine else 0.0  # of each microbatch, and concatenated
         waiting = self._peak([self._output(s) if s < last else 0.0 for s in range(last + 1)])
-        return m * (received + results) + waiting
+        return m * received + 2 * self._results() + waiting  # outputs of each microbatch, and concatenated
+
+    def _results(self) -> float:
+        """Return the output of all microbatches, which the last stage has."""
+        last = len(self.stages) - 1
+        return self.layout.num_microbatches * self._output(last) if last in self.mine else 0.0
 
     @cached_property
     def _units(self) -> dict[str, tuple[float, float]]:
@@ -321,39 +392,64 @@ class _Rank:
         messages = [self._output(s) for s in self.mine if s < last and s + 1 not in mine]
         messages += [self._input(s) for s in self.mine if s > 0 and s - 1 not in mine]
         sent = m * sum(messages)
-        return _traffic(axis, cluster, layout.pp * layout.tp, sent, sent, m * len(messages))
+        return _traffic(axis, cluster, layout.pp * layout.tp, sent, sent, m * len(messages), "broadcast")
 
     def data_parallel(self, cluster: ClusterSpec) -> tuple[Traffic, ...]:
-        """Return the traffic along dp and replicate."""
+        """Return the traffic along dp and replicate, with the time of filling and emptying buffers."""
         layout, n, units = self.layout, self.layout.dp, self._units
         span = n * layout.pp * layout.tp
         if n == 1:
             return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
         if layout.strategy == "fsdp":
-            payload, whole = 0.0, 0.0
-            for name, (full, summed) in units.items():
-                # A block is gathered for its forward and again for its backward pass.
-                gathers = 2 if name and layout.pp == 1 else 1  # the root unit and stages stay gathered
-                payload += gathers * full / n + summed
-                whole += gathers * full + summed
-            # Two gathers and one scatter, in n - 1 rounds each.
-            dp = _traffic("dp", cluster, span, payload, (n - 1) / n * whole, (n - 1) * 3 * len(units))
-            shard = sum(summed for _, summed in units.values()) / n
+            # A block is gathered for its forward and again for its backward pass; the root unit and stages stay.
+            gathers = {name: 2 if name and layout.pp == 1 else 1 for name in units}
+            gathered = sum(gathers[name] * full for name, (full, _) in units.items())
+            reduced = sum(summed for _, summed in units.values())
+            share, calls = (n - 1) / n, sum(gathers.values())
+            gather = _traffic(
+                "dp", cluster, span, gathered / n, share * gathered, (n - 1) * calls, "all_gather", 2 * gathered
+            )
+            scatter = _traffic(
+                "dp", cluster, span, reduced, share * reduced, (n - 1) * len(units), "reduce_scatter", 2 * reduced
+            )
+            dp = Traffic(
+                "dp",
+                gather.link,
+                gather.payload + scatter.payload,
+                gather.sent + scatter.sent,
+                gather.seconds + scatter.seconds,
+            )
+            shard = reduced / n
             replicas = _all_reduce("replicate", cluster, layout.replicate, layout.world, shard, len(units))
             return (dp, replicas) if layout.replicate > 1 else (dp,)
         trained = float(sum(t.nbytes for t in self.tensors if t.trained))
         if layout.strategy == "replicate":  # FSDP2's engine sends a unit at a time
             return (_all_reduce("dp", cluster, n, span, trained, len(units)),)
-        dp = _all_reduce("dp", cluster, n, span, trained, -(-int(trained) // _BUCKET))
+        # A bucket is filled, divided by the ranks and read back.
+        dp = _all_reduce("dp", cluster, n, span, trained, -(-int(trained) // _BUCKET), copied=4 * trained)
         # DDP also broadcasts buffers in every forward, except for sketches.
         buffers = sum(t.nbytes for t in self.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed"))
         return (replace(dp, payload=dp.payload + buffers),)
 
 
-def _all_reduce(axis: str, cluster: ClusterSpec, n: int, span: int, payload: float, calls: int) -> Traffic:
-    return _traffic(axis, cluster, span, payload, 2 * (n - 1) / n * payload, 2 * (n - 1) * calls)
+def _all_reduce(
+    axis: str, cluster: ClusterSpec, n: int, span: int, payload: float, calls: int, copied: float = 0.0
+) -> Traffic:
+    sent, rounds = 2 * (n - 1) / n * payload, 2 * (n - 1) * calls
+    return _traffic(axis, cluster, span, payload, sent, rounds, copied=copied)
 
 
-def _traffic(axis: str, cluster: ClusterSpec, span: int, payload: float, sent: float, rounds: float) -> Traffic:
-    seconds = sent / cluster.bandwidth(span) + rounds * cluster.latency(span)
+def _traffic(
+    axis: str,
+    cluster: ClusterSpec,
+    span: int,
+    payload: float,
+    sent: float,
+    rounds: float,
+    operation: str = "all_reduce",
+    copied: float = 0.0,
+) -> Traffic:
+    """Return the traffic of calls of one operation; ``copied`` are bytes read and written to fill and empty buffers."""
+    seconds = sent / cluster.bandwidth(span, operation) + rounds * cluster.latency(span, operation)
+    seconds += copied / cluster.memory_bandwidth
     return Traffic(axis, cluster.link(span), payload, sent, seconds if payload else 0.0)

@@ -1,6 +1,6 @@
 """The tensors and layers of a model as planning sees them."""
 
-__all__ = ["LayerStats", "Line", "Measured", "TensorStats"]
+__all__ = ["LayerStats", "Line", "Measured", "Product", "TensorStats"]
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,16 @@ class Line(NamedTuple):
     def at(self, samples: float) -> float:
         """Return its value for a number of samples."""
         return self.fixed + self.per_sample * samples
+
+
+class Product(NamedTuple):
+    """Matrix products, convolutions or attention of one shape, with the work of one of them."""
+
+    flops: Line
+    moved: Line
+    """Bytes that it reads and writes."""
+    times: int
+    """How many of them there are."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,12 @@ class LayerStats:
     """Number of these reductions."""
     saves_input: bool
     """Whether ``activations`` include its input; otherwise those of the layer before do."""
+    products: tuple[Product, ...]
+    """The operations that ``flops`` counts, forward and backward."""
+    moved: Line
+    """Bytes that all other operations read and write, forward and backward."""
+    calls: int
+    """Number of all operations."""
 
 
 class Measured(NamedTuple):

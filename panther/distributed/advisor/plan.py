@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from panther._text import format_bytes, format_seconds, format_table
+from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.distributed.advisor._text import explain
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
@@ -92,6 +92,9 @@ class ParallelismPlan:
         remarks = list(self.notes)
         if not self.cluster.calibrated:
             remarks.insert(0, _UNCALIBRATED)
+        elif self.cluster.gpus != self.cluster.measured_gpus:
+            measured = counted(self.cluster.measured_gpus, "device")
+            remarks.insert(0, f"Times are extrapolated from speeds that were measured on {measured}.")
         if self.run is not None and self.best.cost is not None:
             n = self.cluster.gpus
             remarks.insert(0, describe(self.run, self.best.cost, n, self.batch, self.tokens_per_sample))

@@ -1,0 +1,176 @@
+"""The advisor's predictions against training steps of real processes: time of a step, and peak memory of a rank.
+
+The processes that train are measured by ClusterSpec.measure, before and after. Between, they train a transformer, dense
+or sketched, with one layout after another in turns, on gloo with one thread a process. A time is the median over turns
+of the slowest rank's. Memory is the peak of the resident set in other processes, less what they had before the model
+was made, with a malloc that returns what is freed.
+"""
+
+__all__ = ["run"]
+
+import ctypes
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import figure, main, print_table, write_csv
+from torch import Tensor
+
+from panther.distributed import ClusterSpec, ModelStats, ParallelismPlan, launch, plan_parallelism
+from panther.distributed.advisor._measured_stats import plain_transformer
+from panther.errors import PerformanceWarning
+from panther.train.history import peak_memory
+
+_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+_LAYOUTS = {
+    2: ("dp=2 ddp", "dp=2 fsdp", "tp=2", "pp=2 gpipe m=4", "pp=2 1f1b m=4", "pp=2 interleaved m=4"),
+    4: ("dp=4 ddp", "dp=4 fsdp", "dp=2 replicate, tp=2", "dp=2 fsdp, tp=2", "tp=4", "dp=2 fsdp, pp=2 1f1b m=4"),
+}
+_SIZES = {"hidden": 256, "layers": 6, "heads": 4, "ffn": 1024, "vocab": 4096, "sequence": 64}
+_SMALL = {"hidden": 32, "layers": 4, "heads": 4, "ffn": 64, "vocab": 64, "sequence": 8}
+_BATCH, _SKETCH = 32, 16
+_WARM_UP = 3
+
+
+def run(device: str, budget_s: float, quick: bool = False) -> None:
+    """Measure, predict, train, print the table, and write the CSV."""
+    if device != "cpu":
+        print("processes over gloo are measured on CPUs only")
+        return
+    rows = []
+    for world, layouts in _LAYOUTS.items():
+        for sketch in (None, 2 if quick else _SKETCH):
+            sizes = {**(_SMALL if quick else _SIZES), "sketch": sketch}
+            rows += rows_of(world, layouts[: 2 if quick else None], sizes, budget_s)
+            print_table(rows)
+    if not quick:
+        print(f"written to {write_csv('advisor', rows, device=device)}")
+
+
+def rows_of(world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s: float) -> list[dict[str, Any]]:
+    """Train a model with each layout, and return measured beside predicted figures."""
+    stats = ModelStats.transformer(**sizes)
+    guess = _plan(stats, ClusterSpec.preset("cpu", world))
+    names = [str(option.layout) for option in guess.options]
+    chosen = ParallelismPlan(
+        tuple(guess.options[names.index(layout)] for layout in layouts), guess.cluster, _BATCH, "time", ()
+    )
+    cluster, seconds = launch(_seconds, chosen, sizes, budget_s, nproc=world)[0]
+    memory = [max(ranks) for ranks in zip(*launch(_memory, chosen, sizes, nproc=world), strict=True)]
+    predictions = {str(option.layout): option.estimate for option in _plan(stats, cluster).options}
+    return [
+        {
+            "processes": world,
+            "model": "dense" if sizes["sketch"] is None else f"sketched R={sizes['sketch']}",
+            "layout": layout,
+            "step_ms": figure(1e3 * measured),
+            "predicted_ms": figure(1e3 * predictions[layout].step_seconds),
+            "time_ratio": figure(predictions[layout].step_seconds / measured),
+            "peak_mb": figure(peak / 1e6),
+            "predicted_mb": figure(predictions[layout].memory.total / 1e6),
+            "memory_ratio": figure(predictions[layout].memory.total / peak),
+            **{f"{part}_ms": round(1e3 * value, 2) for part, value in predictions[layout].seconds.items()},
+        }
+        for layout, measured, peak in zip(layouts, seconds, memory, strict=True)
+    ]
+
+
+def _plan(stats: ModelStats, cluster: ClusterSpec) -> ParallelismPlan:
+    return plan_parallelism(stats, cluster, batch=_BATCH, schedules=_SCHEDULES)
+
+
+class _Trainer:
+    """A rank's model, optimizer and samples."""
+
+    def __init__(self, plan: ParallelismPlan, place: int, sizes: dict[str, Any]) -> None:
+        warnings.simplefilter("ignore", PerformanceWarning)
+        layout = plan.options[place].layout
+        torch.manual_seed(0)
+        model = plain_transformer(*(sizes[name] for name in ("hidden", "layers", "heads", "ffn", "vocab", "sketch")))
+        self.built = plan.apply(model, place)
+        self.is_pipeline = layout.pp > 1
+        self.optimizer = torch.optim.Adam((self.built.model if self.is_pipeline else self.built).parameters())
+        samples = _BATCH // (layout.dp * layout.replicate)
+        self.tokens = torch.randint(sizes["vocab"], (samples, sizes["sequence"]))
+
+    def step(self) -> None:
+        if self.is_pipeline:
+            self.built.train_step((self.tokens, self.tokens), self.optimizer, _loss)
+            return
+        self.optimizer.zero_grad()
+        _loss(self.built(self.tokens), self.tokens).backward()
+        self.optimizer.step()
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _seconds(plan: ParallelismPlan, sizes: dict[str, Any], budget_s: float) -> tuple[ClusterSpec, list[float]]:
+    cluster = ClusterSpec.measure()
+    trainers = [_Trainer(plan, place, sizes) for place in range(len(plan.options))]
+    times: list[list[float]] = [[] for _ in trainers]
+    end, going, turns = time.monotonic() + budget_s * len(trainers), torch.ones(1), 0
+    while going:
+        for trainer, taken in zip(trainers, times, strict=True):
+            dist.barrier()
+            begin = time.perf_counter()
+            trainer.step()
+            taken.append(time.perf_counter() - begin)
+        turns += 1
+        going = torch.tensor([float(turns < _WARM_UP + 5 or time.monotonic() < end)])
+        dist.broadcast(going, 0)
+    slowest = torch.tensor(times)[:, _WARM_UP:]
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    # Speeds drift with what else the machine does: the mean of those before and after the steps.
+    return _mean(cluster, ClusterSpec.measure()), [statistics.median(row) for row in slowest.tolist()]
+
+
+def _mean(first: ClusterSpec, second: ClusterSpec) -> ClusterSpec:
+    fields = ("peak_flops_fp32", "memory_bandwidth", "operation_bandwidth", "operation_seconds", "overlap")
+    pairs = zip(first.collectives, second.collectives, strict=True)
+    return replace(
+        first,
+        collectives=tuple((name, (a + c) / 2, (b + d) / 2) for (name, a, b), (_, c, d) in pairs),
+        **{name: (getattr(first, name) + getattr(second, name)) / 2 for name in fields},
+    )
+
+
+def _memory(plan: ParallelismPlan, sizes: dict[str, Any]) -> list[float]:
+    # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: large blocks are mapped, and freed at once.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 2**16)
+    libc.mallopt(-1, 2**16)
+    peaks = []
+    for place in range(len(plan.options)):
+        # What the first operations of a process load is not the model's.
+        _Trainer(plan, place, {**_SMALL, "sketch": sizes["sketch"] and 2}).step()
+        gc.collect()
+        before = _resident()
+        trainer = _Trainer(plan, place, sizes)
+        for _ in range(2):
+            trainer.step()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        for _ in range(2):
+            trainer.step()
+        peaks.append(float((peak_memory() or 0) - before))
+        del trainer
+        gc.collect()
+    return peaks
+
+
+def _resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+if __name__ == "__main__":
+    main(run, __doc__, threads=1, budget_s=4.0, memory=["default"])

@@ -1,0 +1,180 @@
+"""Time matrix products, memory and collectives on the devices of a process group, all ranks at the same time."""
+
+__all__ = ["measured_fields"]
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from panther.distributed.comm._ranks import in_process_group, transport
+from panther.distributed.comm.bandwidth import CommunicationProfile, profile_communication_overhead
+
+_SMALL, _LARGE = 2**12, 2**24  # bytes of messages that show latency, and bandwidth
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}  # in n - 1; None is one round
+_CALLS = 200
+
+
+def measured_fields(repetitions: int) -> dict[str, Any]:
+    """Return the fields of a ClusterSpec that can be measured. Every rank of the default group must call it.
+
+    A figure is that of the slowest rank: the others wait for it.
+    """
+    group = in_process_group()
+    if group:
+        device = transport(None)
+    else:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    world = dist.get_world_size() if group else 1
+    # Set by torchrun and panther launch; without it all ranks are on one node.
+    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
+    timer = _Timer(device, repetitions, group)
+    fields: dict[str, Any] = {
+        "gpus": world,
+        "gpus_per_node": local,
+        "memory_bytes": _memory(device, local),
+        **_bandwidths(timer),
+        "operation_seconds": _operation_seconds(timer),
+        "peak_flops": _flops(timer, torch.bfloat16),
+        "peak_flops_fp32": _flops(timer, torch.float32),
+        "efficiency": 1.0,  # what is measured is reached
+        "measured_gpus": world,
+    }
+    if world > 1:
+        fields |= _links(local, world, repetitions)
+        fields["overlap"] = _overlap(timer)
+    return fields
+
+
+class _Timer:
+    def __init__(self, device: torch.device, repetitions: int, group: bool) -> None:
+        self.device, self.repetitions, self.group = device, repetitions, group
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        """Return the median time of the slowest rank, in seconds, with all ranks at work."""
+        times = []
+        for _ in range(2 + self.repetitions):
+            self._finish()
+            if self.group:
+                dist.barrier()
+            begin = time.perf_counter()
+            work()
+            self._finish()
+            times.append(time.perf_counter() - begin)
+        slowest = torch.tensor(statistics.median(times[2:]), dtype=torch.float64, device=self.device)
+        if self.group:
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return max(float(slowest), 1e-9)
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _memory(device: torch.device, local: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local
+
+
+def _flops(timer: _Timer, dtype: torch.dtype) -> float:
+    n = 4096 if timer.device.type == "cuda" else 512
+    a, b = (torch.ones(n, n, dtype=dtype, device=timer.device) for _ in range(2))
+
+    def work() -> None:  # the three products of a linear layer, with results that are allocated
+        a @ b.t()
+        a @ b
+        a.t() @ b
+
+    return 3 * 2 * n**3 / timer(work)
+
+
+def _bandwidths(timer: _Timer) -> dict[str, float]:
+    """Return the bytes per second of additions, and of what else a transformer does besides products."""
+    # Results are allocated, as those of a model are.
+    x = torch.ones(2**16 if timer.device.type == "cuda" else 2**10, 2**10, device=timer.device)
+
+    def mixed() -> None:
+        y = F.gelu(x + x)
+        y = F.layer_norm(y + x, y.shape[1:])
+        F.softmax(y + x, -1)
+
+    return {
+        "memory_bandwidth": 3 * x.nbytes / timer(lambda: x + x),
+        "operation_bandwidth": 15 * x.nbytes / timer(mixed),
+    }
+
+
+def _operation_seconds(timer: _Timer) -> float:
+    x = torch.ones(8, device=timer.device, requires_grad=True)
+
+    def work() -> None:
+        y = x
+        for _ in range(_CALLS // 2):
+            y = y * 1.0
+        y.sum().backward()
+
+    return timer(work) / _CALLS
+
+
+def _links(local: int, world: int, repetitions: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    speeds = []
+    for link, size in (("intra", local), ("inter", world)):
+        if size == 1 or (link == "inter" and size == local):
+            continue
+        profile = _profile(size, world, repetitions)
+        fitted = {name: _fit(profile, name) for name in _ROUNDS}
+        fields[f"{link}_latency"], fields[f"{link}_bandwidth"] = fitted["all_reduce"]
+        speeds += [(f"{link} {name}", *fit) for name, fit in fitted.items()]
+    return {**fields, "collectives": tuple(speeds)}
+
+
+def _profile(size: int, world: int, repetitions: int) -> CommunicationProfile:
+    group = None
+    if size < world:  # the ranks of each node, all nodes at the same time
+        group, _ = dist.new_subgroups(size)
+    try:
+        profile = profile_communication_overhead((_SMALL, _LARGE), repetitions=repetitions, group=group, show=False)
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, profile)
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
+    # One figure for the cluster: that of the slowest node.
+    return max(gathered, key=lambda each: sum(timing.time_ms for timing in each.timings))
+
+
+def _fit(profile: CommunicationProfile, operation: str) -> tuple[float, float]:
+    """Return latency and bandwidth that explain the times of a small and a large message."""
+    small, large = sorted(
+        (timing for timing in profile.timings if timing.operation == operation), key=lambda timing: timing.message_bytes
+    )
+    n, rounds = profile.world_size, _ROUNDS[operation]
+    factor = large.bus_bandwidth_gb_s / large.algorithm_bandwidth_gb_s
+    latency = small.time_ms / 1e3 / (1 if rounds is None else rounds * (n - 1))
+    seconds = max((large.time_ms - small.time_ms) / 1e3, large.time_ms / 1e4)
+    return latency, factor * (large.message_bytes - small.message_bytes) / seconds
+
+
+def _overlap(timer: _Timer) -> float:
+    """Return the share of the shorter of computing and sending that is hidden behind the other."""
+    n = 2048 if timer.device.type == "cuda" else 384
+    a, message = torch.ones(n, n, device=timer.device), torch.zeros(2**20, device=timer.device)
+
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(a, a)
+
+    def both() -> None:
+        work = dist.all_reduce(message, async_op=True)
+        compute()
+        work.wait()
+
+    computing, sending, together = timer(compute), timer(lambda: dist.all_reduce(message)), timer(both)
+    return min(max((computing + sending - together) / min(computing, sending), 0.0), 1.0)
