@@ -6,7 +6,7 @@ in float32: 2 is twice as fast. *rounded* is ``activations="int8"``; *packed cop
 of the product: relative to that of the same weight in float64, without what quantizing the weight costs, for Gaussian
 inputs and for heavy-tailed ones with a few columns ten times as large, as transformers have them.
 
-The page of the guide has some of the rows, as :func:`write_page` puts them into docs/guide/quantized.inc.
+The page on it has some of the rows, as :func:`write_page` puts them into docs/benchmarks/quantized.inc.
 """
 
 __all__ = ["run", "write_page"]
@@ -38,7 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "rank in / 4, rounded": {"bits": None, "activations": "int8"},
 }
 DYNAMIC = "torch dynamic int8"
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "quantized.inc"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "quantized.inc"
 PAGE_FORMS = {  # as the page calls them
     "int8": "int8", "int8, rounded": "int8, rounded inputs", DYNAMIC: "int8, torch's dynamic layer", "int4": "int4",
     "int4, rounded": "int4, rounded inputs", "int3": "int3", "rank in / 4": "low rank in int8, a quarter",
@@ -63,7 +63,7 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
 
 
 def write_page(rows: list[dict[str, str]]) -> None:
-    """Write the table of the guide: some shapes and batches, with the default settings of the allocator."""
+    """Write the table of the page: some shapes and batches, with the default settings of the allocator."""
     found = {
         tuple(row[key] for key in ("in", "out", "batch", "dtype", "form")): row
         for row in rows

@@ -5,7 +5,7 @@ on the right, where layers stay in float32 and get faster. *frontier-models*: th
 the lower end of a panel are left out.
 """
 
-__all__ = ["draw_encoder", "draw_models"]
+__all__ = ["BITS", "QUANTIZED", "draw_correlation", "draw_encoder", "draw_models"]
 
 import math
 from pathlib import Path
@@ -49,10 +49,10 @@ _APART = 0.045  # of the axis, between two ticks
 def draw_encoder(device: str, rows: Rows) -> Path:
     """Draw both panels of the sentence encoder."""
     figure, (left, right) = _panels(1, 2)
-    _draw_correlation(left, rows, QUANTIZED, BITS, 0.85)
+    draw_correlation(left, rows, QUANTIZED, BITS, 0.85)
     left.set_title("smaller: quantized forms", fontsize=10)
     left.set_ylabel("correlation with the original")
-    _draw_correlation(right, rows, LOW_RANK, KEPT, 0.5)
+    draw_correlation(right, rows, LOW_RANK, KEPT, 0.5)
     right.set_title("faster: low rank in float32", fontsize=10)
     figure.suptitle(
         "all-MiniLM-L6-v2, its 36 linear layers compressed: how the cosine similarities of 130,816 pairs of held-out\n"
@@ -71,7 +71,7 @@ def draw_models(found: dict[str, Rows]) -> Path:
         if name == "smollm2":
             _draw_loss(axis, found[name], styles, measure)
         else:
-            _draw_correlation(axis, found[name], styles, measure, least)
+            draw_correlation(axis, found[name], styles, measure, least)
             axis.set_ylabel("correlation with the original")
     for axis in axes[len(drawn) :]:
         axis.remove()
@@ -97,7 +97,7 @@ def _draw_loss(axis: Any, rows: Rows, styles: Any, measure: tuple[str, str, tupl
     axis.grid(alpha=0.3)
 
 
-def _draw_correlation(
+def draw_correlation(
     axis: Any, rows: Rows, styles: Any, measure: tuple[str, str, tuple[float, float]], least: float
 ) -> None:
     """Draw correlations on a scale that ends in 1: a tenth of what is missing is a step."""

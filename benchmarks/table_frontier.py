@@ -1,8 +1,8 @@
 """Write the tables of the guide's page on compression: ``python benchmarks/table_frontier.py``, after the trials.
 
-They go to docs/guide/frontier.inc, which the page includes: what was reached of aims that were set before, rows by
+They go to docs/benchmarks/frontier.inc, which the page includes: what was reached of aims that were set before, rows by
 method, and times of whole models. A row is of the CPU that computed the table last, if it has it; its name is in the
-row. Times are of one CPU, the first by name.
+row. Times have a table for each CPU.
 """
 
 __all__ = ["aims_table", "quality_table", "speed_table"]
@@ -14,7 +14,7 @@ from pathlib import Path
 from figures import by_cpu, merged
 from harness import RESULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "frontier.inc"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "frontier.inc"
 TITLES = {
     "encoder": "all-MiniLM-L6-v2",
     "encoder-3": "paraphrase-MiniLM-L3-v2",
@@ -66,8 +66,8 @@ def quality_table(model: str, rows: Rows) -> str:
     return _table(f"{TITLES[model]}: what is kept, and what compressing took", head, body)
 
 
-def speed_table(model: str, rows: Rows) -> str:
-    """Return the latency of each form of a model relative to float32, by size of the input, and its memory."""
+def speed_table(model: str, device: str, rows: Rows) -> str:
+    """Return the latency of each form of a model on a CPU relative to float32, by size of the input, and its memory."""
     sizes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
     head = ["Form", "Stored MB", "Memory MB", *(f"{batch} x {tokens}" for batch, tokens in sizes)]
     body = []
@@ -77,25 +77,27 @@ def speed_table(model: str, rows: Rows) -> str:
             f"{_short(row['time_ms'])} ms" if form == "float32" else row["x float32"] for row in (own[s] for s in sizes)
         ]
         body.append([form, _short(own[sizes[-1]]["stored_mb"]), _short(own[sizes[-1]]["memory_mb"]), *times])
-    return _table(f"{TITLES[model].partition(':')[0]}: times as fast as float32, by batch x tokens", head, body)
+    title = f"{TITLES[model].partition(':')[0]}, {_cpu(device)}: times as fast as float32, by batch x tokens"
+    return _table(title, head, body)
 
 
-def aims_table(rows: Rows, speeds: Rows) -> str:
-    """Return which aims were reached by the first encoder."""
+def aims_table(rows: Rows, speeds: dict[str, Rows]) -> str:
+    """Return which aims were reached by the first encoder; ``speeds`` are the rows of each CPU."""
     found = {f"{row['method']}, {row['size']}": row for row in rows}
     body = []
     for name, least, title in AIMS:
         if name in found:
             reached = float(found[name]["correlation"])
             body.append([title, f"{least:g}", f"{reached:.4f}", "yes" if reached >= least else "no"])
-    times = {(row["form"], row["batch"], row["tokens"]): float(row["time_ms"]) for row in speeds}
     for form, beside, least, title in FASTER:
-        for tokens in sorted({int(row["tokens"]) for row in speeds if row["batch"] == "32"}):
-            at = ("32", str(tokens))
-            if (form, *at) in times:
-                ratio = times[beside, *at] / times[form, *at]
-                verdict = "yes" if ratio >= least else "no"
-                body.append([f"{title}, {tokens} tokens", f"{least:g}", f"{ratio:.2f}", verdict])
+        for device, own in speeds.items():
+            times = {(row["form"], row["batch"], row["tokens"]): float(row["time_ms"]) for row in own}
+            for tokens in sorted({int(row["tokens"]) for row in own if row["batch"] == "32"}):
+                at = ("32", str(tokens))
+                if (form, *at) in times:
+                    ratio = times[beside, *at] / times[form, *at]
+                    verdict = "yes" if ratio >= least else "no"
+                    body.append([f"{title}, {tokens} tokens, {_cpu(device)}", f"{least:g}", f"{ratio:.2f}", verdict])
     return _table("all-MiniLM-L6-v2: what was reached", ["", "Aim", "Measured", "Reached"], body)
 
 
@@ -110,22 +112,22 @@ def _cpu(device: str) -> str:
 def _table(title: str, head: list[str], body: list[list[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([head, *body])
-    lines = "".join(f"   {line}\n" for line in text.getvalue().splitlines())
-    return f".. csv-table:: {title}\n   :header-rows: 1\n\n{lines}\n"
+    lines = [".. csv-table::", "   :header-rows: 1", "", *(f"   {line}" for line in text.getvalue().splitlines())]
+    folded = [f"   {line}".rstrip() for line in lines]  # what is drawn can be unfolded
+    return "\n".join([f".. dropdown:: {title}", "", *folded]) + "\n\n"
 
 
 if __name__ == "__main__":
     names = sorted({path.name.partition("-cpu-")[0] for path in RESULTS.glob("frontier-*-cpu-*.csv")})
     speeds, rows = ([name for name in names if ("-speed" in name) is speed] for speed in (True, False))
-    tables = {name.removeprefix("frontier-"): next(iter(by_cpu(name, 1).values())) for name in speeds}
-    tables |= {name.removeprefix("frontier-"): merged(name, 1, ("method", "size"))[1] for name in rows}
+    times = {name.removeprefix("frontier-speed-"): by_cpu(name, 1) for name in speeds}
+    tables = {name.removeprefix("frontier-"): merged(name, 1, ("method", "size"))[1] for name in rows}
     parts = [".. Written by benchmarks/table_frontier.py.\n\n"]
     if "encoder" in tables:
-        parts.append(aims_table(tables["encoder"], tables.get("speed-encoder", [])))
+        parts.append(aims_table(tables["encoder"], times.get("encoder", {})))
     for model in TITLES:
         if model in tables:
             parts.append(quality_table(model, tables[model]))
-        if f"speed-{model}" in tables:
-            parts.append(speed_table(model, tables[f"speed-{model}"]))
+        parts += [speed_table(model, device, own) for device, own in times.get(model, {}).items()]
     PAGE.write_text("".join(parts), encoding="utf-8")
     print(PAGE)

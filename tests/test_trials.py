@@ -16,6 +16,9 @@ MODULES = (
     "trial_encoder",
     "trial_digits",
     "trial_train",
+    "trial_link",
+    "link_model",
+    "link_worker",
     "trial_linearize",
     "scratch_tasks",
     "scratch_forms",
@@ -162,3 +165,35 @@ def test_a_text_model_trains_the_same_when_killed_or_in_another_layout(monkeypat
         assert len(found) >= 2
         expected = [losses["sketched, killed twice", step] for step in found]
         torch.testing.assert_close(list(found.values()), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.distributed
+def test_two_nodes_send_what_their_layout_needs_and_no_faster_than_the_link(monkeypatch):
+    """The trial itself compares the losses of the layouts; bytes are those that the interface counted."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("PANTHER_TRIAL_TEXT", "")  # the trial sets it
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    trial_link = importlib.import_module("trial_link")
+    rate = 1e8
+    try:
+        rows, curves = trial_link.run({"slow": rate}, seconds=1.0, rounds=2, quick=True)
+    except trial_link.two_nodes.UnavailableError as error:
+        pytest.skip(str(error))
+    finally:
+        for name in MODULES:
+            sys.modules.pop(name, None)
+    found = {row["run"]: row for row in rows}
+    dense, sketched = found["dense, ddp"], found["sketched, ddp"]
+    for row in (dense, sketched):  # of two ranks, each sends every gradient once; headers come on top
+        assert 1 < row["sent_bytes"] / (4 * row["numbers"]) < 1.2
+    assert found["sketched, ddp, bf16 hook"]["sent_bytes"] < 0.6 * sketched["sent_bytes"]
+    assert found["dense, ddp, PowerSGD"]["sent_bytes"] < 0.3 * dense["sent_bytes"]
+    assert found["dense, fsdp"]["sent_bytes"] > 1.4 * dense["sent_bytes"]
+    assert found["sketched, tp"]["sent_bytes"] < 0.6 * found["dense, tp"]["sent_bytes"]
+    for row in rows:
+        assert row["step_ms"] / 1e3 > 0.8 * 8 * row["sent_bytes"] / rate  # less the bucket, which is full at first
+        assert row["steps"] >= 48
+    for name in found:
+        times = [point["s"] for point in curves if point["run"] == name]
+        assert len(times) > 1
+        assert times == sorted(set(times))

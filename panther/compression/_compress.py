@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from panther.compression.config import HealConfig, SketchConfig
 from panther.compression.conversion import Replacement, convert_all, convert_in_sequence, convert_seeded
-from panther.compression.fits import RIDGE
 from panther.compression.forms.allocation import Allocation, allocated, allocated_fast, byte_limit
 from panther.compression.forms.arguments import CALIBRATED, check_adapters, check_model, check_options, checked_forms
 from panther.compression.forms.fitting import Fits, fit_targets
 from panther.compression.forms.latency import check_wish, choose_in_time
 from panther.compression.forms.options import INT8_LOW_RANK, INTERPOLATIVE, LOW_RANK, Option, total_loss
+from panther.compression.forms.ridge import DOUBTFUL, fitted_with_care
 from panther.compression.forms.timing import timed_layers
 from panther.compression.install import install_layers
 from panther.compression.measurement import Measured, measure
@@ -30,12 +30,8 @@ from panther.compression.targets import Selector, replace_modules, select_target
 from panther.errors import NumericalWarning, check_size
 from panther.sketch import check_seed
 
-# A held-out error above so much, and above so many times the predicted one, is of batches that differ from the others.
-_DOUBTFUL, _FAR = 0.05, 10.0
-# Times the predicted error from which on weights are fitted again, with a ridge for batches that show too little. A
-# convolutional network in 4.25 bits, fitted to 12 photographs, had an error of 0.93 on others with the usual ridge, of
-# 0.33 with 0.03 and of 0.235 with 0.3.
-_MISLED, _CAUTIOUS_RIDGE = 3.0, 0.3
+# Times the predicted error from which on the batches are doubted.
+_FAR = 10.0
 
 
 def compress(
@@ -227,11 +223,11 @@ def compress(
                     heal=heal, seed=seed, ridge=ridge,
                 )  # fmt: skip
 
-            fits = Fits(options=options) if method == "random" else fitted(RIDGE)
-            allocation = allocation_of(fits)
-            if _is_misled(fits, allocation):
-                cautious = fitted(_CAUTIOUS_RIDGE)
-                fits, allocation = _better(fits, allocation, cautious, allocation_of(cautious))
+            if method == "random":
+                fits = Fits(options=options)
+                allocation = allocation_of(fits)
+            else:
+                fits, allocation = fitted_with_care(fitted, allocation_of)
             replacement = convert_all(survey, fits, allocation.choice, seed)
             notes = [*survey.notes, *allocation.notes]
             if sequential:
@@ -313,34 +309,12 @@ def sketch_layers_(
     )
 
 
-def _is_misled(fits: Fits, allocation: Allocation) -> bool:
-    """Return whether the held-out error is so much above the predicted one that the moments cannot be trusted.
-
-    That of the choice by predictions: uniform forms, which are taken where it is worse, may hide what it lost.
-    """
-    if allocation.of_predicted is None or not fits.comparable:
-        return False
-    error, predicted = allocation.of_predicted
-    return error > max(_DOUBTFUL, _MISLED * predicted)
-
-
-def _better(fits: Fits, first: Allocation, cautious: Fits, second: Allocation) -> tuple[Fits, Allocation]:
-    """Return the fits and the choice with the smaller held-out error, with a note if they are the cautious ones."""
-    if first.error is None or second.error is None or not second.error < first.error:
-        return fits, first
-    note = (
-        f"weights are fitted with a larger ridge, by which the error on the held-out batches is {second.error:.3g} and "
-        f"not {first.error:.3g}: more and other batches would do more"
-    )
-    return cautious, replace(second, notes=(*second.notes, note))
-
-
 def _doubts(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:
     """Return why the calibration batches may not suffice."""
     doubts = list(fits.doubts)
     predicted = total_loss(allocation.choice) ** 0.5 if fits.comparable else None
     error = measured.error
-    if predicted is not None and error is not None and error > max(_DOUBTFUL, _FAR * predicted):
+    if predicted is not None and error is not None and error > max(DOUBTFUL, _FAR * predicted):
         doubts.append(
             f"the error of the output is {error:.2g} on the held-out batches, where {predicted:.2g} was predicted from "
             "the others: give more batches, in random order"
