@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .comm.bandwidth import CommunicationProfile, profile_communication_overhead
     from .comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
-    from .comm.metrics import DistributedMetricsCollector
+    from .comm.metrics import DeviceUtilization, DistributedMetricsCollector
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
     from .comm.traffic import CommunicationCounter
     from .data.accumulation import no_sync
@@ -45,7 +45,7 @@ _MODULES = {
     "comm.bandwidth": ("CommunicationProfile", "profile_communication_overhead"),
     "comm.collectives": ("all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
-    "comm.metrics": ("DistributedMetricsCollector",),
+    "comm.metrics": ("DeviceUtilization", "DistributedMetricsCollector"),
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
     "comm.traffic": ("CommunicationCounter",),
     "data.advanced_trainer": ("AdvancedDistributedTrainer",),
@@ -75,6 +75,7 @@ __all__ = [
     "ColwiseSKParallel",
     "CommunicationCounter",
     "CommunicationProfile",
+    "DeviceUtilization",
     "DistributedInfo",
     "DistributedLauncher",
     "DistributedMetricsCollector",

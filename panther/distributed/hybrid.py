@@ -27,7 +27,7 @@ from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
 from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
-from panther.distributed.sync.replicas import broadcast_model
+from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._plan import Plan, plan_automatically, plan_by_names
 from panther.distributed.tensor.parallelize import TensorParallelReport, plan_in_words, shard_model_
 from panther.distributed.tensor.styles import ColwiseSKParallel
@@ -42,7 +42,9 @@ class HybridParallelTrainer:
     (:func:`split_stages`), and every stage is replicated or sharded along dp. Weights and sketches are those of rank 0.
 
     Args:
-        model_config: A module; or ``{"layers": [...]}``, for each SKLinear a mapping with ``in_features``,
+        model_config: A module. Or a module on the meta device, or a function that builds one, which is called with
+            ``torch.device("meta")``: it is sharded as it is, and ``materialize_(trainer.model)`` fills this rank's
+            shards. Or ``{"layers": [...]}``, for each SKLinear a mapping with ``in_features``,
             ``out_features`` and ``sketch_size``, without activations between them. With ``tensor_parallel`` in any of
             the mappings, the layers that have True there are sharded along tp by their outputs, which are gathered, and
             the others are replicated; without it pairs are sharded, as by :func:`tensor_parallel`.
@@ -84,7 +86,11 @@ class HybridParallelTrainer:
         >>> pr.distributed.shutdown()
     """
 
-    def __init__(self, model_config: nn.Module | Mapping[str, Any], parallelism_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model_config: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
+        parallelism_config: Mapping[str, Any],
+    ) -> None:
         config = _checked(parallelism_config)
         replicas = config["data_parallel_replicate_size"]
         self.mesh = make_mesh(
@@ -102,7 +108,10 @@ class HybridParallelTrainer:
         self.dp_rank, self.tp_rank = dist.get_rank(self.dp_group), self.mesh["tp"].get_local_rank()
         self._loss_fn: DividedLoss | None = None
         self._schedule: PipelineSchedule | None = None
-        model, styles = (model_config, None) if isinstance(model_config, nn.Module) else _layers(model_config)
+        if isinstance(model_config, nn.Module) or callable(model_config):
+            model, styles = built(model_config), None
+        else:
+            model, styles = _layers(model_config)
         strategy, precision = config["data_parallel"], config["mixed_precision"]
         layer_plan: Plan = {}
         stage_plans: list[StagePlan] = []

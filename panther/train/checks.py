@@ -1,6 +1,6 @@
 """Checks of the arguments of a Trainer, before training starts."""
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "check_model"]
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,16 @@ from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig
 
 
-def check_arguments(model: Any, optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, metrics: Any) -> None:
-    """Raise ConfigError, saying what to pass instead, if an argument has the wrong type."""
+def check_model(model: Any) -> None:
+    """Raise ConfigError unless it is a module with something to train."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be an nn.Module, not a {_kind(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+
+
+def check_arguments(optimizer: Any, loss_fn: Any, config: Any, callbacks: Any, metrics: Any) -> None:
+    """Raise ConfigError, saying what to pass instead, if one of the other arguments has the wrong type."""
     if isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an object, loss_fn={loss_fn.__name__}()")
     if loss_fn is not None and not callable(loss_fn):

@@ -22,11 +22,15 @@ from panther.train.strategy_rules import check_settings
 _NAMES_ELSEWHERE = {
     "lr": "learning_rate",
     "amp": "mixed_precision",
+    "use_amp": "mixed_precision",
     "bf16": "mixed_precision",
     "fp16": "mixed_precision",
     "max_norm": "gradient_clipping",
     "max_grad_norm": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
     "output_dir": "checkpoint_dir",
+    "save_dir": "checkpoint_dir",
+    "checkpoint_interval": "checkpoint_every_n_steps",
     "accumulation_steps": "gradient_accumulation_steps",
     "gradient_checkpointing": "activation_checkpointing",
     "checkpoint_frequency": "checkpoint_every_n_epochs",
@@ -41,12 +45,15 @@ _NAMES_ELSEWHERE = {
     "matrix_approximation_rank": "powersgd_rank",
     "start_powerSGD_iter": "powersgd_start_step",
     "chunks": "num_microbatches",
+    "num_stages": "pipeline_parallel_size",
+    "sharding_strategy": "strategy",
     "tp_size": "tensor_parallel_size",
     "pp_size": "pipeline_parallel_size",
     "dp_size": "data_parallel_size",
     "timeout": "timeout_s",
 }
 
+_ZERO_STAGES = "use strategy='zero1' for stage 1, 'fsdp' for 3, and that with reshard_after_forward=False for 2"
 _LAUNCHER = "the launcher decides it, in panther launch"
 _SENTENCES_ELSEWHERE = {
     "num_gpus": f"{_LAUNCHER} --nproc-per-node and --nnodes",
@@ -55,6 +62,7 @@ _SENTENCES_ELSEWHERE = {
     "num_nodes": f"{_LAUNCHER} --nnodes",
     "nnodes": f"{_LAUNCHER} --nnodes",
     "world_size": f"{_LAUNCHER} --nproc-per-node and --nnodes",
+    "nprocs": f"{_LAUNCHER} --nproc-per-node",
     "num_processes": f"{_LAUNCHER} --nproc-per-node and --nnodes",
     "node_rank": f"{_LAUNCHER} --node-rank",
     "master_addr": f"{_LAUNCHER} --rdzv-endpoint HOST:PORT",
@@ -70,11 +78,13 @@ _SENTENCES_ELSEWHERE = {
     "accelerator": "leave it out, each process takes the GPU of its rank, or the CPU",
     "communication_backend": f"{_LAUNCHER} --backend",
     "backend": f"use strategy='ddp' for pytorch-ddp; for nccl or gloo {_LAUNCHER} --backend",
-    "zero_stage": "use strategy='zero1' for stage 1, 'fsdp' for 3, and that with reshard_after_forward=False for 2",
+    "zero_stage": _ZERO_STAGES,
+    "stage": _ZERO_STAGES,
     "zero_optimization": "use strategy='zero1' for stage 1, 'fsdp' for 2 and 3; cpu_offload=True to offload",
     "deepspeed_config": "write its settings here: strategy, mixed_precision, batch_size, cpu_offload",
     "train_batch_size": "set batch_size, that of one process in one of the gradient_accumulation_steps",
     "per_gpu_batch_size": "set batch_size, which is that of one process",
+    "min_num_params": "leave it out, the modules of ModuleLists are sharded one by one",
     "auto_wrap_policy": "leave it out, the modules of ModuleLists are sharded one by one",
     "gradient_as_bucket_view": "use panther.distributed.data_parallel(model, gradient_as_bucket_view=True)",
     "process_group": "set the sizes of the axes: data_parallel_size, tensor_parallel_size, pipeline_parallel_size",
@@ -85,6 +95,7 @@ _SENTENCES_ELSEWHERE = {
     "num_workers": "pass a DataLoader that has it to fit",
     "pin_memory": "pass a DataLoader that has it to fit",
     "train_loader": "pass it to fit",
+    "training_data": "pass it to fit",
     "val_loader": "pass it to fit as the second argument",
     "validation_data": "pass it to fit as the second argument",
     "num_replicas": "leave it out, a Trainer divides the samples among the ranks",
@@ -274,8 +285,8 @@ class TrainConfig(Settings):
 
     initial_weights: str | None = None
     """Folder of the values of a model on the meta device, or that a function builds, as for
-    :func:`panther.distributed.materialize_`. With ``fsdp`` each rank reads its shards alone. None draws them by
-    ``seed``."""
+    :func:`panther.distributed.materialize_`. Where a strategy shards, each rank reads its shards alone. None draws them
+    by ``seed``."""
 
     cpu_offload: bool = False
     """For ``fsdp``, whether parameters, gradients and optimizer states are kept in the CPU's memory."""

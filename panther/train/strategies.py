@@ -68,6 +68,7 @@ def set_up(
     strategy = "single" if world == 1 else config.strategy
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     _check(config, world, is_empty)
+    divided = strategy != "single" and _is_model_parallel(config)
     if world > 1:
         device = get_distributed_info().device
     elif torch.cuda.is_available():
@@ -76,11 +77,11 @@ def set_up(
         device = torch.device("cpu") if is_empty else next(model.parameters()).device
     groups = groups_by_name(optimizer, model)  # before the parameters become other objects
     # In place, as Module.to is: the names noted above stay those of these parameters.
-    shards_first = is_empty and strategy == "fsdp"
+    fills_shards = is_empty and (divided or strategy in ("fsdp", "replicate"))
     fill = partial(materialize_, weights=config.initial_weights, seed=config.seed)
     if not is_empty:
         model.to(device)
-    elif not shards_first:
+    elif not fills_shards:
         fill(model, device=device)
     _checkpoint_activations(model, config.activation_checkpointing)
     common: dict[str, Any] = {
@@ -89,8 +90,9 @@ def set_up(
         "autocast_dtype": compute_dtype(config.mixed_precision),
     }
     engine: Engine
-    if strategy != "single" and _is_cut(config):
-        engine = _model_parallel_engine(model, config, strategy, sample_batch, common)
+    if divided:
+        shards = fill if fills_shards else None
+        engine = _model_parallel_engine(model, config, strategy, sample_batch, common, shards)
     else:
         if config.compile:
             # In place, so that names of parameters get no prefix.
@@ -111,7 +113,7 @@ def set_up(
             if (replicas := config.data_parallel_replicate_size or 1) > 1:
                 mesh = make_mesh(replicate=replicas, dp=world // replicas)
             model = data_parallel(model, mesh, strategy, **options)
-            if shards_first:
+            if fills_shards:
                 fill(model, device="cpu" if config.cpu_offload else device)
         scaler = torch.amp.GradScaler(
             device.type,
@@ -138,7 +140,7 @@ def _with_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample_b
     world, possible = get_world_size(), possible_strategies(config)
     if config.strategy != "auto" or world == 1:
         return config
-    if _is_cut(config):
+    if _is_model_parallel(config):
         return dataclasses.replace(config, strategy="hybrid")
     layout, reason = None, "which the other settings ask for"
     if "ddp" in possible and "fsdp" not in possible:
@@ -202,26 +204,21 @@ def _advised_layout(
     return options[0].layout if options else None, None
 
 
-def _is_cut(config: TrainConfig) -> bool:
-    """Return whether layers or stages are divided among ranks, as HybridParallelTrainer does."""
+def _is_model_parallel(config: TrainConfig) -> bool:
+    """Return whether layers are sharded or stages divided among ranks, as HybridParallelTrainer does."""
     return config.strategy in _MODEL_PARALLEL or any(
         (size or 1) > 1 for size in (config.tensor_parallel_size, config.pipeline_parallel_size)
     )
 
 
 def _check(config: TrainConfig, world: int, is_empty: bool) -> None:
-    """Raise unless the sizes suit the number of ranks, and the strategy takes the model."""
+    """Raise unless the sizes suit the number of ranks, and the initial weights the model."""
     if config.initial_weights is not None and not is_empty:
         raise ConfigError(
             f"initial_weights={config.initial_weights!r} is for a model on the meta device, and this one has values: "
             "build it in a function, and pass that as the model"
         )
-    if is_empty and world > 1 and _is_cut(config):
-        raise ConfigError(
-            f"strategy={config.strategy!r} cuts layers that have values: build the model on a device, or use "
-            "strategy='fsdp', which shards a model on the meta device"
-        )
-    if config.data_parallel_size and not _is_cut(config) and config.data_parallel_size != world:
+    if config.data_parallel_size and not _is_model_parallel(config) and config.data_parallel_size != world:
         where = f"with strategy={config.strategy!r}: leave it out, or use 'hybrid'"
         if world == 1:
             where = "on one process: leave it out, or start more"
@@ -235,11 +232,16 @@ def _check(config: TrainConfig, world: int, is_empty: bool) -> None:
 
 
 def _model_parallel_engine(
-    model: nn.Module, config: TrainConfig, strategy: str, sample_batch: Callable[[], Any], common: dict[str, Any]
+    model: nn.Module,
+    config: TrainConfig,
+    strategy: str,
+    sample_batch: Callable[[], Any],
+    common: dict[str, Any],
+    fill: Callable[..., Any] | None,
 ) -> Engine:
     """Combine tensor and pipeline parallelism, with data parallelism over the remaining ranks.
 
-    ``common`` has the arguments of every engine.
+    ``common`` has the arguments of every engine; ``fill`` gives shards of a model on the meta device their values.
     """
     world = get_world_size()
     tp = config.tensor_parallel_size or (world if strategy == "tp" else 1)
@@ -268,6 +270,8 @@ def _model_parallel_engine(
             # A stage is traced on one microbatch, the shape that it will run on.
             settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(common["device"]) for x in inputs)
     parallel = HybridParallelTrainer(model, settings)
+    if fill is not None:
+        fill(parallel.model, device=common["device"])
     common |= {
         "rank": parallel.dp_rank,
         "size": dist.get_world_size(parallel.dp_group),

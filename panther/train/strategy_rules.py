@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 _ALL = ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")
 _REPLICATED = ("ddp", "zero1")
-_CUT = ("fsdp", "replicate", "tp", "pp", "hybrid")
+_ON_FSDP2 = ("fsdp", "replicate", "tp", "pp", "hybrid")  # which goes together with sharded layers and stages
 # A setting, the value that asks for nothing, and where it applies. torch's DistributedDataParallel has the first three,
 # loses the parameters of sharded layers, and takes a pipeline's microbatches for steps.
 _RULES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("find_unused_parameters", False, _REPLICATED),
     ("bucket_cap_mb", None, _REPLICATED),
     ("comm_hook", None, _REPLICATED),
-    ("tensor_parallel_size", 1, _CUT),
-    ("pipeline_parallel_size", 1, _CUT),
+    ("tensor_parallel_size", 1, _ON_FSDP2),
+    ("pipeline_parallel_size", 1, _ON_FSDP2),
     ("data_parallel_replicate_size", 1, ("fsdp", "hybrid")),
     ("cpu_offload", False, ("fsdp",)),
     ("reshard_after_forward", True, ("fsdp",)),
@@ -53,9 +53,9 @@ def check_settings(config: "TrainConfig") -> None:
                 f"{setting} is for strategy={_listed(strategies)}, not {config.strategy!r}: leave it out, or change "
                 "the strategy"
             )
-    cut = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     for name in ("cpu_offload", "reshard_after_forward", "compile"):
-        for size, value in cut.items():
+        for size, value in sizes.items():
             if (value or 1) > 1 and any(setting.startswith(f"{name}=") for setting, _ in asked):
                 raise ConfigError(
                     f"{name}={getattr(config, name)} and {size}={value} do not go together: leave one out"

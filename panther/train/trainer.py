@@ -27,10 +27,11 @@ from panther.distributed import checkpoint, get_rank
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.data.gradient_compression import hook_state, load_hook_state
+from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
 from panther.train.batches import Batch, Feed
 from panther.train.callbacks import BuiltInCallback, Callback
-from panther.train.checks import check_arguments
+from panther.train.checks import check_arguments, check_model
 from panther.train.config import TrainConfig
 from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines import Engine
@@ -56,8 +57,8 @@ class Trainer:
 
     Args:
         model: The model, built alike on every rank. It is wrapped or sharded in place by the strategy. Or a function
-            that builds it, which is called with ``torch.device("meta")``; or a model on the meta device. These are
-            filled by :func:`panther.distributed.materialize_`, with ``strategy="fsdp"`` shard by shard.
+            that builds it, which is called with ``torch.device("meta")``; or a model on the meta device. The strategy
+            shards these first, and :func:`panther.distributed.materialize_` fills the shards.
         optimizer: An optimizer made from ``model.parameters()``, or a function of parameters that makes one, such as a
             class or a :func:`functools.partial` of it. None is AdamW.
         loss_fn: ``loss_fn(output, target)`` for batches ``(input, target)``. None for a model that returns its loss, or
@@ -98,10 +99,9 @@ class Trainer:
         *,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module) and callable(model) and not isinstance(model, type):
-            with torch.device("meta"):
-                model = model()
-        check_arguments(model, optimizer, loss_fn, config, callbacks, metrics)
+        model = built(model)
+        check_model(model)
+        check_arguments(optimizer, loss_fn, config, callbacks, metrics)
         self.config = config or TrainConfig()
         self.model: Any = model
         self.optimizer: Any = optimizer

@@ -1,6 +1,8 @@
 """Metrics over ranks against the same over all samples."""
 
+import dataclasses
 import math
+import threading
 from contextlib import redirect_stdout
 from io import StringIO
 
@@ -9,8 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from panther.distributed import CommunicationCounter, DistributedMetricsCollector
-from panther.errors import DistributedError
+from panther.distributed import CommunicationCounter, DeviceUtilization, DistributedMetricsCollector
+from panther.distributed.comm import metrics
+from panther.errors import DistributedError, MissingExtraError
 
 pytestmark = pytest.mark.distributed
 
@@ -87,3 +90,67 @@ def test_a_mean_of_nothing_spoils_nothing():
     collector.update_metric("loss", 2.0, 3)
     collector.update_metric("loss", float("nan"), 0)
     assert collector.compute_global_metrics() == {"loss": 2.0}
+
+
+def test_each_device_has_a_utilization_of_its_own():
+    def rank():
+        collector = DistributedMetricsCollector(dist.get_rank(), 2)
+        with DeviceUtilization() as utilization:
+            x = torch.ones(256, 256)
+            for _ in range(300 if dist.get_rank() == 0 else 0):
+                x = (x @ x).clamp(max=1)
+            dist.barrier()
+        collector.update_metric("utilization", utilization.value, reduce="each")
+        collector.update_metric("batches", 3.0 + dist.get_rank(), weight=2, reduce="each")
+        collector.update_metric("batches", 0.0, weight=1, reduce="each")
+        with redirect_stdout(StringIO()) as out:
+            return collector.print_metrics(), out.getvalue()
+
+    (first, shown), (second, _) = on_ranks(rank)
+    assert first == second
+    assert first["utilization, rank 1"] < first["utilization, rank 0"] <= 1  # which the other one waits for
+    assert (first["batches, rank 0"], first["batches, rank 1"]) == (2.0, pytest.approx(8 / 3))
+    assert shown.splitlines()[2:4] == [
+        f"  utilization, rank {r}: {first[f'utilization, rank {r}']:.6f}" for r in (0, 1)
+    ]
+
+
+def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
+    clock = {"elapsed": 0.0, "computed": 0.0}
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock["elapsed"])
+    monkeypatch.setattr(metrics.time, "process_time", lambda: clock["computed"])
+    with DeviceUtilization() as utilization:
+        clock.update(elapsed=8.0, computed=2.0 * torch.get_num_threads())
+    assert utilization.value == 0.25
+    with utilization:
+        clock.update(elapsed=9.0, computed=100.0)  # by threads that are not torch's
+    assert utilization.value == 1.0
+
+    info = metrics.get_distributed_info()
+    fake = dataclasses.replace(info, device=torch.device("cuda", 1))
+    monkeypatch.setattr(metrics, "get_distributed_info", lambda: fake)
+    samples, taken = iter([90, 10, 30, 80]), threading.Event()
+
+    def sample(device):
+        assert device == torch.device("cuda", 1)
+        value = next(samples)
+        if value == 30:
+            taken.set()
+        return value
+
+    monkeypatch.setattr(torch.cuda, "utilization", sample)
+    utilization = DeviceUtilization(interval_s=0.001)
+    wait = utilization._end.wait
+    monkeypatch.setattr(utilization._end, "wait", lambda interval: wait() if taken.is_set() else wait(interval))
+    with utilization:
+        assert taken.wait(60)
+    assert utilization.value == pytest.approx(0.4)  # without that of the time before
+
+    def missing(device):
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    with pytest.raises(MissingExtraError, match="run pip install nvidia-ml-py"), DeviceUtilization():
+        pass
+    with pytest.raises(ValueError, match="interval_s=0 must be positive"):
+        DeviceUtilization(interval_s=0)

@@ -208,6 +208,40 @@ def test_ranking_explanations_and_memory():
     assert "does not fit. " in small.options[-1].reason
 
 
+def test_a_layout_must_fit_at_the_start():
+    def square():
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+
+    full, module = 16 * 64 * 64 * 4, 64 * 64 * 4
+    with torch.device("meta"):
+        empty = square()
+    cluster = ClusterSpec.preset("cpu", 8, memory_bytes=0.8 * full, usable=1.0)
+    plans = [
+        plan_parallelism(model, cluster, batch=8, sample_input=torch.ones(1, 64), schedules=("1f1b",))
+        for model in (square(), empty)
+    ]
+    given, on_meta = ([option for option in plan.options if str(option.layout) == "dp=8 fsdp"] for plan in plans)
+    assert given[0].estimate.memory == on_meta[0].estimate.memory
+    assert (given[0].estimate.start, on_meta[0].estimate.start) == (full, full / 8 + module)
+    assert not any(option.fits for option in plans[0].options)
+    assert plans[1].best.fits
+    assert given[0].reason == (
+        "dp=8 fsdp does not fit. dp=8 fsdp needs 262 kB at the start, 52.4 kB more than the 210 kB that may be used, "
+        "because every rank holds all of a model with values: build it on the meta device or in a function, to start "
+        "with 49.2 kB."
+    )
+    assert plans[0].to_dict()["options"][0]["start_bytes"]["as_given"] == full
+    for option in plans[1].options:
+        axes = option.layout
+        shards = axes.tp * axes.pp * (axes.dp if axes.strategy == "fsdp" else 1)
+        assert option.estimate.start == full / shards + module
+    tiny = ClusterSpec.preset("cpu", 8, memory_bytes=1.5 * module, usable=1.0)
+    frozen = empty.requires_grad_(False)
+    frozen[0].requires_grad_()
+    best = plan_parallelism(frozen, tiny, batch=8, sample_input=torch.ones(1, 64), schedules=()).best
+    assert "No layout fits. " in best.reason
+
+
 def test_the_model_is_left_alone_and_a_live_group_too():
     model = Branches()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -199,6 +199,11 @@ NAMES_OF_GUIDES = {
     "micro_batches": "'num_microbatches'",
     "num_workers": "pass a DataLoader", "sampler": "pass a DataLoader", "shuffle": "pass a DataLoader",
     "num_replicas": "a Trainer divides the samples", "model": "pass it to Trainer", "optimizer": "pass it to Trainer",
+    "nprocs": "panther launch --nproc-per-node", "num_stages": "'pipeline_parallel_size'",
+    "min_num_params": "leave it out",
+    "stage": "strategy='zero1' for stage 1", "sharding_strategy": "'strategy'", "clip_grad_norm": "'gradient_clipping'",
+    "use_amp": "'mixed_precision'", "save_dir": "'checkpoint_dir'", "training_data": "pass it to fit",
+    "checkpoint_interval": "'checkpoint_every_n_steps'",
     "loss_fn": "pass it to Trainer", "criterion": "pass it to Trainer as loss_fn", "metrics": "pass them to Trainer",
 }  # fmt: skip
 

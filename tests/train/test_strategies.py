@@ -318,7 +318,19 @@ def empty():
         return build()
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "ddp"}, {"strategy": "auto"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "fsdp"},
+        {"strategy": "ddp"},
+        {"strategy": "auto"},
+        {"strategy": "replicate"},
+        {"strategy": "tp"},
+        {"strategy": "pp", "num_microbatches": 2},
+        {"strategy": "hybrid", "tensor_parallel_size": 2},
+    ],
+    ids=lambda settings: settings["strategy"],
+)
 @pytest.mark.parametrize("given", ["a function", "weights"])
 def test_a_model_without_values_is_trained_as_one_with_them(given, settings, tmp_path):
     weights = None
@@ -330,27 +342,18 @@ def test_a_model_without_values_is_trained_as_one_with_them(given, settings, tmp
         more |= {"activation_checkpointing": "full"} if given == "weights" else {}
         config = TrainConfig(max_steps=3, learning_rate=0.02, seed=4, initial_weights=weights, **more)
         trainer = Trainer(build if weights is None else empty(), torch.optim.SGD, nn.CrossEntropyLoss(), config)
-        trainer.fit(DataLoader(samples(24), 4 if dist.is_initialized() else 8))
+        trainer.fit(DataLoader(samples(24), 8 if one_batch or not dist.is_initialized() else 4))
         return rows(trainer)
 
+    one_batch = settings["strategy"] in ("tp", "pp", "hybrid")  # of all ranks
     expected = run()
     for found in on_ranks(lambda: run(**settings), 2):
         for row, wanted in zip(found, expected, strict=True):
-            assert row == pytest.approx(wanted, rel=1e-9)
+            assert row == pytest.approx(wanted, rel=1e-5 if one_batch else 1e-9)
 
 
-def test_where_a_model_without_values_is_refused():
-    def run():
-        messages = []
-        for model, settings in (
-            (build(), {"initial_weights": "somewhere"}),
-            (empty(), {"strategy": "tp"}),
-        ):
-            with pytest.raises(ConfigError) as caught:
-                Trainer(model, None, nn.CrossEntropyLoss(), TrainConfig(**settings)).fit(DataLoader(samples(8), 4))
-            messages.append(str(caught.value))
-        return messages
-
-    first, second = on_ranks(run, 2)[0]
-    assert first.startswith("initial_weights='somewhere' is for a model on the meta device, and this one has values")
-    assert second.startswith("strategy='tp' cuts layers that have values: build the model on a device, or use")
+def test_initial_weights_are_for_a_model_without_values():
+    config = TrainConfig(max_steps=1, initial_weights="somewhere")
+    trainer = Trainer(build(), None, nn.CrossEntropyLoss(), config)
+    with pytest.raises(ConfigError, match="initial_weights='somewhere' is for a model on the meta device, and this"):
+        trainer.fit(DataLoader(samples(8), 4))

@@ -20,13 +20,20 @@ _TIMES = {
 def explain(estimates: Sequence[Estimate], index: int, room: float, objective: str) -> str:
     """Say why the first estimate is the best one, or why another is not; ``room`` is the memory that a rank may use."""
     best, other = estimates[0], estimates[index]
-    if other.memory.total > room:
-        over = format_bytes(other.memory.total - room)
-        needs = f"{other.layout} needs {format_bytes(other.memory.total)}, {over} more than the {format_bytes(room)}"
-        start, end = (f"{other.layout} does not fit.", "") if index else ("No layout fits.", ", which is the closest")
-        return f"{start} {needs} that may be used, mostly for {_largest(other)}{end}."
+    if other.peak > room:
+        start, closest = (f"{other.layout} does not fit.", "") if index else ("No layout fits.", ", the closest,")
+        over = f"{format_bytes(other.peak - room)} more than the {format_bytes(room)} that may be used"
+        needs = f"{start} {other.layout}{closest} needs {format_bytes(other.peak)}"
+        if other.memory.total > room:
+            return f"{needs}, {over}, mostly for {_largest(other)}."
+        if other.start > other.start_on_meta:
+            return (
+                f"{needs} at the start, {over}, because every rank holds all of a model with values: build it on the "
+                f"meta device or in a function, to start with {format_bytes(other.start_on_meta)}."
+            )
+        return f"{needs} at the start, {over}, for its shards and its largest module in full."
     if index == 0:
-        fitting = sum(e.memory.total <= room for e in estimates)
+        fitting = sum(e.peak <= room for e in estimates)
         quality = "has the shortest step" if objective == "time" else "needs the least memory"
         reason = f"{quality} of the {fitting} options that fit" if fitting > 1 else "is the only option that fits"
         part = max(best.seconds, key=lambda name: best.seconds[name])

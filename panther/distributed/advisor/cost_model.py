@@ -2,7 +2,8 @@ r"""What a layout of a model on a cluster costs each rank: memory, bytes sent, a
 
 Memory is reported for the most loaded rank, as the peak of all its tensors, excluding the workspace of operators: the
 backward pass goes through the layers from the last to the first, freeing activations and making gradients. In
-pipelines, and for models that are not a sequence of layers, it is the sum, an upper bound.
+pipelines, and for models that are not a sequence of layers, it is the sum, an upper bound. Before the first step, a
+model with values is on every rank in full; one on the meta device is filled shard by shard, a module in full at a time.
 
 Time: a product takes its flops over ``peak * efficiency`` and its bytes over the bandwidth of memory, other operations
 their bytes, and all ``operation_seconds``. The optimizer moves memory. Collectives
@@ -121,6 +122,15 @@ class Estimate:
     """Parts of the time of a step: compute, bubble, and communication over tp, pp and dp that is not hidden."""
     bubble: float
     """Share of the time in which a pipeline's ranks are idle."""
+    start: float
+    """Most bytes that a rank holds before the first step: all of a model with values, or :attr:`start_on_meta`."""
+    start_on_meta: float
+    """The same for a model on the meta device: the rank's shards, and the largest of its modules in full."""
+
+    @property
+    def peak(self) -> float:
+        """Most bytes that a rank holds, at the start or in a step."""
+        return max(self.memory.total, self.start)
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -154,6 +164,7 @@ def estimate(
     """
     n = layout.pp * SCHEDULES[layout.schedule].stages_per_rank if layout.schedule else 1
     stages = _balanced_stages(stats.tensors, len(stats.layers), n)
+    full = sum(tensor.nbytes for tensor in stats.tensors) if stats.has_values else 0
     stats = stats.shard(layout.tp)
     held = {tensor.layer for tensor in stats.tensors if tensor.trained}
     if any(held.isdisjoint(stage) for stage in stages):
@@ -181,7 +192,8 @@ def estimate(
         "dp": dp - hidden,
     }
     used = tuple(t for t in (*traffic, *along_dp) if t.payload)
-    return Estimate(layout, memory, used, seconds, bubble)
+    on_meta = max(rank.start(held) for rank, held in zip(ranks, memory, strict=True))
+    return Estimate(layout, memory, used, seconds, bubble, full or on_meta, on_meta)
 
 
 @lru_cache(maxsize=256)
@@ -206,8 +218,8 @@ def _shard_numel(shape: tuple[int, ...], on_mesh: bool, ranks: int) -> int:
         return 1
     if not on_mesh and len(shape) == 2:
         rows, columns = shape
-        # As data_parallel places shards: along the longer dimension where the ranks divide it.
-        if rows < columns and columns % ranks == 0:
+        # As data_parallel places shards: along the second dimension where the ranks divide only that.
+        if rows % ranks and columns % ranks == 0:
             return rows * (columns // ranks)
     # FSDP2 pads the first dimension to a multiple of the ranks.
     return -(-shape[0] // ranks) * prod(shape[1:])
@@ -276,6 +288,12 @@ class _Rank:
             workspace=workspace,
             apart=self._apart(trained, workspace),
         )
+
+    def start(self, memory: MemoryEstimate) -> float:
+        """Return what :func:`materialize_` holds of a model on the meta device, given what a step holds."""
+        own = {tensor.layer for tensor in self.tensors}
+        largest = max(size for layer, size in self.stats.largest_modules.items() if layer in own)
+        return memory.parameters + memory.sketches + memory.buffers + largest
 
     def _apart(self, trained: list[TensorStats], workspace: float) -> float:
         """Return how much less activations, gradients and buffers take together than each at its peak.

@@ -2,9 +2,10 @@
 
 __all__ = ["ModelStats"]
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ class ModelStats:
     """Dtype of the computation; None is that of the parameters."""
     tokens_per_sample: int | None = None
     """Number of tokens of a sample; None if the input is not a batch of rows of integers."""
+    has_values: bool = False
+    """Whether the model has values, so that every rank holds all of it before it is sharded."""
     _shard: Callable[[int], "ModelStats"] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -56,6 +59,15 @@ class ModelStats:
     def num_sketch_entries(self) -> int:
         """Number of entries of the seeded sketches, which every rank draws itself."""
         return sum(tensor.numel for tensor in self.tensors if tensor.role == "sketch")
+
+    @cached_property
+    def largest_modules(self) -> dict[int, float]:
+        """Bytes of the largest module of each layer, in full over the tp axis, without sketches."""
+        modules: dict[int, Counter[str]] = {tensor.layer: Counter() for tensor in self.tensors}
+        for tensor in self.tensors:
+            if tensor.role != "sketch":  # of which every rank draws its shard
+                modules[tensor.layer][tensor.name.rpartition(".")[0]] += tensor.global_numel * tensor.itemsize
+        return {layer: float(max(sizes.values(), default=0)) for layer, sizes in modules.items()}
 
     def shard(self, tp: int) -> "ModelStats":
         """Return the statistics of one of ``tp`` ranks after :func:`tensor_parallel`.
@@ -81,7 +93,8 @@ class ModelStats:
         """Measure a model by running it on fake tensors, which have no values and need no memory.
 
         Args:
-            model: The model, on any device including meta. It is not changed.
+            model: The model, on any device including meta. It is not changed. One with values starts in full on every
+                rank, and one on the meta device shard by shard.
             sample_input: Input of its forward: a tensor, a tuple of arguments or a mapping of keywords. The batch size
                 is the first size of the first tensor, and every tensor with that first size is a batch.
             loss_fn: Computes a scalar from the output, so that what it saves for backward is counted. None sums the
@@ -103,7 +116,8 @@ class ModelStats:
         def measured(tp: int) -> ModelStats:
             return _stats(measure(model, sample_input, loss_fn, mixed_precision, tp), tp, mixed_precision)
 
-        return replace(measured(1), _shard=measured)
+        has_values = not all(parameter.is_meta for parameter in model.parameters())
+        return replace(measured(1), has_values=has_values, _shard=measured)
 
     @classmethod
     def transformer(
@@ -121,7 +135,7 @@ class ModelStats:
     ) -> "ModelStats":
         """Return the statistics of a plain pre-norm transformer: embedding, torch's encoder layers, linear head.
 
-        A sample is a sequence of tokens, and the loss is cross-entropy.
+        A sample is a sequence of tokens, and the loss is cross-entropy. The model starts on the meta device.
 
         Args:
             hidden: Width of the hidden states.

@@ -33,7 +33,7 @@ class Option:
 
     estimate: Estimate
     fits: bool
-    """Whether its memory fits."""
+    """Whether its memory fits, at the start and in a step."""
     reason: str
     cost: TrainingCost | None = None
     """What the training run costs, if one was given."""
@@ -73,12 +73,13 @@ class ParallelismPlan:
         paid = () if self.run is None else self.run.columns()
         step = "step" if self.cluster.calibrated else "step (uncalibrated)"
         lines: list[tuple[str, ...]] = [
-            ("", "layout", "memory", "fits", step, "bubble", "sent in node", "between nodes", *paid)
+            ("", "layout", "memory", "start", "fits", step, "bubble", "sent in node", "between nodes", *paid)
         ]
         for i, option in enumerate(self.options[:rows], 1):
             e, fits = option.estimate, "yes" if option.fits else "no"
             sent = format_bytes(e.sent("intra")), format_bytes(e.sent("inter"))
-            costs = format_bytes(e.memory.total), fits, format_seconds(e.step_seconds), f"{100 * e.bubble:.0f}%"
+            memory = format_bytes(e.memory.total), format_bytes(e.start)
+            costs = *memory, fits, format_seconds(e.step_seconds), f"{100 * e.bubble:.0f}%"
             bill = () if option.cost is None else option.cost.cells(paid)
             lines.append((str(i), str(option.layout), *costs, *sent, *bill))
         return format_table(lines)
@@ -120,6 +121,7 @@ class ParallelismPlan:
                     "layout": asdict(option.layout),
                     "fits": option.fits,
                     "memory_bytes": {**option.estimate.memory.parts(), "total": option.estimate.memory.total},
+                    "start_bytes": {"as_given": option.estimate.start, "on_meta": option.estimate.start_on_meta},
                     "seconds": {**option.estimate.seconds, "step": option.estimate.step_seconds},
                     "bubble": option.estimate.bubble,
                     "sent_bytes": {
@@ -259,14 +261,13 @@ def plan_parallelism(
         return None if run is None else run.cost(e.step_seconds, cluster.gpus, batch, stats.tokens_per_sample)
 
     def rank(e: Estimate) -> tuple[Any, ...]:
-        fits, costs, price = e.memory.total <= room, (e.memory.total, e.step_seconds), cost(e)
+        fits, costs, price = e.peak <= room, (e.memory.total, e.step_seconds), cost(e)
         over = price is not None and price.within_budget is False
         return not fits, over, costs[::-1] if fits and objective == "time" else costs
 
     estimates.sort(key=rank)
     options = tuple(
-        Option(e, e.memory.total <= room, explain(estimates, i, room, objective), cost(e))
-        for i, e in enumerate(estimates)
+        Option(e, e.peak <= room, explain(estimates, i, room, objective), cost(e)) for i, e in enumerate(estimates)
     )
     options = tuple(_over_budget(option, options[0], run) for option in options)
     return ParallelismPlan(

@@ -1,18 +1,22 @@
-"""Metrics over all ranks: means weighted by samples, sums and maxima."""
+"""Metrics over all ranks: means weighted by samples, sums, maxima, each rank's own, and the utilization of devices."""
 
-__all__ = ["DistributedMetricsCollector"]
+__all__ = ["DeviceUtilization", "DistributedMetricsCollector"]
 
 import math
+import statistics
+import threading
+import time
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
 from panther.distributed.comm._agreement import agree, gather_objects
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm.mesh import get_rank, get_world_size
-from panther.errors import DistributedError
+from panther.distributed.comm.mesh import get_distributed_info, get_rank, get_world_size
+from panther.errors import DistributedError, MissingExtraError
 
-_REDUCTIONS = ("mean", "sum", "max")
+_REDUCTIONS = ("mean", "sum", "max", "each")
 
 
 @dataclass
@@ -64,7 +68,8 @@ class DistributedMetricsCollector:
             name: Name of the metric.
             value: A number, or a tensor of one.
             weight: Weight of the value in a mean, for example its samples; the other reductions do not use it.
-            reduce: ``"mean"``, ``"sum"`` or ``"max"``, always the same for one name.
+            reduce: ``"mean"``, ``"sum"``, ``"max"``, or ``"each"``, the mean of each rank by itself; always the same
+                for one name.
 
         Raises:
             ValueError: If ``reduce`` is unknown or differs from before, or ``weight`` is negative.
@@ -80,11 +85,13 @@ class DistributedMetricsCollector:
         if reduce == "max":
             metric.value = value if value > metric.value or math.isnan(value) else metric.value  # NaN stays
         elif weight or reduce == "sum":  # a rank without samples may have NaN for a mean, and nothing to add
-            metric.value += value * weight if reduce == "mean" else value
+            metric.value += value if reduce == "sum" else value * weight
             metric.weight += weight
 
     def compute_global_metrics(self) -> dict[str, float]:
         """Return every metric over all ranks, on every rank; all must call it. A mean without weight is NaN.
+
+        A metric that is each rank's own has an entry for each, such as ``"utilization, rank 0"``.
 
         Raises:
             DistributedError: On every rank, if the ranks have other metrics, which are named; if a rank is gone or
@@ -109,6 +116,10 @@ class DistributedMetricsCollector:
                 result[name] = math.nan if any(map(math.isnan, values)) else max(values)
             elif metric.reduce == "sum":
                 result[name] = sum(values)
+            elif metric.reduce == "each":
+                for rank, metrics in enumerate(every):
+                    own = metrics[name]
+                    result[f"{name}, rank {rank}"] = own.value / own.weight if own.weight else math.nan
             else:
                 weight = sum(metrics[name].weight for metrics in every)
                 result[name] = sum(values) / weight if weight else math.nan
@@ -126,3 +137,69 @@ class DistributedMetricsCollector:
     def reset(self) -> None:
         """Remove all values."""
         self.metrics.clear()
+
+
+class DeviceUtilization:
+    """Measure for what share of the time this rank's device computes, inside a ``with`` block.
+
+    Of a GPU it is the share of the time in which a kernel runs, as its driver reports it, sampled while the block runs.
+    Of the CPU it is the time that this process spends on processors, over the elapsed time and torch's threads. A rank
+    that waits for others, for data or for the network has less than those that it waits for.
+
+    Args:
+        interval_s: Time between two samples of a GPU, in seconds.
+
+    Attributes:
+        value: The share, from 0 to 1, once the block has ended.
+
+    Raises:
+        MissingExtraError: If the device is a GPU, and torch lacks nvidia-ml-py, by which it asks the driver.
+
+    Example:
+        >>> collector = DistributedMetricsCollector(0, 1)
+        >>> with DeviceUtilization() as utilization:
+        ...     _ = torch.ones(500, 500) @ torch.ones(500, 500)
+        >>> collector.update_metric("utilization", utilization.value, reduce="each")
+        >>> list(collector.compute_global_metrics())
+        ['utilization, rank 0']
+    """
+
+    def __init__(self, *, interval_s: float = 0.5) -> None:
+        if not interval_s > 0:
+            raise ValueError(f"interval_s={interval_s} must be positive")
+        self.interval_s, self.value = interval_s, math.nan
+        self._end = threading.Event()
+        self._samples: list[float] = []
+
+    def __enter__(self) -> Self:
+        self._device = get_distributed_info().device
+        if self._device.type == "cuda":
+            self._samples = [self._sample()]  # here, where an error reaches the caller
+            self._end.clear()
+            self._sampler = threading.Thread(target=self._follow, daemon=True)
+            self._sampler.start()
+        self._begin = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        elapsed, computed = time.perf_counter() - self._begin[0], time.process_time() - self._begin[1]
+        if self._device.type == "cuda":
+            self._end.set()
+            self._sampler.join()
+            # The first one is of the time before the block.
+            self.value = statistics.mean([*self._samples[1:], self._sample()])
+        else:
+            self.value = min(computed / max(elapsed * torch.get_num_threads(), 1e-9), 1.0)
+
+    def _follow(self) -> None:
+        while not self._end.wait(self.interval_s):
+            self._samples.append(self._sample())
+
+    def _sample(self) -> float:
+        try:
+            return torch.cuda.utilization(self._device) / 100
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(
+                "the utilization of a GPU is asked for by nvidia-ml-py, which is not installed: run pip install "
+                "nvidia-ml-py"
+            ) from error

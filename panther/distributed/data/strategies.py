@@ -7,6 +7,7 @@ FSDP2 with shards of size one: it replicates the model, and goes together with t
 
 __all__ = ["STRATEGIES", "compute_dtype", "data_parallel"]
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
 from panther.distributed.data.blocks import fsdp_blocks, has_no_forward
 from panther.distributed.data.gradient_compression import check_hook, register_hook
-from panther.distributed.sync.replicas import check_same_model, send_model, unfuse_
+from panther.distributed.sync.replicas import built, check_same_model, send_model, unfuse_
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
 
@@ -33,7 +34,7 @@ _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def data_parallel(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     strategy: str = "ddp",
     *,
@@ -52,8 +53,9 @@ def data_parallel(
 
     Args:
         model: Built equally on every rank, on its device; weights and seeds may differ, the first rank's are taken.
-            Load a fitted checkpoint before: DDP and FSDP collect the parameters here. Make the optimizer after. For
-            ``"fsdp"`` also a model on the meta device, which is sharded as it is: fill it by :func:`materialize_`.
+            Load a fitted checkpoint before: DDP and FSDP collect the parameters here. Make the optimizer after. Except
+            for ``"ddp"`` also a model on the meta device, or a function that builds one, which is called with
+            ``torch.device("meta")``: it is sharded as it is, and :func:`materialize_` fills it.
         mesh: One-dimensional DeviceMesh, or a process group; None is the world. For ``"fsdp"`` also a mesh of two axes,
             ``mesh["replicate", "dp"]``: sharded along the second, replicated along the first (HSDP).
         strategy: ``"ddp"``, ``"fsdp"`` or ``"replicate"``. The last two change the model in place; its blocks, the
@@ -98,6 +100,7 @@ def data_parallel(
         torch.Size([8, 256])
         >>> pr.distributed.shutdown()
     """
+    model = built(model)
     hook_settings: dict[str, Any] = {
         "powersgd_rank": powersgd_rank,
         "powersgd_start_step": powersgd_start_step,
@@ -202,9 +205,9 @@ def check_model(model: nn.Module, strategy: str) -> None:
         raise ValueError(
             "data parallelism averages gradients, and no parameter of the model requires one: train it as it is"
         )
-    if strategy != "fsdp" and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if strategy == "ddp" and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
-            f"the model has tensors on the meta device, without values, and strategy={strategy!r} keeps it whole: call "
+            "the model has tensors on the meta device, without values, and strategy='ddp' broadcasts values: call "
             "panther.distributed.materialize_(model) first, or use strategy='fsdp', and call it afterwards"
         )
     for name, module in model.named_modules():

@@ -158,11 +158,12 @@ def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, 
         while name := name.rpartition(".")[0]:
             ancestors.add(name)
     leaf_modules = dict(_leaf_modules(model, "", ancestors))
-    _calls[:] = _on_fake(model, leaf_modules, sample)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _calls[:] = _on_fake(model, leaf_modules, sample, mode)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.13 uses functions here that it deprecates itself
-            with _opaque(leaf_modules):
+            with _opaque(leaf_modules), _beside(model, sample, mode):
                 # Not strict: the model's own Python runs, and so meets the replaced forwards.
                 exported = torch.export.export(model, sample, strict=False)
             if any(_changes(node) for node in exported.graph.nodes):  # autograd refuses it for received tensors
@@ -189,7 +190,9 @@ def _leaf_modules(module: nn.Module, name: str, ancestors: set[str]) -> Iterator
             yield path, child
 
 
-def _on_fake(model: nn.Module, leaf_modules: dict[str, nn.Module], sample: tuple[Tensor, ...]) -> list[_Call]:
+def _on_fake(
+    model: nn.Module, leaf_modules: dict[str, nn.Module], sample: tuple[Tensor, ...], mode: FakeTensorMode
+) -> list[_Call]:
     """Run the model on fake tensors and record the outputs of its leaf modules."""
     calls: list[_Call] = []
 
@@ -197,10 +200,7 @@ def _on_fake(model: nn.Module, leaf_modules: dict[str, nn.Module], sample: tuple
         return lambda module, args, output: calls.append(_Call(name, output))
 
     handles = [module.register_forward_hook(note(name)) for name, module in leaf_modules.items()]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state: dict[str, Tensor] = {
-        name: mode.from_tensor(t.detach()) for name, t in [*model.named_parameters(), *model.named_buffers()]
-    }
+    state = {name: _fake(t, sample, mode) for name, t in [*model.named_parameters(), *model.named_buffers()]}
     try:
         with mode, torch.no_grad():
             torch.func.functional_call(model, state, tuple(mode.from_tensor(x) for x in sample))
@@ -213,6 +213,35 @@ def _on_fake(model: nn.Module, leaf_modules: dict[str, nn.Module], sample: tuple
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _fake(tensor: Tensor, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> Tensor:
+    """Return a fake tensor of the same form, for one on the meta device beside the sample."""
+    if not (tensor.is_meta and sample):
+        return mode.from_tensor(tensor.detach())
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=sample[0].device)
+
+
+@contextmanager
+def _beside(model: nn.Module, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> Iterator[None]:
+    """Let tensors on the meta device be fake ones beside the sample: the trace would keep meta for a device."""
+    places: Iterator[dict[str, Any]] = (p for m in model.modules() for p in (m._parameters, m._buffers))
+    held = [(place, dict(place)) for place in places]
+    known: dict[int, Any] = {}  # shared tensors stay shared
+    for place, tensors in held:
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_meta:
+                if id(tensor) not in known:
+                    fake = _fake(tensor, sample, mode)
+                    trained = isinstance(tensor, nn.Parameter)
+                    known[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
+                place[name] = known[id(tensor)]
+    try:
+        yield
+    finally:
+        for place, tensors in held:
+            place.update(tensors)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ call's exchange; :func:`split_stages` compares and broadcasts the model too.
 
 __all__ = ["split_stages"]
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map_only
 
 from panther.distributed.comm._ranks import in_process_group
-from panther.distributed.comm.mesh import groups_of
+from panther.distributed.comm.mesh import get_distributed_info, groups_of
 from panther.distributed.pipeline._balance import (
     Blocks,
     balance_stages,
@@ -29,14 +29,15 @@ from panther.distributed.pipeline._balance import (
 )
 from panther.distributed.pipeline._children import Children, begin_inside
 from panther.distributed.pipeline._export import StageGraph, trace_stages
-from panther.distributed.sync.replicas import broadcast_model
+from panther.distributed.pipeline._modules import from_source_
+from panther.distributed.sync.replicas import broadcast_model, built
 from panther.errors import ShapeError, check_size
 
 _ORDERS = ("loop", "v")
 
 
 def split_stages(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     n: int,
     points: Sequence[str] | None = None,
     *,
@@ -60,6 +61,8 @@ def split_stages(
 
     Args:
         model: Built equally on every rank, on its device. It is not changed; its layers are shared with the stages.
+            Or a model on the meta device, or a function that builds one, which is called with ``torch.device("meta")``:
+            ``materialize_([stage.submod for stage in stages])`` fills the stages.
         n: Number of stages, a multiple of the ranks.
         points: Names of the modules at which stages begin, except the first stage, such as ``["layers.4"]``. None makes
             the largest stage as small as possible, in parameters.
@@ -98,6 +101,7 @@ def split_stages(
         ['2', '3']
         >>> pr.distributed.shutdown()
     """
+    model = built(model)
     group = groups_of(mesh)[0] if isinstance(mesh, DeviceMesh) else mesh
     if group is None and in_process_group():
         group = dist.group.WORLD
@@ -131,9 +135,13 @@ class StagePlan:
         ends = [*self.begins[1:], len(self.blocks)]
         # The whole model's: a stage may have no parameters.
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        is_empty = device.type == "meta"
+        if is_empty:
+            device = get_distributed_info().device  # where materialize_ allocates
         stages: list[PipelineStage] = []
         for i in stages_of_rank(dist.get_rank(group), dist.get_world_size(group), len(ends), self.order):
             module = self.blocks.module(model, self.begins[i], ends[i])
+            from_source_(module, model if is_empty else None)
             stage = _Stage(module, i, len(ends), device, group=group)
             if isinstance(self.blocks, StageGraph):  # a trace holds for one shape of each input
                 stage.traced_shapes = tuple(shape for shape, _ in self.sample or ())

@@ -1,6 +1,6 @@
 """Give every rank the same model: compare the models of all ranks, then broadcast the first one's."""
 
-__all__ = ["broadcast_model", "check_same_model", "send_model", "unfuse_"]
+__all__ = ["broadcast_model", "built", "check_same_model", "send_model", "unfuse_"]
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from panther._version import __version__
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
-from panther.distributed.comm._ranks import is_fake, name_ranks, ranks_of
+from panther.distributed.comm._ranks import name_ranks, ranks_of
 from panther.distributed.sync.sketches import describe_source, send_sketches, sketch_ids
 from panther.errors import DistributedError
 from panther.nn import SKLinear
@@ -28,20 +28,19 @@ def broadcast_model(
     """Give every rank the sketches, parameters and buffers of the group's first rank, if all have the same model.
 
     ``settings`` checks the arguments of the public call ``what``, and returns those that must be equal on every rank.
-    If it raises on one rank, or if models, arguments or versions differ, all raise, before anything is changed.
+    If it raises on one rank, or if models, arguments or versions differ, all raise, before anything is changed. Tensors
+    on the meta device have nothing to send.
     """
-
-    def checked() -> Mapping[str, Any]:
-        given = settings()
-        if not is_fake(group) and any(tensor.is_meta for tensor in model.parameters()):
-            raise ValueError(
-                f"{what} takes a model with values, and this one has parameters on the meta device: call panther."
-                "distributed.materialize_(model) first, or shard it by data_parallel(model, strategy='fsdp')"
-            )
-        return given
-
-    check_same_model(model, group, what, checked)
+    check_same_model(model, group, what, settings)
     send_model(model, group, what)
+
+
+def built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return a model, or of a function that builds one what it builds on the meta device, without values."""
+    if isinstance(model, nn.Module | type) or not callable(model):
+        return model  # type: ignore[return-value]  # of a class, callers say what they take
+    with torch.device("meta"):
+        return model()
 
 
 def check_same_model(

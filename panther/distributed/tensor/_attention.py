@@ -79,7 +79,10 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
         if self.directions is None:
             return
         with torch.no_grad():  # a rank's directions are those of its heads in the unsharded layer
-            self.local("directions").copy_(self._drawn(self.local_heads))
+            directions = self.local("directions")
+            # Those of all heads while materialize_ draws a layer in full.
+            heads = range(self.num_heads) if len(directions) == self.num_heads else self.local_heads
+            directions.copy_(self._drawn(heads))
 
 
 class HeadwiseMultiheadAttention(HeadwiseAttention, nn.MultiheadAttention):

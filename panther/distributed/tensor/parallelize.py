@@ -10,8 +10,8 @@
 
 __all__ = ["ModulePlacement", "TensorParallelReport", "tensor_parallel"]
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from panther._text import format_table
 from panther.distributed.comm.nodes import warn_across_nodes
-from panther.distributed.sync.replicas import broadcast_model
+from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._module import ShardedModule, replicate_
 from panther.distributed.tensor._plan import (
     ModulePlan,
@@ -57,6 +57,8 @@ class TensorParallelReport:
     """What :func:`tensor_parallel` did to every module that has parameters; ``print`` shows it."""
 
     placements: tuple[ModulePlacement, ...]
+    model: nn.Module = field(repr=False, compare=False)
+    """The sharded model."""
 
     def __str__(self) -> str:
         """Return a table with a line for each module."""
@@ -64,7 +66,7 @@ class TensorParallelReport:
 
 
 def tensor_parallel(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     mesh: DeviceMesh,
     plan: str | Mapping[str, ParallelStyle] = "auto",
 ) -> TensorParallelReport:
@@ -91,7 +93,9 @@ def tensor_parallel(
     the plain model.
 
     Args:
-        model: The model, built with the same sizes on every rank, on its device.
+        model: The model, built with the same sizes on every rank, on its device. Or a model on the meta device, or a
+            function that builds one, which is called with ``torch.device("meta")``: it is sharded as it is, and
+            :func:`materialize_` fills ``report.model`` shard by shard.
         mesh: One-dimensional, ``mesh["tp"]``.
         plan: ``"auto"``, or styles by globs of names: :class:`ColwiseSKParallel`, :class:`RowwiseSKParallel`,
             :class:`HeadwiseParallel`, or torch's.
@@ -119,6 +123,7 @@ def tensor_parallel(
         [('0', 'outputs sharded'), ('2', 'inputs sharded'), ('3', 'replicated')]
         >>> pr.distributed.shutdown()
     """
+    model = built(model)
     _check(model, mesh, plan)
     decisions = plan_automatically(model, mesh.size()) if isinstance(plan, str) else plan_by_names(model, plan)
     broadcast_model(model, mesh.get_group(), "tensor_parallel", lambda: plan_in_words(decisions))
@@ -213,4 +218,4 @@ def _report(model: nn.Module, decisions: Plan, replicated: Mapping[str, str | No
             sharded = any(not p.is_replicate() for tensor in parameters for p in tensor.placements)
             reason = f"with {name.rpartition('.')[0]!r}"
             placements.append(ModulePlacement(name, kind, "sharded" if sharded else "replicated", reason))
-    return TensorParallelReport(tuple(placements))
+    return TensorParallelReport(tuple(placements), model)
