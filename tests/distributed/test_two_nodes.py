@@ -4,12 +4,13 @@ import ctypes
 import itertools
 import os
 import subprocess
-import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 from launchers import Launcher, until
+from two_nodes import UnavailableError, two_nodes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -47,23 +48,12 @@ def ip(*arguments):
 
 @pytest.fixture(scope="module")
 def cable():
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        pytest.skip("network namespaces need root on Linux")
-    try:
-        ip("netns", "add", NAMES[0])
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces are not available here: {error}")
-    try:
-        ip("netns", "add", NAMES[1])
-        ip("link", "add", "ptr-a", "netns", NAMES[0], "type", "veth", "peer", "name", "ptr-b", "netns", NAMES[1])
-        for name, address, interface in zip(NAMES, ADDRESSES, ("ptr-a", "ptr-b"), strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", interface)
-            for device in ("lo", interface):
-                ip("-n", name, "link", "set", device, "up")
-        yield
-    finally:
-        for name in NAMES:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10)
+    with ExitStack() as stack:
+        try:
+            nodes = stack.enter_context(two_nodes())
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        yield nodes
 
 
 @pytest.fixture
@@ -74,7 +64,7 @@ def start(cable, tmp_path, monkeypatch):
 
     def enter(node, hosts):
         libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{NAMES[node]}") as namespace:
+        with open(f"/run/netns/{cable.names[node]}") as namespace:
             assert libc.setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
         assert libc.unshare(0x04000000 | 0x00020000) == 0  # CLONE_NEWUTS, CLONE_NEWNS
         Path(f"hosts-{node}").write_text(hosts + "\n")
@@ -120,10 +110,10 @@ def firewall(cable):
     rules = [["pref", "10", "ipproto", "tcp", "dport", "29500-29600", "lookup", "main"]]
     rules.append(["pref", "20", "to", ADDRESSES[0], "ipproto", "tcp", "blackhole"])
     for rule in rules:
-        ip("-n", NAMES[1], "rule", "add", *rule)
+        ip("-n", cable.names[1], "rule", "add", *rule)
     yield
     for rule in rules:
-        ip("-n", NAMES[1], "rule", "delete", *rule)
+        ip("-n", cable.names[1], "rule", "delete", *rule)
 
 
 WAYS = {
