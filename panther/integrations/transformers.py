@@ -134,7 +134,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     "asked for: load the folder without a plan on every rank, and call panther.distributed."
                     "tensor_parallel(model) or data_parallel(model)"
                 )
-            # Its rules cut a parameter called "weight". Every rank loads the whole, and Panther shards it afterwards.
+            # Its rules shard a parameter called "weight". Every rank loads the whole, and Panther shards it afterwards.
             model._resolve_parallel_plans = lambda config: ({}, {}, {})  # type: ignore[assignment]
         if self.pre_quantized:
             self.quantization_config.modules = put_compressed_(model, self.quantization_config.modules or {})

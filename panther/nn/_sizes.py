@@ -1,11 +1,12 @@
 """Sizes of sketched layers as users give them: of the sketch, and of each spatial dimension."""
 
-__all__ = ["check_padding", "default_low_rank", "divisible", "per_dim", "terms_and_rank"]
+__all__ = ["check_padding", "default_low_rank", "divisible", "per_dim", "terms_and_rank", "warn_unless_smaller"]
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from panther.errors import ShapeError, check_size
+from panther.errors import PerformanceWarning, ShapeError, check_size
 
 
 def terms_and_rank(
@@ -46,6 +47,20 @@ def default_low_rank(inner: int, out: int, groups: int = 1) -> int:
     K = inner * out * groups // (4 * (inner * groups + out))  # times groups, so that all is in integers
     step = 8 * groups if 8 * groups <= K else groups
     return max(K // step * step, groups)
+
+
+def warn_unless_smaller(
+    layer: str, dense: str, num_terms: int, low_rank: int, sketched: int, fan_in: int, outputs: int, stacklevel: int = 2
+) -> None:
+    """Warn if a layer multiplies by at least as many numbers as the dense one; PerformanceWarning says both."""
+    if sketched >= fan_in * outputs:
+        warnings.warn(
+            f"{layer} with num_terms={num_terms} and low_rank={low_rank} multiplies by {sketched:,} numbers, and a "
+            f"dense layer of {outputs} outputs, each a sum over {fan_in} inputs, by {fan_in * outputs:,}: use a "
+            f"smaller sketch, or {dense}",
+            PerformanceWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def divisible(name: str, value: int, groups: int) -> int:

@@ -7,7 +7,6 @@ Parameters like any other. ``sketch_seed``, in the state_dict, says which.
 __all__ = ["CompressedModule", "SketchedModule", "arguments_of", "is_autocasting", "keep_own_forward"]
 
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,7 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther.errors import PerformanceWarning, ShapeError, SketchMismatchError, check_device, check_flag, check_floating
+from panther.errors import ShapeError, SketchMismatchError, check_device, check_flag, check_floating
+from panther.nn._sizes import warn_unless_smaller
 from panther.nn._sketch_record import has_values, make_record, read_record
 from panther.sketch import check_seed, signs
 
@@ -198,14 +198,10 @@ class SketchedModule(CompressedModule):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
         sketched = sum(math.prod(shape) for shape in (*factors.values(), *self.sketch_shapes().values()))
-        if sketched >= self.fan_in * outputs:
-            warnings.warn(
-                f"{type(self).__name__} with num_terms={self.num_terms} and low_rank={self.low_rank} multiplies by "
-                f"{sketched:,} numbers, and a dense layer of {outputs} outputs, each a sum over {self.fan_in} inputs, "
-                f"by {self.fan_in * outputs:,}: use a smaller sketch, or nn.{self.dense_class.__name__}",
-                PerformanceWarning,
-                stacklevel=3,
-            )
+        warn_unless_smaller(
+            type(self).__name__, f"nn.{self.dense_class.__name__}", self.num_terms, self.low_rank, sketched,
+            self.fan_in, outputs, stacklevel=3,
+        )  # fmt: skip
         self.set_seeded_(seed)
         self.reset_parameters()
 

@@ -54,7 +54,7 @@ CONTAINER = {
     "command": [str],
     "args": [str],
     "volumeMounts": [{"!name": str, "!mountPath": str}],
-    "resources": {"limits": {"nvidia.com/gpu": int, "cpu": int, "memory": str}},
+    "resources": {"limits": {"nvidia.com/gpu": str, "cpu": str, "memory": str}},
     "ports": [{"name": str, "!containerPort": int}],
     "env": [{"!name": str, "valueFrom": {"fieldRef": {"!fieldPath": str}}}],
 }
@@ -101,6 +101,50 @@ PYTORCHJOB = {
         "!pytorchReplicaSpecs": {"!Master": REPLICAS, "Worker": REPLICAS},
     },
 }
+TRAINJOB = {
+    "!apiVersion": "trainer.kubeflow.org/v1alpha1",
+    "!kind": "TrainJob",
+    "!metadata": {"!name": str},
+    "!spec": {
+        "!runtimeRef": {"!name": "torch-distributed"},
+        "trainer": {
+            "image": str,
+            "command": [str],
+            "args": [str],
+            "numNodes": int,
+            "numProcPerNode": int,
+            "resourcesPerNode": CONTAINER["resources"],
+        },
+        "runtimePatches": [{"!manager": str, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [{
+            "!name": "node",
+            "template": {"spec": {"template": {"spec": {
+                "containers": [{"!name": "node", "volumeMounts": CONTAINER["volumeMounts"]}],
+                "terminationGracePeriodSeconds": int,
+                "volumes": POD["spec"]["volumes"],
+            }}}},
+        }]}}}}],
+    },
+}  # fmt: skip
+RAY_POD = {"!spec": POD["spec"] | {"volumes": [POD["spec"]["volumes"][0] | {"configMap": {"name": str}}]}}
+RAYJOB = {
+    "!apiVersion": "ray.io/v1",
+    "!kind": "RayJob",
+    "!metadata": {"!name": str},
+    "!spec": {
+        "!entrypoint": str,
+        "backoffLimit": int,
+        "shutdownAfterJobFinishes": bool,
+        "!rayClusterSpec": {
+            "!headGroupSpec": {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "!template": RAY_POD},
+            "workerGroupSpecs": [
+                {
+                    "!groupName": str, "replicas": int, "!minReplicas": int, "!maxReplicas": int, "rayStartParams": {},
+                    "!template": RAY_POD,
+                }
+            ],
+        },
+    },
+}  # fmt: skip
 DEVICE = {"!driver": str, "device_ids": [str], "!capabilities": [str]}
 NODE = {
     "!image": str, "hostname": str, "command": [str], "working_dir": str, "volumes": [str], "shm_size": str,
@@ -149,36 +193,76 @@ def test_kubernetes(options):
     init("kubernetes", *options, arguments=ARGUMENTS)
     service, job = yaml.safe_load_all(Path("job.yaml").read_text())
     pytorchjob = yaml.safe_load(Path("pytorchjob.yaml").read_text())
+    trainjob = yaml.safe_load(Path("trainjob.yaml").read_text())
     assert faults(service, SERVICE) + faults(job, JOB) + faults(pytorchjob, PYTORCHJOB) == []
+    assert faults(trainjob, TRAINJOB) == []
     nodes = 2 if options is SIZES else 1
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == nodes
     replicas = pytorchjob["spec"]["pytorchReplicaSpecs"]
     assert sum(entry["replicas"] for entry in replicas.values()) == nodes
-    pods = {
-        "NODE_RANK": (job["spec"]["template"], "panther-0.panther"),
-        "RANK": (replicas["Master"]["template"], "panther-master-0"),
+    trainer = trainjob["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (nodes, 4 if nodes == 2 else 1)
+    containers = {
+        "PET_NODE_RANK": (trainer, "$(PET_MASTER_ADDR)"),
+        "NODE_RANK": (job["spec"]["template"]["spec"]["containers"][0], "panther-0.panther"),
+        "RANK": (replicas["Master"]["template"]["spec"]["containers"][0], "panther-master-0"),
     }
-    for variable, (pod, host) in pods.items():
-        (container,) = pod["spec"]["containers"]
+    for variable, (container, host) in containers.items():
         words = [re.sub(rf"(?<!\$)\$\({variable}\)", "1", word).replace("$$", "$") for word in container["args"]]
         assert words[-len(ARGUMENTS) - 1 :] == ["train.py", *ARGUMENTS]
         assert ("--node-rank=1" in words) == (f"--rdzv-endpoint={host}:29500" in words) == (nodes == 2)
     assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job["metadata"]["name"]
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     if nodes == 2:
-        assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": 16, "memory": "64Gi"}}
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}}
 
 
 def test_a_volume_outlives_the_pods():
     init("kubernetes", "--image=x", "--volume=my-runs:/data/runs")
     _, job = yaml.safe_load_all(Path("job.yaml").read_text())
     pytorchjob = yaml.safe_load(Path("pytorchjob.yaml").read_text())
-    assert faults(job, JOB) + faults(pytorchjob, PYTORCHJOB) == []
-    for pod in (job["spec"]["template"], pytorchjob["spec"]["pytorchReplicaSpecs"]["Master"]["template"]):
+    trainjob = yaml.safe_load(Path("trainjob.yaml").read_text())
+    assert faults(job, JOB) + faults(pytorchjob, PYTORCHJOB) + faults(trainjob, TRAINJOB) == []
+    (patch,) = trainjob["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pods = (
+        job["spec"]["template"],
+        pytorchjob["spec"]["pytorchReplicaSpecs"]["Master"]["template"],
+        node["template"]["spec"]["template"],
+    )
+    for pod in pods:
         (container,) = pod["spec"]["containers"]
         (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == "/data/runs")
         (volume,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"])
         assert volume["persistentVolumeClaim"] == {"claimName": "my-runs"}
+
+
+@pytest.mark.parametrize("options", [["--image=me/x:1"], [*SIZES, "--volume=runs:/runs"]], ids=["small", "large"])
+def test_ray(options, capsys):
+    init("ray", *options, arguments=ARGUMENTS)
+    large = len(options) > 1
+    workers = "ScalingConfig(num_workers=8, use_gpu=True)" if large else "ScalingConfig(num_workers=1)"
+    assert f"RayTrainer, on {workers}" in capsys.readouterr().err
+    command, rayjob = yaml.safe_load_all(Path("rayjob.yaml").read_text())
+    assert faults(rayjob, RAYJOB) == []
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert [group[name] for name in ("replicas", "minReplicas", "maxReplicas")] == [2 if large else 1] * 3
+    (head,), (worker,) = (part["template"]["spec"]["containers"] for part in (cluster["headGroupSpec"], group))
+    assert worker["resources"]["limits"] == ({"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"} if large else {})
+    for part, container in ((cluster["headGroupSpec"], head), (group, worker)):
+        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted.keys() == {volume["name"] for volume in part["template"]["spec"]["volumes"]}
+        assert mounted.get("kept") == ("/runs" if large else None)
+    # The head runs the script as it was given: the file is in the ConfigMap that it mounts.
+    volumes = cluster["headGroupSpec"]["template"]["spec"]["volumes"]
+    (config,) = (volume["configMap"]["name"] for volume in volumes if "configMap" in volume)
+    assert command["metadata"]["name"] == config
+    (folder,) = (mount["mountPath"] for mount in head["volumeMounts"] if mount["name"] == "command")
+    assert rayjob["spec"]["entrypoint"] == f"bash {folder}/run.sh"
+    Path("run.sh").write_text(command["data"]["run.sh"])
+    out, err = shell("run.sh", **stubs(python='printf "%s\\0" "$@"')).communicate(timeout=20)
+    assert (out.split("\0")[:-1], err) == (["train.py", *ARGUMENTS], "")
 
 
 def test_compose():
@@ -513,6 +597,8 @@ def test_bad_flags_exit_with_2(arguments, message, capsys):
         (["slurm"], "nothing to run: name a script after the options"),
         (["kubernetes", "t.py"], "kubernetes needs --image"),
         (["compose", "t.py"], "compose needs --image"),
+        (["ray", "t.py"], "ray needs --image"),
+        (["ray", "--image=x", "--config", "train.toml"], "is for panther train, which does not use Ray"),
         (
             ["slurm", "--time", "2", "t.py"],
             "--time 2 is 120 s and must be more than --grace 120 and 30 s for the processes to end",
@@ -541,6 +627,7 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, capsys):
     Path("bad.toml").write_text("[launch")
     Path("dash.toml").write_text('[launch]\nscript = "-t.py"\n')
     Path("binary.toml").write_bytes(b"\xff\xfe")
+    Path("train.toml").write_text('model = "a:b"\ndata = "a:c"\n')
     Path("no-data.toml").write_text('model = "a:b"\n')
     Path("empty.toml").write_text("")
     Path("unknown.toml").write_text(f"{head}node = 2\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "docs/guide/scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "docs/howto/scripts"
 NEEDS = {
     "train_transformers.py": ("transformers", "accelerate"),
     "train_accelerate.py": ("accelerate",),

@@ -1,4 +1,4 @@
-"""``panther init``: launch files for Slurm, Kubernetes, torchrun or docker compose."""
+"""``panther init``: launch files for Slurm, Kubernetes, Ray, torchrun or docker compose."""
 
 __all__ = ["add_parser", "run"]
 
@@ -15,7 +15,8 @@ from panther.errors import PantherError
 
 _KINDS = {
     "slurm": "an sbatch script",
-    "kubernetes": "an indexed Job with its Service, and a PyTorchJob",
+    "kubernetes": "an indexed Job with its Service, a PyTorchJob and a TrainJob",
+    "ray": "a RayJob for KubeRay",
     "torchrun": "a shell script for torchrun",
     "compose": "a docker compose file with two or more nodes on one machine",
 }
@@ -101,9 +102,11 @@ def _print_notes(kind: str, job: JobConfig, folder: Path) -> None:
     """Print what is probably not intended: a script that does not exist, a Slurm job without cores."""
     # The file system of an image is not known here; compose mounts the folder of its file into it.
     script = folder / job.script if kind == "compose" else Path(job.script)
-    unknown = job.module or kind == "kubernetes" or (kind == "compose" and Path(job.script).is_absolute())
+    unknown = job.module or kind in ("kubernetes", "ray") or (kind == "compose" and Path(job.script).is_absolute())
     if not unknown and not script.exists():
         note(f"{script} does not exist here: check its path if the job runs on this file system")
+    if kind == "ray":
+        note(f"the script trains with panther.integrations.ray.RayTrainer, on {job.ray_workers}")
     if kind == "slurm" and job.cpus_per_node is None:
         several = f" for its {job.processes} processes" if job.processes > 1 else ""
         note(
@@ -140,6 +143,10 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
         return values  # without module and args, which are for another script
     if not trains:
         return table | values
+    if args.kind == "ray":
+        raise PantherError(
+            f"--config {file} is for panther train, which does not use Ray: name a script with a RayTrainer"
+        )
     if "data" not in settings and not any(word.startswith("data=") for word in args_there):
         raise PantherError(
             f'--config {file} has a model and no data: add data = "module:function" for panther train, or name a script'

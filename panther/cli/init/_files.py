@@ -20,17 +20,18 @@ _TO_LEAVE_S = 30  # in addition to the grace time, for the processes to end and 
 
 
 def write_files(kind: str, job: JobConfig) -> dict[str, str]:
-    """Return the text of each file of a kind: slurm, torchrun, kubernetes or compose.
+    """Return the text of each file of a kind: slurm, torchrun, kubernetes, ray or compose.
 
     Raises:
         PantherError: If the values of the job do not allow it.
     """
-    if kind in ("kubernetes", "compose") and job.image is None:
+    if kind in ("kubernetes", "ray", "compose") and job.image is None:
         raise PantherError(f"{kind} needs --image: name a container image with Panther in it")
     writers: dict[str, dict[str, Callable[[JobConfig], str]]] = {
         "slurm": {"slurm.sbatch": _slurm},
         "torchrun": {"torchrun.sh": _torchrun},
-        "kubernetes": {"job.yaml": _job, "pytorchjob.yaml": _pytorchjob},
+        "kubernetes": {"job.yaml": _job, "pytorchjob.yaml": _pytorchjob, "trainjob.yaml": _trainjob},
+        "ray": {"rayjob.yaml": _rayjob},
         "compose": {"compose.yaml": _compose},
     }
     return {name: write(job) for name, write in writers[kind].items()}
@@ -114,6 +115,30 @@ def _pytorchjob(job: JobConfig) -> str:
     )
 
 
+def _trainjob(job: JobConfig) -> str:
+    """Return a TrainJob, for clusters with Kubeflow Trainer, the training operator's successor."""
+    return _fill("trainjob.yaml", processes=job.processes, **_pod(job, "$(PET_MASTER_ADDR)", "PET_NODE_RANK", indent=4))
+
+
+def _rayjob(job: JobConfig) -> str:
+    """Return a RayJob, for clusters with KubeRay: a cluster of a head and of workers that lives as long as the job."""
+    script = {"name": "command", "mountPath": "/etc/panther"}
+    volume = {"name": "command", "configMap": {"name": job.name}}
+    values = _pod(job, "", "", indent=0)
+    command = shlex.join(["exec", "python", *(["-m"] if job.module else []), job.script, *job.args])
+    return _fill(
+        "rayjob.yaml",
+        **values
+        | {
+            "workers": job.ray_workers,
+            "command": _quoted(command),
+            "max_restarts": job.max_restarts,
+            "head_mounts": json.dumps([*json.loads(values["mounts"]), script]),
+            "head_volumes": json.dumps([*json.loads(values["volumes"]), volume]),
+        },
+    )
+
+
 def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str, Any]:
     """Return the values of the templates for Kubernetes; ``indent`` is that of the container's fields."""
     # $(NAME) is a variable to Kubernetes, and $$ a dollar sign.
@@ -138,7 +163,8 @@ def _pod(job: JobConfig, host: str, rank_variable: str, indent: int) -> dict[str
         "failures": job.nodes * job.max_restarts,
         "stop_s": job.grace + _TO_LEAVE_S,
         "arguments": _sequence(words, indent),
-        "limits": json.dumps({name: value for name, value in limits.items() if value is not None}),
+        # A quantity is a string to Kubernetes, which takes numbers for one too.
+        "limits": json.dumps({name: str(value) for name, value in limits.items() if value is not None}),
         "mounts": json.dumps(mounts),
         "volumes": json.dumps(volumes),
     }
@@ -168,6 +194,10 @@ def _compose(job: JobConfig) -> str:
 
 def _sequence(words: Sequence[str], indent: int) -> str:
     """Return strings as a YAML sequence, each on a line."""
+    return "".join(f"\n{' ' * indent}- {_quoted(word)}" for word in words)
+
+
+def _quoted(text: str) -> str:
+    """Return a string as YAML."""
     # In ASCII, JSON writes characters beyond U+FFFF as two that YAML does not join.
-    quoted = [json.dumps(word, ensure_ascii=not word.isprintable()) for word in words]
-    return "".join(f"\n{' ' * indent}- {word}" for word in quoted)
+    return json.dumps(text, ensure_ascii=not text.isprintable())

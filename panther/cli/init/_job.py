@@ -61,9 +61,11 @@ class JobConfig:
     memory: str | None = _option(None, "memory of each node, as 64G", _MEMORY)
     time: str | None = _option(None, "time limit of Slurm, as 24:00:00", _TIME)
     partition: str | None = _option(None, "partition of Slurm", _PARTITION)
-    image: str | None = _option(None, "container image with Panther in it, for kubernetes and compose", _IMAGE)
+    image: str | None = _option(None, "container image with Panther in it, for kubernetes, ray and compose", _IMAGE)
     volume: str | None = _option(
-        None, "PersistentVolumeClaim for checkpoints and its path in the pods, as runs:/runs, for kubernetes", _VOLUME
+        None,
+        "PersistentVolumeClaim for checkpoints and its path in pods, as runs:/runs, for kubernetes and ray",
+        _VOLUME,
     )
     backend: str | None = _option(None, "gloo or nccl (default: chosen by the script)", _BACKEND)
     max_restarts: int = _option(0, "how often all processes are started again after a failure", non_negative)
@@ -85,6 +87,12 @@ class JobConfig:
     def command(self) -> list[str]:
         """Return what follows the options of the launcher: the script and its arguments, unquoted."""
         return [*(["--module"] if self.module else []), self.script, *self.args]
+
+    @property
+    def ray_workers(self) -> str:
+        """Return the ScalingConfig of Ray's workers as it is written in Python."""
+        gpus = ", use_gpu=True" if self.gpus_per_node else ""
+        return f"ScalingConfig(num_workers={self.nodes * self.processes}{gpus})"
 
     def options(self, host: str, node_rank: str | None = None, rdzv_id: str = "") -> list[str]:
         """Return the options of ``panther launch``, which need no quotes but those in the arguments.

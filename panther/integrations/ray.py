@@ -1,0 +1,335 @@
+"""Panther's Trainer on Ray Train: Ray places the workers, starts them again and keeps the checkpoints.
+
+Each worker runs the same :class:`panther.train.Trainer`, in the process group that Ray makes. Its checkpoints are in
+Panther's format and are written once, by all workers, into the folder of the run in Ray's storage, where Ray is told of
+them. Where that storage is not a mounted file system, the first worker uploads them.
+"""
+
+__all__ = ["RayTrainer"]
+
+import dataclasses
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from panther._random_state import seed_generators
+from panther.distributed import checkpoint, get_rank
+from panther.distributed.comm._agreement import run_on_first_rank
+from panther.errors import ConfigError, DistributedError, PantherError, TrainingError, require_extra
+from panther.integrations._versions import check_version
+from panther.train import Callback, History, TrainConfig, Trainer
+from panther.train.checks import check_arguments
+from panther.train.optimizer import Optimizer
+
+ray: Any = require_extra("ray", "ray")
+check_version("ray", ray.__version__, 2, least=(2, 60))
+ray_train: Any = require_extra("ray.train", "ray")
+ray_torch: Any = require_extra("ray.train.torch", "ray")
+
+_CONNECT_S = 10.0
+
+
+class RayTrainer:
+    """Train a model on the workers of a Ray cluster, or on this machine.
+
+    The arguments are those of :class:`panther.train.Trainer`, except that the model is built on the workers. They are
+    sent there by cloudpickle, which also sends functions and classes of the script itself.
+
+    Args:
+        model_fn: A function without arguments that builds the model. Every worker calls it, after seeding the random
+            generators by ``config.seed``, so all build the same one.
+        optimizer: A function of parameters that makes an optimizer, such as a class. None is AdamW.
+        loss_fn: ``loss_fn(output, target)``; None for a model that returns its loss.
+        config: The settings. Checkpoints are written synchronously, because Ray is told of a checkpoint by all workers
+            at once. ``resume`` is ``"auto"`` or a path.
+        callbacks: Called on every worker, each of which has a copy of its own.
+        metrics: Functions ``metric(output, target)`` by name, for validation.
+        scaling_config: A ``ray.train.ScalingConfig``: number of workers, and what each of them gets. None is one worker
+            with one core.
+        run_config: A ``ray.train.RunConfig``: storage, restarts after failures, Ray's callbacks. If it has no
+            ``storage_path`` of its own, the folder of the run is ``config.checkpoint_dir``. If it says nothing of the
+            number of checkpoints, that is ``config.keep_checkpoints``.
+        address: The cluster: ``"ray://HOST:10001"``, ``"HOST:6379"`` or ``"auto"``. None is the one that ``ray.init``
+            has joined; else that of the variable RAY_ADDRESS, which Ray sets in its jobs; else this machine alone. A
+            cluster that ``fit`` joins or starts, it leaves or ends.
+
+    Raises:
+        MissingExtraError: If Ray Train is not installed.
+        ConfigError: If its version is not supported, or an argument has the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from panther.integrations.ray import RayTrainer
+        >>> from panther.nn import SKLinear
+        >>> trainer = RayTrainer(lambda: SKLinear(256, 256, 8, seed=0), loss_fn=torch.nn.MSELoss())
+        >>> result = trainer.fit(data)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], nn.Module],
+        optimizer: Optimizer = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        config: TrainConfig | None = None,
+        callbacks: Sequence[Callback] = (),
+        *,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        scaling_config: Any = None,
+        run_config: Any = None,
+        address: str | None = None,
+    ) -> None:
+        if isinstance(model_fn, nn.Module) or not callable(model_fn):
+            raise ConfigError(
+                f"model_fn must be a function that builds the model on each worker, not a {type(model_fn).__name__}: "
+                "pass lambda: Model(...)"
+            )
+        check_arguments(optimizer, loss_fn, config, callbacks, metrics)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError("the workers build the model, so pass a function of its parameters, as torch.optim.AdamW")
+        config = config or TrainConfig()
+        if config.checkpoint_dir is not None:  # workers run in other folders
+            config = dataclasses.replace(config, checkpoint_dir=os.path.abspath(config.checkpoint_dir))
+        if config.resume == "never":
+            raise ConfigError(
+                "resume='never' would refuse a restarted worker too: use 'auto', and a new checkpoint_dir"
+            )
+        for name, given, kind in (
+            ("scaling_config", scaling_config, ray_train.ScalingConfig),
+            ("run_config", run_config, ray_train.RunConfig),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"{name} must be a ray.train.{kind.__name__}, not a {type(given).__name__}")
+        self.scaling_config = scaling_config or ray_train.ScalingConfig()
+        self.run_config = _with_settings_of(config, run_config or ray_train.RunConfig())
+        self.config, self.address = config, address
+        self._arguments = (model_fn, optimizer, loss_fn, list(callbacks), metrics)
+
+    def fit(self, train: Any, validation: Any = None) -> Any:
+        """Train the model, from its latest checkpoint if the run's folder has one.
+
+        Args:
+            train: What ``Trainer.fit`` takes, which is sent to every worker; or a function that returns it there.
+            validation: The same, for validation.
+
+        Returns:
+            Ray's Result. Its ``checkpoint`` and ``metrics`` are the last ones reported, and its ``return_value`` is the
+            :class:`~panther.train.History`. :func:`panther.distributed.checkpoint.load` reads the checkpoint's path.
+
+        Raises:
+            ConfigError: If the workers do not fit this machine.
+            DistributedError: If a worker was lost and no restart is left, or the cluster did not have room for the
+                workers within ``config.timeout_s``.
+            TrainingError: If a function of the user failed on a worker.
+            PantherError: What ``Trainer.fit`` raises there.
+        """
+        with _joined(self.address) as is_local:
+            if is_local:
+                self._check_room()
+            trainer = ray_torch.TorchTrainer(
+                _train,
+                train_loop_config={
+                    "arguments": self._arguments,
+                    "config": self.config,
+                    "data": (train, validation),
+                },
+                torch_config=ray_torch.TorchConfig(timeout_s=math.ceil(self.config.timeout_s)),
+                scaling_config=self.scaling_config,
+                run_config=self.run_config,
+            )
+            try:
+                return trainer.fit()
+            except ray_train.TrainingFailedError as error:
+                raise self._in_words(error) from error
+
+    def _check_room(self) -> None:
+        """Raise if the workers need more than this machine has: Ray would wait for what never comes."""
+        found, count = ray.cluster_resources(), _least(self.scaling_config.num_workers)
+        for name, each in _per_worker(self.scaling_config).items():
+            if each * count > found.get(name, 0):
+                raise ConfigError(
+                    f"num_workers={count} with {each:g} {name} each need {each * count:g} {name}, and this machine has "
+                    f"{found.get(name, 0):g}: lower them in the ScalingConfig, or give the address of a cluster"
+                )
+
+    def _in_words(self, error: Any) -> PantherError:
+        """Return the error that says in a sentence why Ray ended the run."""
+        if not hasattr(error, "worker_failures"):
+            size = f"{_least(self.scaling_config.num_workers)} workers of {_per_worker(self.scaling_config)}"
+            return DistributedError(
+                f"Ray could not run {size} on {ray.cluster_resources()} ({_first_line(error.controller_failure)}): "
+                "lower the ScalingConfig, add nodes, or raise timeout_s"
+            )
+        failures = dict(sorted(error.worker_failures.items()))
+        for failure in failures.values():
+            if isinstance(failure, PantherError) and not isinstance(failure, DistributedError):
+                return failure
+        # Workers that lost their connection to one that died fail too, and say less.
+        lost = [rank for rank, failure in failures.items() if hasattr(failure, "health_check_failure")]
+        if lost:
+            allowed = self.run_config.failure_config.max_failures
+            return DistributedError(
+                f"Ray lost worker {', '.join(map(str, lost))} (killed, out of memory, or its node failed) and "
+                f"max_failures={allowed} leaves no restart: raise it in FailureConfig, or call fit again, which "
+                f"continues from the latest checkpoint in {self.run_config.storage_path}/{self.run_config.name}"
+            )
+        # So do those that lost it to one that raised.
+        rank, failure = min(failures.items(), key=lambda one: "onnection" in str(one[1]))
+        if isinstance(failure, PantherError):
+            return failure
+        return TrainingError(
+            f"worker {rank} raised {type(failure).__name__}: {_first_line(failure)}: its traceback is above"
+        )
+
+
+def _with_settings_of(config: TrainConfig, run: Any) -> Any:
+    """Return a RunConfig with what the TrainConfig says of storage, checkpoints and waiting."""
+    changes: dict[str, Any] = {}
+    if config.checkpoint_dir is not None and run.storage_path == ray_train.constants.DEFAULT_STORAGE_PATH:
+        directory = Path(config.checkpoint_dir)
+        changes = {"storage_path": str(directory.parent), "name": directory.name}
+    if run.checkpoint_config.num_to_keep is None:
+        changes["checkpoint_config"] = dataclasses.replace(run.checkpoint_config, num_to_keep=config.keep_checkpoints)
+    if run.failure_config.controller_failure_limit == -1:
+        # Without a limit Ray asks a cluster for room forever, as often as this.
+        each = float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", 60))
+        limit = math.ceil(config.timeout_s / each) - 1
+        changes["failure_config"] = dataclasses.replace(run.failure_config, controller_failure_limit=limit)
+    return dataclasses.replace(run, **changes)
+
+
+@contextmanager
+def _joined(address: str | None) -> Iterator[bool]:
+    """Be in a Ray cluster; yields whether it is this machine alone, started here, which can get no more nodes."""
+    if ray.is_initialized():
+        if address is not None:
+            raise ConfigError(f"address={address!r}, but ray.init was called already: leave address out, or that")
+        yield False
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        _probe(address)
+        ray.init(address=address)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"no Ray cluster could be joined at {address!r} ({_first_line(error)}): check that it runs and is "
+            "reachable, or leave address out for this machine alone"
+        ) from error
+    try:
+        yield address == "local"
+    finally:
+        ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Raise OSError unless something listens at HOST:PORT: Ray would try for minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+
+
+def _least(num_workers: int | tuple[int, int]) -> int:
+    return num_workers if isinstance(num_workers, int) else num_workers[0]
+
+
+def _per_worker(scaling: Any) -> dict[str, float]:
+    """Return what each worker asks for, by Ray's defaults where the ScalingConfig is silent."""
+    return scaling.resources_per_worker or ({"GPU": 1, "CPU": 1} if scaling.use_gpu else {"CPU": 1})
+
+
+def _first_line(error: Any) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# On the workers
+
+
+def _train(job: dict[str, Any]) -> History:
+    """Run the Trainer; the history is the same on every worker."""
+    model_fn, optimizer, loss_fn, callbacks, metrics = job["arguments"]
+    report = _Report(job["config"])
+    seed_generators(report.config.seed)
+    trainer = Trainer(model_fn(), optimizer, loss_fn, report.config, [*callbacks, report], metrics=metrics)
+    train, validation = (data() if callable(data) else data for data in job["data"])
+    history = trainer.fit(train, validation)
+    report.close(trainer)
+    return history
+
+
+class _Report(Callback):
+    """Tells Ray of metrics and checkpoints. Every worker calls it at the same steps, as Ray demands."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        storage = ray_train.get_context().get_storage()
+        self._run = Path(storage.experiment_fs_path)
+        # pyarrow's name of the file systems that are mounted.
+        is_mounted = storage.storage_filesystem.type_name == "local"
+        directory = Path(config.checkpoint_dir) if config.checkpoint_dir else None
+        if directory is None and not is_mounted:
+            raise ConfigError(
+                f"Ray's storage {self._run} is not a folder of this machine: set checkpoint_dir to a folder that all "
+                "workers share, from which checkpoints are uploaded"
+            )
+        self._uploads = not is_mounted or (directory is not None and directory.resolve() != self._run.resolve())
+        self._directory = directory if self._uploads and directory is not None else self._run
+        latest = ray_train.get_checkpoint()
+        if self._uploads:
+            run_on_first_rank(lambda: self._fetch(latest), None)
+        self.config = dataclasses.replace(
+            config,
+            checkpoint_dir=str(self._directory),
+            checkpoint_asynchronously=False,
+            # Ray removes the checkpoints that it keeps a list of, and the Trainer those that were uploaded.
+            keep_checkpoints=config.keep_checkpoints if self._uploads else None,
+            resume="auto" if latest is not None or self._found() else config.resume,
+        )
+        self._latest: dict[str, Any] = {}
+        self._reported = None if latest is None else Path(latest.path).name
+
+    def on_record(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """Report validations. Records of training go with the next report, as Ray takes one in 2 s."""
+        self._latest |= record
+        if any(name.startswith("validation_") for name in record):
+            # So that training does not wait until Ray asks for it.
+            ray_train.report(dict(self._latest), checkpoint_upload_mode=ray_train.CheckpointUploadMode.ASYNC)
+
+    def on_checkpoint(self, trainer: Trainer) -> None:
+        """Report the checkpoint, unless another one of the same step takes its place at the end of the run."""
+        epochs = self.config.epochs or (None if self.config.max_steps else 1)
+        if not (trainer.stop or trainer.step == trainer.total_steps or trainer.epoch == epochs):
+            self._tell(trainer)
+
+    def close(self, trainer: Trainer) -> None:
+        """Report the last checkpoint, also after a restart that found nothing more to do."""
+        if run_on_first_rank(lambda: self._found()[-1].name != self._reported, None):
+            self._tell(trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        found = None
+        if get_rank() == 0:
+            path = self._found()[-1]
+            self._reported, found = path.name, ray_train.Checkpoint.from_directory(str(path))
+        mode = ray_train.CheckpointUploadMode
+        ray_train.report(
+            {**self._latest, "step": trainer.step, "epoch": trainer.epoch},
+            checkpoint=found,
+            checkpoint_dir_name=self._reported,
+            checkpoint_upload_mode=mode.SYNC if self._uploads else mode.NO_UPLOAD,
+        )
+
+    def _found(self) -> list[Path]:
+        return checkpoint.checkpoints(self._directory)
+
+    def _fetch(self, latest: Any) -> None:
+        """Bring Ray's latest checkpoint here, if this machine has none."""
+        if latest is not None and not self._found():
+            final = self._directory / Path(latest.path).name
+            temporary = final.with_name(f"{final.name}.tmp")
+            latest.to_directory(str(temporary))
+            temporary.rename(final)
