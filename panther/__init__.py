@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import compat, compression, distributed, errors, kernels, linalg, nn, optim, sketch, train
+    from . import compat, compression, distributed, errors, kernels, linalg, nn, optim, sketch, train, tuning
     from .compression import (
         CompressionReport,
         HealConfig,
@@ -25,14 +25,28 @@ if TYPE_CHECKING:
     from .nn.io import load_compressed, save_compressed
     from .nn.linear import fuse_
     from .nn.linears import to_linears_
+    from .tuning import TuneResult, tune
 
 # PEP 562: modules are imported when they are first used, so that `panther --version` does not wait for torch.
-_MODULES = ("nn", "optim", "sketch", "linalg", "kernels", "compression", "train", "distributed", "errors", "compat")
+_MODULES = (
+    "nn",
+    "optim",
+    "sketch",
+    "linalg",
+    "kernels",
+    "compression",
+    "train",
+    "tuning",
+    "distributed",
+    "errors",
+    "compat",
+)
 _FUNCTIONS_AND_CLASSES = {
     "CompressionReport": "compression",
     "HealConfig": "compression",
     "LinearizationReport": "compression",
     "SketchConfig": "compression",
+    "TuneResult": "tuning",
     "choose_parallelism_strategy": "distributed",
     "compress": "compression",
     "from_pretrained": "integrations.pretrained",
@@ -43,6 +57,7 @@ _FUNCTIONS_AND_CLASSES = {
     "save_compressed": "nn.io",
     "sketch_layers_": "compression",
     "to_linears_": "nn.linears",
+    "tune": "tuning",
 }
 
 __all__ = [
@@ -50,6 +65,7 @@ __all__ = [
     "HealConfig",
     "LinearizationReport",
     "SketchConfig",
+    "TuneResult",
     "__version__",
     "choose_parallelism_strategy",
     "compat",
@@ -71,6 +87,8 @@ __all__ = [
     "sketch_layers_",
     "to_linears_",
     "train",
+    "tune",
+    "tuning",
 ]
 
 

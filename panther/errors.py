@@ -18,6 +18,7 @@ __all__ = [
     "ShapeError",
     "SketchMismatchError",
     "TrainingError",
+    "TuningError",
     "check_device",
     "check_flag",
     "check_floating",
@@ -68,6 +69,10 @@ class ConfigError(PantherError, ValueError):
 
 class TrainingError(PantherError, RuntimeError):
     """Training cannot continue."""
+
+
+class TuningError(PantherError, RuntimeError):
+    """A search cannot continue, or found nothing that satisfies its constraints."""
 
 
 class DistributedError(PantherError, RuntimeError):

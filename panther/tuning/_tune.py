@@ -1,0 +1,271 @@
+"""The function that searches."""
+
+__all__ = ["tune"]
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from panther._random_state import preserved_generators
+from panther.compression.forms.arguments import check_adapters, check_model, checked_forms
+from panther.compression.targets import Selector
+from panther.errors import ConfigError, TuningError, check_size, require_extra
+from panther.sketch import check_seed
+from panther.tuning.evaluation import Evaluator
+from panther.tuning.goal import Figures, Goal, check_unchanged, make_goal
+from panther.tuning.hashing import identity
+from panther.tuning.layer_space import AutoSpace, LayerSpace, LayerSpaceBase, Line, parse_lines, used_forms
+from panther.tuning.prepared import Plan, Prepared, Settings, copied, prepare
+from panther.tuning.result import Trial, TuneResult
+from panther.tuning.study import Job, Study, check_agrees, open_study, pareto_front
+
+_FIRST = (3, 8)  # trials that are the choices of pr.compress, at least and at most
+_FIRST_SHARE = 1 / 3  # of the trials
+
+
+def tune(
+    model: nn.Module,
+    evaluate: Callable[[nn.Module], Any],
+    calibration: Any = None,
+    *,
+    space: Any = "auto",
+    objective: str | Callable[[nn.Module], float] = "size",
+    constraint: Any = None,
+    direction: str | None = None,
+    trials: int = 30,
+    first: int | None = None,
+    timeout_s: float | None = None,
+    sampler: Any = "tpe",
+    pruner: Any = "median",
+    storage: Any = None,
+    repeats: int = 1,
+    forms: str | Sequence[str] | None = None,
+    rank_multiple: int = 8,
+    group_size: int | None = 128,
+    activations: str | None = None,
+    include: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] | None = None,
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+    loss_fn: Any = None,
+    mask_fn: Callable[[Any], Tensor | None] | None = None,
+    statistics_memory_bytes: int | None = None,
+    seed: int | None = None,
+    progress: bool | None = None,
+) -> TuneResult:
+    """Search for what a model's layers should become, by a measure of your own.
+
+    :func:`panther.compress` keeps a model's output; here a function says how good a model is, and the search finds the
+    smallest or fastest model that is good enough. Moments and decompositions are computed once, as by
+    ``compress``; a trial truncates them and calls the function. The first trials are the choices of ``compress`` at
+    several budgets, and Optuna draws the others.
+
+    Args:
+        model: A trained model. It is only read: trials run on a copy.
+        evaluate: ``evaluate(model)`` returns how good a model is, or yields it for more and more of the data, so that
+            poor trials end early. It must leave the model as it is, and return the same number for the same model;
+            torch's, Python's and NumPy's generators are seeded before each call.
+        calibration: Batches as for :func:`panther.compress`. None fits weights to themselves alone, which keeps less.
+        space: ``"auto"``: a budget, and how much each group of layers counts, from which ranks and forms follow by the
+            layers' spectra. Or a dict: keys select layers, by a glob of names, a class, a function of the module and
+            its name, or a :class:`Group`; values are dicts of settings, each an :class:`Int`, a :class:`Float`, a
+            :class:`Choice`, a list, a range, or one value:
+
+            - ``"form"``: a form of :func:`panther.compress`, ``"low_rank"`` if it is left out; or ``"bits"``, a width.
+            - ``"rank"``: the matrix's rank, or ``"share"``, of the layer's bytes, for forms that have a rank. The
+              largest one that the layer can have and that is not above is taken.
+
+            Layers that no key selects stay as they are.
+        objective: What is minimised. ``"size"``: bytes of the model as saved. ``"latency"``: seconds of the first
+            held-out batch, beside the unchanged model. ``"metric"``: nothing is minimised, the best metric is searched.
+            Or a function of the model.
+        constraint: What a model must satisfy: ``">= 0.91"``, ``">= 99 %"`` (of the unchanged model's metric), ``"<=
+            2.5"``, ``"size <= 10 MB"``, ``"latency <= 5 ms"``, a function of the metric, or several. Without one of the
+            metric the Pareto front of metric and objective is searched, and the best trial is that of the best metric.
+        direction: ``"maximize"`` or ``"minimize"`` the metric, where the constraint does not say it; None maximizes.
+        trials: Trials in all, those that the storage holds included.
+        first: How many of them, the first ones, are choices of :func:`panther.compress`, at budgets that close in on
+            where a constraint is met. None is a third, from 3 to 8.
+        timeout_s: Seconds after which no trial begins; None is no bound.
+        sampler: ``"tpe"``, ``"gp"`` (a Gaussian process), ``"random"``, or a sampler of Optuna.
+        pruner: ``"median"``, ``"asha"`` (successive halving), ``"none"``, or a pruner of Optuna.
+        storage: A path, to which each trial is written as it ends; a URL of a database; or a storage of Optuna. The
+            same call continues what it holds. None keeps trials in memory.
+        repeats: Calls of ``evaluate`` for each model, of which the mean counts; for functions that vary.
+        forms: What layers may become in the space ``"auto"``, as for :func:`panther.compress`.
+        rank_multiple: As for :func:`panther.compress`, and so are the next ones.
+        group_size: Columns of a quantized weight that share a scale.
+        activations: ``"int8"`` rounds the inputs of quantized linear layers.
+        include: Only layers that match.
+        exclude: No layers that match.
+        forward_fn: How the model is called on a calibration batch.
+        loss_fn: A loss whose gradients say how the output depends on layers.
+        mask_fn: Which positions of a batch count.
+        statistics_memory_bytes: Memory for moments.
+        seed: Seed of the search and of all that is drawn; None draws one, or takes that of the storage.
+        progress: Whether to show progress on standard error; None shows it on a terminal.
+
+    Returns:
+        The best model and all trials.
+
+    Raises:
+        TuningError: If ``evaluate`` raises, returns no finite number, changes the model or varies for the same one; or
+            if no trial satisfies the constraints (the message names the best one).
+        ConfigError: If an argument is not understood, or the storage holds another study.
+        CompressionError: If the calibration batches cannot be used, or no layer is eligible.
+        MissingExtraError: If Optuna is not installed.
+
+    Cost: the preparation takes what ``compress`` takes, without a bound on the widths and components that are fitted;
+    then each trial a fraction of a second and one evaluation. Two evaluations of the unchanged model are made first.
+    Memory: a copy of the model and the components of all its layers, about twice its size, besides the moments'.
+
+    Example:
+        >>> import torch, panther as pr
+        >>> _ = torch.manual_seed(0)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        >>> x = torch.randn(512, 64)
+        >>> labels = net(x).argmax(-1)
+        >>> def accuracy(net):
+        ...     with torch.no_grad():
+        ...         return (net(x[256:]).argmax(-1) == labels[256:]).float().mean()
+        >>> result = pr.tune(net, accuracy, list(x[:256].split(32)), constraint=">= 0.9", trials=10, seed=0)
+        >>> result.best.metric >= 0.9, result.best.size < result.unchanged.size / 4
+        (True, True)
+
+    References: J. Bergstra et al., "Algorithms for hyper-parameter optimization", NeurIPS 2011 (TPE); T. Akiba et al.,
+    "Optuna: a next-generation hyperparameter optimization framework", KDD 2019, arXiv:1907.10902.
+    """
+    require_extra("optuna", "tune")
+    began = time.perf_counter()
+    check_model(model)
+    check_adapters(model)
+    goal = make_goal(objective, constraint, direction)
+    check_size("trials", trials, least=1)
+    check_size("repeats", repeats, least=1)
+    if first is not None:
+        check_size("first", first, least=0)
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: None is for no bound")
+    if not callable(evaluate):
+        raise TypeError(f"evaluate must be a function of a model, not a {type(evaluate).__name__}")
+    if goal.timed and calibration is None:
+        raise ConfigError("latency needs calibration=, a list of batches, because models are timed on one of them")
+    lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
+    if lines is not None:
+        if forms is not None:
+            raise ConfigError("forms= is for space='auto', and this space names its own: leave it out")
+        forms = list(dict.fromkeys(form for line in lines for form in used_forms(line.specs)))
+        include = _within(lines, include)
+    method = "svd" if calibration is None else "two_sided"
+    settings = Settings(
+        checked_forms(forms, rank_multiple, group_size, method, activations), include, exclude, forward_fn, loss_fn,
+        mask_fn, statistics_memory_bytes,
+    )  # fmt: skip
+    words = identity(model, calibration, goal, lines, settings, repeats)
+    study, known = open_study(storage, goal, words, sampler, pruner)
+    seed = check_seed(known.get("seed") if seed is None else seed)
+    if known.get("seed", seed) != seed:
+        raise ConfigError(
+            f"storage={storage!r} holds another study (seed {known['seed']} instead of {seed}): give a new file, or "
+            "leave seed out"
+        )
+    with preserved_generators():  # making layers draws numbers, which are then replaced
+        runner = copied(model, calibration, settings, progress)
+        evaluator = Evaluator(runner, seed, evaluate, goal, repeats)
+        unchanged, evaluate_s = evaluator.measure_unchanged()
+        check_unchanged(goal, unchanged)
+        check_agrees(study, storage, known, unchanged, seed)
+        training = [module.training for module in model.modules()]
+        prepared = prepare(runner, settings, timed=goal.timed, training=training, seed=seed)
+        layers: LayerSpaceBase = AutoSpace(prepared) if lines is None else LayerSpace(prepared, lines)
+        least, most = _FIRST
+        first = min(most, max(least, round(_FIRST_SHARE * trials))) if first is None else first
+        search = Study(study, layers, goal, unchanged, sampler, seed, first)
+        why = _run(search, evaluator, prepared, trials, None if timeout_s is None else began + timeout_s)
+        best = _best(search, goal)
+        tuned, report = prepared.build(best.plan)
+    return TuneResult(
+        model=tuned,
+        best=best,
+        trials=tuple(search.trials),
+        front=pareto_front(search.trials, goal),
+        unchanged=_unchanged_trial(unchanged, goal, evaluate_s),
+        report=report,
+        objective=goal.name,
+        constraints=tuple(one.text for one in goal.constraints),
+        higher_is_better=goal.higher_is_better,
+        prepare_s=prepared.seconds,
+        seconds=time.perf_counter() - began,
+        seed=seed,
+        notes=_notes(search, trials, why),
+        study=study,
+        prepared=prepared,
+    )
+
+
+def _within(lines: Sequence[Line], include: Any) -> Selector:
+    """Return the selector of the layers that a space names, and that the user's own one matches."""
+    if include is not None:
+        raise ConfigError("include= is for space='auto', and this space names its layers: leave it out")
+    names = {name for line in lines for name in line.names}
+    return lambda module, name: name in names
+
+
+def _run(search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None) -> str:
+    """Run trials one after the other, until there are as many; else return why they ended before."""
+    for _ in prepared.runner.over(range(search.count, trials), "trials"):
+        if deadline is not None and time.perf_counter() > deadline and search.trials:
+            return "the time was over"
+        job = search.ask()
+        if job is None:
+            return "plans that were not tried are no longer found"
+
+        def report(step: int, figures: Figures, job: Job = job) -> bool:
+            return search.report(job, step, figures)
+
+        search.tell(job, evaluator.run(prepared, job.plan, job.number, report))
+    return ""
+
+
+def _best(search: Study, goal: Goal) -> Trial:
+    """Return the best trial, or raise TuningError if none satisfies the constraints."""
+    complete = [trial for trial in search.trials if trial.state == "complete"]
+    if not complete:
+        reasons = list(dict.fromkeys(trial.reason for trial in search.trials if trial.reason)) or ["all were pruned"]
+        raise TuningError(
+            f"no trial of {len(search.trials)} was completed ({'; '.join(reasons[:3])}): look at evaluate, or give "
+            "more trials"
+        )
+    fine = [trial for trial in complete if trial.feasible]
+    if fine:
+        return min(fine, key=lambda trial: (*goal.order(trial.figures), trial.number))
+
+    def missed(trial: Trial) -> float:
+        return sum(max(one, 0.0) for one in goal.violations(trial.figures, search.unchanged))
+
+    nearest = min(complete, key=missed)
+    wanted = " and ".join(repr(one.text) for one in goal.constraints)
+    raise TuningError(
+        f"no trial of {len(search.trials)} satisfies constraint={wanted}: the best reached is "
+        f"{goal.shown(nearest.figures)} (trial {nearest.number}), and the unchanged model has "
+        f"{goal.shown(search.unchanged)}: ask for less, give more trials, or a larger space"
+    )
+
+
+def _unchanged_trial(unchanged: Figures, goal: Goal, evaluate_s: float) -> Trial:
+    return Trial(
+        number=-1, params={}, state="complete", metric=unchanged.metric, objective=unchanged.objective,
+        size=unchanged.size, latency=unchanged.latency, feasible=goal.feasible(unchanged, unchanged), plan=Plan(),
+        evaluate_s=evaluate_s,
+    )  # fmt: skip
+
+
+def _notes(search: Study, trials: int, why: str) -> tuple[str, ...]:
+    notes = []
+    if len(search.trials) < trials:
+        notes.append(f"ended after {len(search.trials)} of {trials} trials: {why}")
+    failed = [trial for trial in search.trials if trial.state == "failed"]
+    notes += [f"trial {trial.number} failed: {trial.reason}" for trial in failed[:5]]
+    return tuple(notes)

@@ -1,0 +1,235 @@
+"""A private copy of the model with all that trials share: the layers, moments, decompositions and their losses.
+
+A trial is then a truncation: components that are stored become factors of the rank that it takes.
+"""
+
+__all__ = ["Plan", "Prepared", "Settings", "copied", "prepare"]
+
+import copy
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from panther.compression.conversion import Replacement, convert_all
+from panther.compression.forms.allocation import Allocation, allocated
+from panther.compression.forms.choice import BYTES, Cost, seconds
+from panther.compression.forms.fitting import Fits, fit_targets
+from panther.compression.forms.options import DENSE, Choice, Forms, Option, Options
+from panther.compression.forms.ridge import fitted_with_care
+from panther.compression.forms.timing import timed_layers
+from panther.compression.install import install_layers
+from panther.compression.measurement import measure
+from panther.compression.report import CompressionReport
+from panther.compression.runner import Runner, calibrating
+from panther.compression.survey import survey_targets
+from panther.compression.targets import Survey, Target, select_targets
+from panther.errors import TuningError
+
+_MIDDLE = 0.25  # share of the bytes at which losses are measured: that of int8 in float32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a trial does to the model; plain values, so that a storage holds it and a worker can be sent it.
+
+    Attributes:
+        layers: ``form``, ``rank`` and ``bits`` by the names of layers; others stay as they are.
+    """
+
+    layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return a text that is the same for equal plans."""
+        return json.dumps(vars(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the plan of :meth:`to_json`."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of :func:`panther.tune` that mean what they mean in :func:`panther.compress`."""
+
+    forms: Forms
+    include: Any = None
+    exclude: Any = None
+    forward_fn: Callable[[nn.Module, Any], Any] | None = None
+    loss_fn: Any = None
+    mask_fn: Any = None
+    statistics_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A copy of the model, and what all trials share.
+
+    Attributes:
+        model: The copy, in eval mode.
+        runner: It and the calibration batches.
+        survey: Its layers.
+        fits: Their components and codes, with predicted losses.
+        options: What each layer can become, with the losses that choices are made by.
+        cost: What a budget is of, bytes or seconds.
+        seed: Of sketches and healing.
+        seconds: What the preparation took.
+        training: Which of the model's modules were in training mode.
+    """
+
+    model: nn.Module
+    runner: Runner
+    survey: Survey
+    fits: Fits
+    options: Options
+    cost: Cost
+    seed: int
+    seconds: float
+    training: Sequence[bool] = ()
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Return the layers that can become something else."""
+        return self.survey.targets
+
+    @property
+    def dense(self) -> float:
+        """Return what all layers cost as they are."""
+        return sum(map(self.cost.dense, self.targets))
+
+    def allocation(self, budget: float) -> Allocation:
+        """Return the choice of :func:`panther.compress` for a budget, a share of what the layers cost as they are."""
+        kind = "global" if self.survey.gradients else "uniform"
+        with torch.inference_mode(False), torch.enable_grad(), calibrating(self.model, self.seed):
+            return allocated(self.runner, self.survey, self.fits, kind, budget * self.dense, None, self.seed, self.cost)
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """Return the plan of a choice."""
+        layers = {}
+        for target, option in choice.items():
+            if option.form != DENSE:
+                entries = {"form": option.form, "rank": option.rank, "bits": option.bits}
+                layers[target.name] = {name: value for name, value in entries.items() if value is not None}
+        return Plan(layers)
+
+    def choice_of(self, plan: Plan) -> Choice:
+        """Return the choice of a plan, with predicted losses."""
+        found: Choice = {}
+        for target in self.targets:
+            wanted = plan.layers.get(target.name, {"form": DENSE})
+            found[target] = next(
+                (
+                    option
+                    for option in self.fits.options[target]
+                    if (option.form, option.rank) == (wanted["form"], wanted.get("rank"))
+                ),
+                Option(DENSE, target.dense_bytes, error=0.0),
+            )
+        return found
+
+    def replacement(self, plan: Plan) -> Replacement:
+        """Make the new layers of a plan."""
+        return convert_all(self.survey, self.fits, self.choice_of(plan), self.seed)
+
+    def build(self, plan: Plan) -> tuple[nn.Module, CompressionReport]:
+        """Return a model of its own with the new layers, and the report of every layer."""
+        choice = self.choice_of(plan)
+        replacement = convert_all(self.survey, self.fits, choice, self.seed)
+        with torch.inference_mode(False), calibrating(self.model, self.seed):
+            measured = measure(self.runner, self.targets, replacement, speed=False)
+        model, targets = copy.deepcopy((self.model, self.targets))
+        for module, training in zip(model.modules(), self.training, strict=True):
+            module.training = training
+        new = dict(zip(self.targets, targets, strict=True))
+        modules = {old: twin for target in new for old, twin in zip(target.modules, new[target].modules, strict=True)}
+        report = install_layers(
+            model,
+            replace(self.survey, targets=targets),
+            self.fits,
+            Allocation({new[target]: option for target, option in choice.items()}, "tuned"),
+            {modules[old]: layer for old, layer in replacement.items()},
+            replace(measured, errors={new[target]: error for target, error in measured.errors.items()}),
+            None,
+            None,
+            list(self.survey.notes),
+            "two_sided" if self.fits.passes else "svd",
+            self.seed,
+            allow_slower=True,
+        )
+        return model, report
+
+
+def copied(model: nn.Module, calibration: Any, settings: Settings, progress: bool | None) -> Runner:
+    """Copy the model, and return the copy with its calibration batches; the model itself is only read.
+
+    Raises:
+        TuningError: If the model cannot be copied.
+        CompressionError: If the batches cannot be used, as for :func:`panther.compress`.
+    """
+    try:
+        model = copy.deepcopy(model).eval()
+    except Exception as error:
+        raise TuningError(
+            f"the model cannot be copied ({type(error).__name__}: {error}): give a function that returns it"
+        ) from error
+    return Runner(model, calibration, settings.forward_fn, settings.mask_fn, None, progress, settings.loss_fn)
+
+
+def prepare(runner: Runner, settings: Settings, *, timed: bool, training: Sequence[bool], seed: int) -> Prepared:
+    """Fit all layers of a copied model.
+
+    Raises:
+        CompressionError: If no layer is eligible, or the batches are too few, as for :func:`panther.compress`.
+    """
+    began = time.perf_counter()
+    model, forms = runner.model, settings.forms
+    with torch.inference_mode(False), torch.enable_grad(), calibrating(model, seed):
+        survey = select_targets(model, settings.include, settings.exclude, smallest=forms.smallest_bytes).check()
+        if runner.batches:
+            survey = survey_targets(runner, survey, gradients=True).check()
+        if timed:
+            forms = replace(forms, times=timed_layers(runner, survey.targets, forms))
+        cost = seconds(forms.times) if timed else BYTES
+        dense = sum(map(cost.dense, survey.targets))
+
+        def fitted(ridge: float) -> Fits:
+            return fit_targets(
+                runner, survey, forms, None, memory=settings.statistics_memory_bytes, keep=False, heal=None,
+                seed=seed, ridge=ridge,
+            )  # fmt: skip
+
+        def allocation_of(fits: Fits) -> Allocation:
+            kind = "global" if survey.gradients else "uniform"
+            limit = max(_MIDDLE * dense, cost.least(fits.options))
+            return allocated(runner, survey, fits, kind, limit, None, seed, cost)
+
+        fits, allocation = fitted_with_care(fitted, allocation_of)
+    return Prepared(
+        model,
+        runner,
+        survey,
+        fits,
+        _comparable(survey, fits, allocation),
+        cost,
+        seed,
+        time.perf_counter() - began,
+        training,
+    )
+
+
+def _comparable(survey: Survey, fits: Fits, allocation: Allocation) -> Options:
+    """Return the options with losses that can be compared between layers.
+
+    Where the output's gradients did not give them, they are the squared relative errors of the layers' own outputs.
+    """
+    if survey.gradients:
+        return allocation.options
+    return {
+        target: [replace(option, loss=(option.error or 0.0) ** 2) for option in several]
+        for target, several in fits.options.items()
+    }

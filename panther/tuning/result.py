@@ -1,0 +1,230 @@
+"""What a search found: its trials, the best model, the Pareto front, as a table, JSON and a plot."""
+
+__all__ = ["Trial", "TuneResult"]
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from panther._text import counted, format_bytes, format_seconds, format_table
+from panther.compression.report import CompressionReport
+from panther.errors import MissingExtraError, require_extra
+from panther.tuning.goal import Figures
+from panther.tuning.prepared import Plan, Prepared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One trial of a search."""
+
+    number: int
+    params: Mapping[str, Any]
+    """What was drawn, by the names of the space's parameters."""
+    state: str
+    """``"complete"``; ``"pruned"`` by partial metrics; or ``"failed"``, with ``reason``."""
+    metric: float
+    """What ``evaluate`` returned, the last partial one of a pruned trial; NaN if the trial failed."""
+    objective: float
+    """What is minimised; of the objective ``"metric"`` the metric itself."""
+    size: int
+    """Bytes of all tensors of the model, as saved."""
+    latency: float | None
+    """Seconds of a batch, where models are timed."""
+    feasible: bool
+    """Whether the trial is complete and all constraints are met."""
+    plan: Plan
+    """What was done to the model."""
+    partial: tuple[float, ...] = ()
+    """Metrics that ``evaluate`` yielded."""
+    build_s: float = field(default=0.0, compare=False)
+    """Seconds for the new layers and what was measured besides the metric."""
+    evaluate_s: float = field(default=0.0, compare=False)
+    """Seconds of ``evaluate``."""
+    reason: str = ""
+    """Why the trial failed."""
+
+    @property
+    def figures(self) -> Figures:
+        """Return what was measured."""
+        return Figures(self.metric, self.size, self.latency, self.objective)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TuneResult:
+    """What :func:`panther.tune` found. ``print(result)`` shows the trials."""
+
+    model: nn.Module
+    """The best model: a copy of the one that was given, with the layers of the best trial."""
+    best: Trial
+    """The best trial."""
+    trials: tuple[Trial, ...]
+    """All trials, in the order in which they ended."""
+    front: tuple[Trial, ...]
+    """The complete trials of which none is at least as good in metric and objective, and better in one."""
+    unchanged: Trial
+    """The model as it was given, as trial -1."""
+    report: CompressionReport
+    """What the best model's layers became."""
+    objective: str
+    constraints: tuple[str, ...]
+    higher_is_better: bool
+    prepare_s: float
+    """Seconds that the moments and decompositions took, which all trials share."""
+    seconds: float
+    """Seconds of the search, with the preparation."""
+    seed: int
+    notes: tuple[str, ...] = ()
+    study: Any = None
+    """The study, for Optuna's own plots and importances."""
+    prepared: Prepared = None  # type: ignore[assignment]
+
+    def build(self, trial: int | Trial) -> nn.Module:
+        """Return the model of another trial, such as one of the front.
+
+        Args:
+            trial: The trial or its number.
+
+        Raises:
+            KeyError: If there is no trial of this number.
+        """
+        if not isinstance(trial, Trial):
+            known = {one.number: one for one in self.trials}
+            if trial not in known:
+                raise KeyError(f"there is no trial {trial}: use one of {sorted(known)}")
+            trial = known[trial]
+        return self.prepared.build(trial.plan)[0]
+
+    def __repr__(self) -> str:
+        """Return the best trial in one line; ``str`` has the table."""
+        return f"<TuneResult: trial {self.best.number} of {len(self.trials)}, {self._shown(self.best)}>"
+
+    def __str__(self) -> str:
+        """Return the best trial, then the table."""
+        states = [sum(trial.state == state for trial in self.trials) for state in ("pruned", "failed")]
+        lines = [
+            f"best: trial {self.best.number}, {self._shown(self.best)} (unchanged: {self._shown(self.unchanged)})",
+            f"objective {self.objective}" + "".join(f", {text}" for text in self.constraints),
+            f"{counted(len(self.trials), 'trial')} ({states[0]} pruned, {states[1]} failed) in "
+            f"{format_seconds(self.seconds)}, of which the preparation took {format_seconds(self.prepare_s)}",
+        ]
+        lines += [f"note: {note}" for note in self.notes]
+        rows = [("trial", "state", "metric", "size", "latency", self.objective, "feasible", "front", "evaluate")]
+        on_front = {trial.number for trial in self.front}
+        for trial in self.trials:
+            rows.append(
+                (
+                    f"{trial.number}{' *' if trial.number == self.best.number else ''}",
+                    trial.state,
+                    f"{trial.metric:.6g}",
+                    format_bytes(trial.size),
+                    "" if trial.latency is None else format_seconds(trial.latency),
+                    f"{trial.objective:.6g}",
+                    "yes" if trial.feasible else "no",
+                    "yes" if trial.number in on_front else "",
+                    format_seconds(trial.evaluate_s) if trial.evaluate_s else "",
+                )
+            )
+        return "\n".join([*lines, format_table(rows)])
+
+    def _shown(self, trial: Trial) -> str:
+        latency = "" if trial.latency is None else f", {format_seconds(trial.latency)} a batch"
+        return f"metric {trial.metric:.6g}, {format_bytes(trial.size)}{latency}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each trial: its figures, and its parameters by name."""
+        figures = ("number", "state", "metric", "objective", "size", "latency", "feasible", "build_s", "evaluate_s")
+        return [
+            {name: getattr(trial, name) for name in figures} | {f"params.{k}": v for k, v in trial.params.items()}
+            for trial in self.trials
+        ]
+
+    def to_dataframe(self) -> Any:
+        """Return :meth:`rows` as a pandas DataFrame.
+
+        Raises:
+            MissingExtraError: If pandas is not installed.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError:
+            raise MissingExtraError("pandas is needed here and is not installed: run pip install pandas") from None
+        return pandas.DataFrame(self.rows())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it except the models as plain numbers, strings, lists and dicts; what is not finite as None."""
+        plain = ("objective", "constraints", "higher_is_better", "prepare_s", "seconds", "seed", "notes")
+        found = {name: getattr(self, name) for name in plain}
+        found |= {"best": self.best.number, "front": [trial.number for trial in self.front]}
+        found |= {"unchanged": asdict(self.unchanged), "trials": [asdict(trial) for trial in self.trials]}
+        return _finite(found | {"report": self.report.to_dict()})
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write :meth:`to_dict` to a file."""
+        path = Path(path)
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        return path
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draw metric and objective of all trials, and the front, to a file of the format that its suffix names.
+
+        Raises:
+            MissingExtraError: If matplotlib is not installed.
+        """
+        Figure = require_extra("matplotlib.figure", "demo").Figure
+        figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+        plane, course = figure.subplots(1, 2)
+        by, scale, label = self._axis()
+        groups: dict[str, Sequence[Trial]] = {
+            "feasible": [trial for trial in self.trials if trial.feasible],
+            "not feasible": [trial for trial in self.trials if trial.state == "complete" and not trial.feasible],
+        }
+        for (name, several), marker in zip(groups.items(), "ox", strict=True):
+            x, y = [getattr(trial, by) / scale for trial in several], [trial.metric for trial in several]
+            plane.plot(x, y, marker, label=name)
+        plane.plot(
+            [getattr(trial, by) / scale for trial in self.front], [trial.metric for trial in self.front],
+            drawstyle="steps-post", color="gray", linewidth=1, label="Pareto front",
+        )  # fmt: skip
+        plane.plot(getattr(self.best, by) / scale, self.best.metric, "*", markersize=14, label="best")
+        plane.plot(getattr(self.unchanged, by) / scale, self.unchanged.metric, "s", color="black", label="unchanged")
+        plane.set(xlabel=label, ylabel="metric")
+        plane.legend(frameon=False, fontsize=8)
+        complete = [trial for trial in self.trials if trial.state == "complete"]
+        course.plot(range(len(complete)), [trial.metric for trial in complete], ".", label="metric")
+        course.set(xlabel="trial", ylabel="metric")
+        twin = course.twinx()
+        best: float | None = None
+        steps = []
+        for trial in complete:
+            value = getattr(trial, by)
+            if trial.feasible and (best is None or value < best):
+                best = value
+            steps.append(math.nan if best is None else best / scale)
+        twin.plot(steps, drawstyle="steps-post", color="tab:red", label="best so far")
+        twin.set_ylabel(f"best {label} so far", color="tab:red")
+        for axis in (plane, course):
+            axis.grid(alpha=0.3)
+        path = Path(path)
+        figure.savefig(path)
+        return path
+
+    def _axis(self) -> tuple[str, float, str]:
+        """Return the figure that the metric is drawn against, its unit, and its label."""
+        if self.objective in ("size", "metric"):
+            return "size", 1e6, "size in MB"
+        return ("latency", 1e-3, "latency in ms") if self.objective == "latency" else ("objective", 1.0, self.objective)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

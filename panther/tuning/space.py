@@ -1,0 +1,166 @@
+"""What a setting may be: integers, floats or choices, each drawn by Optuna under a name."""
+
+__all__ = ["Choice", "Float", "Int", "Spec", "as_spec", "grid", "suggest"]
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from panther.errors import ConfigError, check_size
+
+_PLAIN = (str, int, float, bool, type(None))  # what a storage of Optuna can hold
+_GRID = 32  # values of a range that are looked at for the first trials
+
+
+@dataclass(frozen=True)
+class Int:
+    """An integer from ``low`` to ``high``, both included, in steps, or drawn by its logarithm.
+
+    Raises:
+        ConfigError: If the range is empty, or ``log`` is given with a step, or a ``low`` below 1.
+        TypeError: If a bound is not an integer.
+
+    Example:
+        >>> Int(8, 64, step=8)
+        Int(low=8, high=64, step=8, log=False)
+    """
+
+    low: int
+    high: int
+    step: int = 1
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("low", "high"):
+            object.__setattr__(self, name, check_size(name, getattr(self, name), least=-(2**53)))
+        object.__setattr__(self, "step", check_size("step", self.step, least=1))
+        _check_range(self, self.step != 1, least=1)
+        object.__setattr__(self, "high", self.low + (self.high - self.low) // self.step * self.step)
+
+
+@dataclass(frozen=True)
+class Float:
+    """A number from ``low`` to ``high``, both included, in steps if one is given, or drawn by its logarithm.
+
+    Raises:
+        ConfigError: If the range is empty or not finite, or ``log`` is given with a step, or a ``low`` of at most 0.
+
+    Example:
+        >>> Float(1e-4, 1e-2, log=True)
+        Float(low=0.0001, high=0.01, step=None, log=True)
+    """
+
+    low: float
+    high: float
+    step: float | None = None
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for value in (self.low, self.high, self.step or 1.0):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"bounds and step of {self} must be finite numbers")
+        if self.step is not None and self.step <= 0:
+            raise ConfigError(f"the step of {self} must be above 0: leave it out for any number")
+        _check_range(self, self.step is not None, least=5e-324)
+        if self.step is not None:
+            object.__setattr__(self, "high", _stepped(self, int((self.high - self.low) / self.step + 1e-9)))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several values: texts, numbers, truth values or None. A list stands for it.
+
+    Raises:
+        ConfigError: If there are none, or a value is of another kind.
+
+    Example:
+        >>> Choice(["dense", "int8"])
+        Choice(values=('dense', 'int8'))
+    """
+
+    values: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if isinstance(self.values, str) or not isinstance(self.values, Iterable):
+            raise ConfigError(f"a choice is among several values, not {self.values!r}: give a list")
+        object.__setattr__(self, "values", tuple(dict.fromkeys(self.values)))
+        if not self.values:
+            raise ConfigError("a choice has no values: give at least one")
+        for value in self.values:
+            if not isinstance(value, _PLAIN):
+                kind = type(value).__name__
+                raise ConfigError(f"a choice is among texts, numbers, truth values and None, not a {kind}: {value!r}")
+
+
+Spec = Int | Float | Choice
+
+
+def _check_range(spec: Int | Float, stepped: bool, least: float) -> None:
+    if not spec.low <= spec.high:
+        raise ConfigError(f"low={spec.low} must be at most high={spec.high}")
+    if spec.log and (stepped or spec.low < least):
+        raise ConfigError(f"log=True takes no step and a low above 0: {spec}")
+
+
+def _stepped(spec: Int | Float, count: int) -> Any:
+    """Return the value after so many steps, without the rounding of a sum of floats."""
+    if isinstance(spec, Int):
+        return spec.low + count * spec.step
+    return float(Decimal(str(spec.low)) + count * Decimal(str(spec.step)))
+
+
+def as_spec(name: str, given: Any) -> Spec:
+    """Return a setting's specification: as given, of a list, of a range, of a table of a TOML file, or of one value."""
+    if isinstance(given, Int | Float | Choice):
+        return given
+    if isinstance(given, range):
+        if not given or given.step < 1:
+            raise ConfigError(f"{name}: {given} has no values in rising order")
+        return Int(given[0], given[-1], given.step)
+    if isinstance(given, Mapping):
+        table: dict[str, Any] = dict(given)
+        kinds: dict[str, Any] = {"int": Int, "float": Float}
+        found = [kind for kind in kinds if kind in table]
+        bounds = table.pop(found[0], None) if found else None
+        if len(found) != 1 or not isinstance(bounds, list) or len(bounds) != 2 or not {"step", "log"}.issuperset(table):
+            raise ConfigError(
+                f"{name}: {dict(given)} is not a range: write {{int = [LOW, HIGH]}} or {{float = [LOW, HIGH]}}, with "
+                "step or log"
+            )
+        spec: Spec = kinds[found[0]](*bounds, **table)
+        return spec
+    return Choice(tuple(given)) if isinstance(given, list | tuple) else Choice((given,))
+
+
+def suggest(trial: Any, name: str, spec: Spec) -> Any:
+    """Draw a value in an Optuna trial; a single one is no parameter of it."""
+    values = grid(spec) if isinstance(spec, Choice) or spec.low == spec.high else ()
+    if len(values) == 1:
+        return values[0]
+    if isinstance(spec, Choice):
+        return trial.suggest_categorical(name, spec.values)
+    if isinstance(spec, Int):
+        return trial.suggest_int(name, spec.low, spec.high, step=spec.step, log=spec.log)
+    return trial.suggest_float(name, spec.low, spec.high, step=spec.step, log=spec.log)
+
+
+def grid(spec: Spec) -> list[Any]:
+    """Return the values of a specification, or of a long range some that cover it."""
+    if isinstance(spec, Choice):
+        return list(spec.values)
+    steps = 0 if spec.step is None else round((spec.high - spec.low) / spec.step)
+    if 0 < steps < _GRID and not spec.log:
+        return [_stepped(spec, index) for index in range(steps + 1)]
+    shares = [index / (_GRID - 1) for index in range(_GRID)]
+    if spec.log:
+        found = [spec.low * (spec.high / spec.low) ** share for share in shares]
+    else:
+        found = [spec.low + share * (spec.high - spec.low) for share in shares]
+    if spec.step is not None:  # which an integer always has
+        found = [_stepped(spec, round((value - spec.low) / spec.step)) for value in found]
+    return list(dict.fromkeys(min(max(value, spec.low), spec.high) for value in found))
