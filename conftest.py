@@ -13,7 +13,7 @@ def _library(path: Path) -> str | None:
 
 
 collect_ignore = [
-    "docs/guide/scripts",
+    "docs/howto/scripts",
     *(
         str(path)
         for path in (Path(__file__).parent / "panther/integrations").iterdir()

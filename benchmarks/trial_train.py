@@ -6,7 +6,7 @@ its log must be, bit for bit, that of one that nobody disturbed, which ends half
 weights must be equal too.
 """
 
-__all__ = ["data", "dense", "loss", "run", "sketched"]
+__all__ = ["data", "dense", "gather_once", "loss", "run", "sketched"]
 
 import argparse
 import json
@@ -40,7 +40,7 @@ SHAPE, QUICK = (
     Shape(width=64, hidden=128, layers=2, heads=2, context=32),
 )
 KEPT = 0.25  # of the numbers of a block's matrices
-_TEXT = "PANTHER_TRIAL_TEXT"  # the file that gather_once wrote
+_TEXT = "PANTHER_TRIAL_TEXT"  # names the file that gather_once wrote
 _FROM_LOG = ("loss", "gradient_norm", "validation_loss")
 
 
@@ -55,7 +55,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map ``(batch, context)`` to ``(batch, context, width)``."""
-        return self.symbol(tokens) + self.position.weight[: tokens.shape[1]]
+        # By a call and not a slice of its weight: tensor parallelism shards the table, and changes the call.
+        return self.symbol(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
@@ -149,7 +150,7 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     given = {"max_steps": steps} | ({"log_every_n_steps": 5, "validate_every_n_steps": 20} if quick else {})
     rows, curves, logs, states = [], [], {}, {}
     with tempfile.TemporaryDirectory(prefix="panther-trial-") as folder:
-        _gather_once(Path(folder) / "text.pt", quick)
+        gather_once(Path(folder) / "text.pt", QUICK if quick else SHAPE, quick=quick)
         for one in RUNS:
             if quick and one.model == "sketched" and not one.settings:
                 one = replace(one, end=1.0)
@@ -283,8 +284,8 @@ def _cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _gather_once(path: Path, quick: bool) -> None:
-    shape = QUICK if quick else SHAPE
+def gather_once(path: Path, shape: Shape, *, quick: bool) -> None:
+    """Write the text and the model's shape to a file, which this process and its children read."""
     text, held_out = gather(limit=200 if quick else None)
     print(f"{len(text):,} characters to train on, {len(held_out):,} held out", flush=True)
     kept = {

@@ -1,5 +1,6 @@
 """Sphinx configuration. Neither the build nor the built pages need the network: mathematics is MathML."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -13,14 +14,17 @@ from sphinx.util import logging
 import panther.errors
 
 # Libraries that only the environment of `make test-engines` has: their adapters' pages need a version and names alone.
-_ENGINES = {"torchao": "0.18.0"}
+_ENGINES = {"torchao": "0.18.0", "keras": "3.15.1", "ray": "2.60.0", "deepspeed": "0.19.8"}
 _require = panther.errors.require_extra
 
 
 def _require_or_stand_in(module: str, extra: str) -> object:
     name = module.partition(".")[0]
     if name in _ENGINES and find_spec(name) is None:
-        return MagicMock(__version__=_ENGINES[name])
+        stand_in = MagicMock(__version__=_ENGINES[name])
+        stand_in.layers.Layer = object
+        stand_in.saving.register_keras_serializable = lambda package: lambda layer: layer
+        return stand_in
     return _require(module, extra)
 
 
@@ -30,7 +34,10 @@ project = "Panther"
 copyright = "the Panther authors"
 release = version = panther.__version__
 
+sys.path.insert(0, str(Path(__file__).parent))  # for directives.py
+
 extensions = [
+    "directives",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -40,9 +47,12 @@ extensions = [
 templates_path = ["_templates"]
 exclude_patterns = ["_build"]
 default_role = "code"
+smartquotes = False  # quotes are those of code
 
 # Named, because autosummary looks for pages before Sphinx has found those that are new since the last build.
-autosummary_generate = sorted(f"api/{page.name}" for page in Path(__file__).parent.glob("api/*.rst"))
+autosummary_generate = sorted(
+    f"reference/api/{page.name}" for page in Path(__file__).parent.glob("reference/api/*.rst")
+)
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -58,16 +68,26 @@ html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = f"Panther {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/logo-light.svg"
 html_css_files = ["panther.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
+    "logo": {
+        "image_light": "_static/logo-light.svg",
+        "image_dark": "_static/logo-dark.svg",
+        "text": "Panther",
+        "alt_text": "Panther",
+    },
+    "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
+    "navbar_persistent": ["search-button"],
+    "header_links_before_dropdown": 7,
     "footer_start": ["copyright"],
     "footer_end": [],
     "show_toc_level": 2,
 }
-html_sidebars = {"index": [], "installation": []}
+html_sidebars = {"index": [], "sharp-bits": []}
 
 # Napoleon takes what stands before a colon in a property's first line for its type; types are in the annotations here.
 GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end

@@ -1,5 +1,6 @@
 """What all tests share: Triton's interpreter, marks that follow from the test, and which tests take too long."""
 
+import importlib
 import os
 import resource
 import sys
@@ -14,6 +15,11 @@ from hypothesis import settings
 # Kernels run in the interpreter where there is no GPU, which Triton must know before it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Keras' pages and docstrings run on torch; other backends have processes of their own.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+# Each brings an LLVM: Triton's ends a process that has TensorFlow's, which Keras imports where it finds it.
+if find_spec("tensorflow") and find_spec("triton"):
+    importlib.import_module("triton")
 
 # For property tests without the decorator too: hypothesis' deadline of 200 ms fails tests on a busy machine.
 settings.register_profile("panther", fuzz)
@@ -21,10 +27,10 @@ settings.load_profile("panther")
 
 LONG_S = 5.0
 _long = []
-SLOW_PAGES = ("train-names.rst", "sketched-convolutions.rst")  # they train; run alone, a page is not deselected
+SLOW_PAGES = ("migrate-ddp.rst", "sketched-convolutions.rst")  # they train; run alone, a page is not deselected
 # Pages, and the module without which they are skipped; those of ENGINES are in the environment of `make test-engines`.
-EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao"}
-ENGINES = ("torchao",)
+EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao", "keras.rst": "keras"}
+ENGINES = ("torchao", "keras", "ray", "deepspeed")
 
 
 def pytest_collection_modifyitems(items):
@@ -36,7 +42,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker("fuzz")
         if item.path.name in SLOW_PAGES:
             item.add_marker("slow")
-        if item.path.parent.name == "integrations" and item.path.stem in ENGINES:
+        if "integrations" in item.path.parts and {item.path.stem, item.path.parent.name} & set(ENGINES):
             item.add_marker("engine")
         if module := EXTRA_PAGES.get(item.path.name):
             item.add_marker("engine" if module in ENGINES else "extra")

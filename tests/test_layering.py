@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # knows nothing of panther.
 LAYERS = (
     "_version", "_text", "_random_state", "errors", "kernels", "sketch", "linalg", "nn", "optim", "compat",
-    "distributed", "train", "compression", "", "integrations", "cli", "__main__",
+    "distributed", "train", "compression", "tuning", "", "integrations", "cli", "__main__",
 )  # fmt: skip
 FORBIDDEN = {"kernels": {"_version", "_text", "_random_state", "errors"}}
 

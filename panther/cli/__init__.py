@@ -27,6 +27,7 @@ _COMMANDS = {
     "profile": "show where the time of a script goes, and the share of communication",
     "advise": "choose a parallelism: memory, bytes sent and time of every layout",
     "simulate": "show on a CPU what data parallelism does, and check it",
+    "explain": "print a page about a concept: sketching, seeds, memory, parallelism, ranks, ...",
     "demo": "train dense, sketched and low-rank networks on handwritten digits, on several processes",
     "doctor": "show versions, devices and extras, found or missing; check between nodes (--nodes)",
 }

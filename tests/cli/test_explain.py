@@ -1,0 +1,94 @@
+"""``panther explain``: the topics, their text as a terminal shows it, and the pages with the same text."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from panther.cli import main
+from panther.cli.explain import topics
+from panther.cli.explain._render import render
+
+ROOT = Path(__file__).resolve().parents[2]
+CONCEPTS = ROOT / "docs/concepts"
+
+
+def test_without_a_topic_all_are_listed(capsys):
+    assert main(["explain"]) == 0
+    listed = capsys.readouterr().out
+    files = {path.stem for path in (ROOT / "panther/cli/explain/topics").glob("*.rst")}
+    assert files == set(topics())
+    assert len(files) >= 9
+    for name, text in topics().items():
+        assert re.search(rf"^{name} +{re.escape(text.splitlines()[0])}$", listed, re.M)
+
+
+@pytest.mark.parametrize("topic", topics())
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_topic_is_printed_without_markup(capsys, monkeypatch, topic, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["explain", topic]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(topics()[topic].splitlines()[0] + "\n")
+    assert not re.search(r":\w+:`|``|\.\. \w+::|\*\*", out)
+    lines = out.splitlines()
+    underlined = {i for i, below in enumerate(lines[1:]) if set(below) in ({"="}, {"-"})}
+    prose = [line for i, line in enumerate(lines) if re.match(r"[A-Z`-]", line) and i not in underlined]
+    prose = [line for line in prose if "  " not in line and set(line) != {"-"}]
+    assert len(prose) > 5
+    assert max(map(len, prose)) <= width
+    words = re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 80))
+    assert words == re.findall(r"[A-Za-z]{4,}", render(topics()[topic], 40))  # nothing is lost in filling
+
+
+def test_the_forms_of_text():
+    text = """\
+Title
+=====
+
+See :func:`~panther.compress` and :doc:`a page </x/y>`,
+and *this* ``code`` and a * b * c::
+
+    kept  *as*  it is
+
+    and ``this``
+
+- one
+  two
+- three
+
+term
+    means
+    this
+other
+    that
+
+.. figure:: /a.svg
+   :alt: A picture.
+
+   Its caption.
+
+>>> 2 * 3 * 4
+24
+
+====  ======
+a     ``b``
+====  ======
+"""
+    assert render(text, 60) == (
+        "Title\n=====\n\nSee panther.compress and a page, and this `code` and a * b *\nc:\n\n"
+        "    kept  *as*  it is\n\n    and ``this``\n\n- one two\n- three\n\nterm\n    means this\nother\n    that\n\n"
+        "[Figure: A picture.]\n\n>>> 2 * 3 * 4\n24\n\n====  ======\na     `b`\n====  ======"
+    )
+
+
+def test_another_topic_is_an_error_with_a_guess(capsys):
+    assert main(["explain", "sedes"]) == 2
+    assert capsys.readouterr().err == "panther: error: 'sedes' is not a topic: did you mean 'seeds'\n"
+    assert main(["explain", "qqqq"]) == 2
+    assert "use one of sketching, seeds, metric" in capsys.readouterr().err
+
+
+def test_the_pages_include_the_same_files():
+    for name in topics():
+        assert (CONCEPTS / f"{name}.rst").read_text() == f".. include:: ../../panther/cli/explain/topics/{name}.rst\n"

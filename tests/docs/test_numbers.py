@@ -1,0 +1,218 @@
+"""Numbers on the first pages are those of the committed results."""
+
+import csv
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENCODER = "frontier-encoder-cpu-intel-xeon-threads-1"
+SPEED = "frontier-speed-encoder-cpu-amd-epyc-threads-1"
+TEXT = "scratch-text-transformer-cpu-amd-epyc-threads-1"
+SMOLLM2 = "linearize-smollm2-cpu-amd-epyc-threads-1"
+
+
+@cache
+def rows(name):
+    with (ROOT / f"benchmarks/results/{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def values(name, column, **wanted):
+    """The column's values in rows that have these values, at least one."""
+    found = [float(row[column]) for row in rows(name) if all(row[key] == value for key, value in wanted.items())]
+    assert found, (name, column, wanted)
+    return found
+
+
+def one(name, column, **wanted):
+    (found,) = values(name, column, **wanted)
+    return found
+
+
+def mean_loss(form):
+    """Mean over seeds at the rate that was chosen, by the first seed and the half of the data that chooses."""
+    runs = [r for r in rows(TEXT) if (r["optimizer"], r["form"], r["equal"]) == ("Muon", form, "steps")]
+    rate = min((float(r["chosen_by"]), r["lr"]) for r in runs if r["seed"] == "0")[1]
+    losses = [float(r["loss"]) for r in runs if r["lr"] == rate]
+    assert len(losses) == 3
+    return sum(losses) / 3
+
+
+def fewer_bytes(case):
+    dense, sketched = (
+        sum(values("distributed-bytes-cpu-amd-epyc-threads-1", "bytes", case=case, layer=layer))
+        for layer in ("nn.Linear", "SKLinear")
+    )
+    return dense / sketched
+
+
+def speeds(form):
+    """How many times as fast as float32 the encoder is, on both processors."""
+    names = [SPEED, "frontier-speed-encoder-cpu-intel-xeon-threads-1"]
+    return [value for name in names for value in values(name, "x float32", form=form)]
+
+
+def attention(length):
+    name = "attention-cpu-amd-epyc-threads-1"
+    return values(name, "x better of both", length=length, causal="False", attention="hermite", memory="default")
+
+
+TOOLS, FIRST, README = "docs/start/which-tool.rst", "docs/index.rst", "README.md"
+QUOTED = [  # page, words with the number in braces, number, digits behind the point
+    (
+        TOOLS,
+        "keeps a correlation of {} with the original",
+        lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"),
+        3,
+    ),
+    (TOOLS, "one width for all layers keeps {}", lambda: one(ENCODER, "correlation", method="GPTQ", size="int4"), 3),
+    (TOOLS, "Rounded to 8 bits it keeps {}", lambda: one(ENCODER, "correlation", method="nearest", size="int8"), 4),
+    (TOOLS, "to 4 bits only {}", lambda: one(ENCODER, "correlation", method="nearest", size="int4"), 3),
+    (TOOLS, "The encoder is {} to 3.7 times", lambda: min(speeds("bfloat16")), 1),
+    (TOOLS, "to {} times as fast.", lambda: max(speeds("bfloat16")), 1),
+    (TOOLS, "The encoder is {} to 2.8 times", lambda: min(speeds("int8, torch dynamic")), 1),
+    (
+        TOOLS,
+        "to {} times as fast and keeps 0.941",
+        lambda: max(speeds("int8, torch dynamic")),
+        1,
+    ),
+    (
+        TOOLS,
+        "The encoder is {} to 1.59",
+        lambda: min(values(SPEED, "x float32", form="panther, by time, 1.5 times as fast")),
+        2,
+    ),
+    (
+        TOOLS,
+        "to {} times as fast and keeps 0.940",
+        lambda: max(values(SPEED, "x float32", form="panther, by time, 1.5 times as fast")),
+        2,
+    ),
+    (
+        TOOLS,
+        "times as fast and keeps {}.",
+        lambda: one("frontier-encoder-cpu-amd-epyc-threads-1", "correlation", method="panther, by time"),
+        3,
+    ),
+    (
+        TOOLS,
+        "at 4,096 positions is {} times as fast",
+        lambda: one("linearize-smollm2-cpu-amd-epyc-threads-1", "x original", length="4096", window="128"),
+        2,
+    ),
+    (
+        TOOLS,
+        "its loss is {} % higher",
+        lambda: 100 * one("linearize-smollm2-cpu-amd-epyc-threads-1", "loss_ratio", length="4096", window="128") - 100,
+        0,
+    ),
+    (
+        TOOLS,
+        "singular vectors takes {} s",
+        lambda: one("lora-start-cpu-amd-epyc-threads-1", "time_ms", out="4096", method="panther") / 1e3,
+        2,
+    ),
+    (
+        TOOLS,
+        "the whole SVD takes {} s",
+        lambda: one("lora-start-cpu-amd-epyc-threads-1", "time_ms", out="4096", method="PEFT pissa") / 1e3,
+        1,
+    ),
+    (TOOLS, "at equal bytes: {}; sketched", lambda: mean_loss("dense, narrower"), 3),
+    (TOOLS, "sketched, {}", lambda: mean_loss("sketched"), 3),
+    (TOOLS, "plain low-rank layers {}", lambda: mean_loss("low rank"), 3),
+    (TOOLS, "A step sends {} times fewer", lambda: fewer_bytes("data parallel, ddp"), 1),
+    (TOOLS, "sketched pair sends {} times fewer", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
+    (
+        TOOLS,
+        "{} times as fast at 64 to 128 channels",
+        lambda: one(
+            "conv-cpu-amd-epyc-threads-1",
+            "x Conv2d",
+            **{"in": "64"},
+            out="128",
+            kernel="3",
+            size="64",
+            low_rank="8",
+            mode="forward",
+            layer="SKConv2d NCHW",
+        ),
+        1,
+    ),
+    (TOOLS, "{} times as fast at 4,096 positions; at", lambda: attention("4096")[0], 1),
+    (TOOLS, "it is slower, {} times", lambda: attention("256")[0], 2),
+    (
+        TOOLS,
+        "k = 100: {} times as fast",
+        lambda: one(
+            "randomized-svd-cpu-amd-epyc-threads-1",
+            "x svd_lowrank niter=2",
+            spectrum="i^-0.3",
+            method="panther n_iter=auto",
+        ),
+        2,
+    ),
+    (
+        TOOLS,
+        "16384 x 512: {} times",
+        lambda: one(
+            "cqrrpt-cpu-amd-epyc-threads-2",
+            "x scipy pivoted",
+            m="16384",
+            n="512",
+            dtype="float64",
+            condition="1e10",
+            method="panther gamma=1.25",
+        ),
+        2,
+    ),
+    (
+        TOOLS,
+        "200000 x 1000: {} times",
+        lambda: one(
+            "lstsq-cpu-amd-epyc-threads-2",
+            "x scipy gelsd",
+            case="200000 x 1000 float64, condition 1e+08",
+            method="panther",
+        ),
+        1,
+    ),
+    (
+        TOOLS,
+        "to 1024 rows: {} times",
+        lambda: one(
+            "sketch-cpu-amd-epyc-threads-2", "x dense product", dtype="float32", d="1024", sketch="SJLT, vec_nnz 4"
+        ),
+        1,
+    ),
+    (
+        TOOLS,
+        "measured peak in {} of 24 layouts",
+        lambda: sum(abs(r - 1) <= 0.06 for r in values("advisor-cpu-intel-xeon-threads-1", "memory_ratio")),
+        0,
+    ),
+    (FIRST, "keeps {} in 3.25 bits", lambda: one(ENCODER, "correlation", method="panther", size="3.25 bits"), 3),
+    (FIRST, "and {} in 4.25, GPTQ", lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"), 3),
+    (FIRST, "GPTQ {} and", lambda: one(ENCODER, "correlation", method="GPTQ", size="int3"), 3),
+    (FIRST, "nearest {} and", lambda: one(ENCODER, "correlation", method="nearest", size="int3"), 3),
+    (FIRST, "{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
+    (FIRST, "with {} times fewer bytes to send", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
+    (README, "keeps {} in 3.25 bits", lambda: one(ENCODER, "correlation", method="panther", size="3.25 bits"), 3),
+    (README, "and {} in 4.25, GPTQ", lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"), 3),
+    (README, "GPTQ {} and", lambda: one(ENCODER, "correlation", method="GPTQ", size="int3"), 3),
+    (README, "nearest {} and", lambda: one(ENCODER, "correlation", method="nearest", size="int3"), 3),
+    (README, "{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
+    (README, "with {} times fewer bytes to send", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "number", "digits"), QUOTED, ids=[f"{page}: {words}" for page, words, _, _ in QUOTED]
+)
+def test_a_number_is_measured(page, words, number, digits):
+    text = re.sub(r"\s+", " ", (ROOT / page).read_text())
+    assert words.format(f"{number():.{digits}f}") in text
