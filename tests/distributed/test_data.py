@@ -206,7 +206,7 @@ def test_a_model_that_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match="no parameter of the model requires one: train it as it is"):
         data_parallel(nn.ReLU())
     with pytest.raises(
-        ValueError, match="tensors on the meta device, without values, and strategy='ddp' keeps it whole: call"
+        ValueError, match="tensors on the meta device, without values, and strategy='ddp' broadcasts values: call"
     ):
         data_parallel(network(0).to("meta"))
     with pytest.raises(TypeError, match=r"data parallelism takes an nn.Module, not 'network'"):
