@@ -20,6 +20,7 @@ from panther.errors import PantherError
 
 _COMMANDS = {
     "compress": "compress a trained model to a budget",
+    "tree": "show a model's modules with parameters, bytes, and what is sketched or quantized",
     "export": "write a model for other programs: ONNX, torch.export, plain layers",
     "train": "train a model of yours, without a script",
     "launch": "start a script on several processes, as torchrun does",

@@ -5,10 +5,13 @@ draws plans from; ``prepared`` holds what trials share, ``evaluation`` runs one,
 what is found.
 """
 
+from ._tree import ModuleTree, TreeRow, tree
 from ._tune import tune
 from .prepared import Plan
 from .result import Trial, TuneResult
 from .selection import Group
 from .space import Choice, Float, Int
 
-__all__ = ["Choice", "Float", "Group", "Int", "Plan", "Trial", "TuneResult", "tune"]
+__all__ = [
+    "Choice", "Float", "Group", "Int", "ModuleTree", "Plan", "TreeRow", "Trial", "TuneResult", "tree", "tune",
+]  # fmt: skip

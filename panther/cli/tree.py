@@ -1,0 +1,126 @@
+"""``panther tree``: the modules of a model, a compressed folder or a checkpoint, with parameters, bytes and forms."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from panther.cli._arguments import add_option, non_negative
+from panther.cli._user_function import call, current_folder_importable, names_function, wrong_return
+from panther.errors import PantherError
+
+if TYPE_CHECKING:
+    from panther.tuning._tree import ModuleTree
+
+_FLOATING = ("F", "BF", "C")  # of safetensors' names of dtypes
+_KINDS = "a folder of transformers, one that pr.save_compressed wrote, a checkpoint of Panther's Trainer"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser(
+        "tree", description="Show a model's modules with parameters, bytes, and what is sketched or quantized."
+    )
+    text = f"{_KINDS}, or module:function, which returns a model. Of a folder only headers are read"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    add_option(parser, "--depth", non_negative, "levels below the model to list; all if it is left out")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the sizes, and print the table."""
+    with current_folder_importable():
+        found = _read(args.model, args.depth)
+    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+    return 0
+
+
+def _read(model: str, depth: int | None) -> "ModuleTree":
+    from torch import nn
+
+    from panther.tuning._tree import tree
+
+    folder = Path(model)
+    if folder.is_dir():
+        return _read_folder(folder, depth)
+    if not names_function(model):
+        raise PantherError(f"{model} is not a folder, and not module:function: give {_KINDS}, or a function")
+    made = call(model)
+    made = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(made, nn.Module):
+        raise wrong_return(model, made, "an nn.Module")
+    return tree(made, depth)
+
+
+def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
+    """Return the tree of a folder's files: no weight is read, and no class of the model is needed."""
+    from panther.distributed.checkpoint._folders import folder_of
+    from panther.distributed.checkpoint._storage import MANIFEST
+    from panther.tuning._tree import tree_of_tensors
+
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / MANIFEST).exists() or (not files and any(folder.glob("step-*"))):
+        return _read_checkpoint(folder_of(folder), depth)
+    if not files:
+        raise PantherError(f"{folder} holds no .safetensors file and no checkpoint: give {_KINDS}")
+    tensors: dict[str, tuple[int, int, bool]] = {}
+    for file in files:
+        for name, entry in _header(file).items():
+            begin, end = entry["data_offsets"]
+            tensors[name] = (_product(entry["shape"]), end - begin, entry["dtype"].startswith(_FLOATING))
+    return tree_of_tensors(tensors, _records(folder), depth)
+
+
+def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
+    from panther.distributed.checkpoint._storage import empty, read_manifest
+    from panther.tuning._tree import tree_of_tensors
+
+    manifest = read_manifest(folder)
+    tensors: dict[str, tuple[int, int, bool]] = {}
+    for name, entry in manifest["tensors"].items():
+        if name.startswith("model."):
+            item = empty(entry | {"shape": []})
+            numbers = _product(entry["shape"])
+            tensors[name.removeprefix("model.")] = (numbers, numbers * item.itemsize, item.is_floating_point())
+    return tree_of_tensors(tensors, manifest["modules"], depth)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: the dtype, shape and place of each tensor."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(length) if length <= file.stat().st_size else b""
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            begin, end = entry["data_offsets"]
+            if not (0 <= begin <= end and isinstance(entry["dtype"], str) and isinstance(entry["shape"], list)):
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise PantherError(f"{file} is not a valid safetensors file: copy or write it again") from None
+    return header
+
+
+def _records(folder: Path) -> dict[str, Any]:
+    """Return the record of each compressed module, of panther.json or config.json."""
+    for name, keys in (("panther.json", ("modules",)), ("config.json", ("quantization_config", "modules"))):
+        try:
+            found: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            for key in keys:
+                found = found.get(key) or {}
+            if found:
+                return {name: spec for name, spec in found.items() if "alias_of" not in spec}
+        except (OSError, ValueError, AttributeError, TypeError):
+            continue
+    return {}
+
+
+def _product(shape: list[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found

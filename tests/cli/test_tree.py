@@ -1,0 +1,111 @@
+"""panther tree: the sizes and forms of a model, a compressed folder, a checkpoint, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import panther as pr
+from panther.cli import main
+from panther.compression.forms.allocation import model_bytes
+from panther.distributed import checkpoint
+from panther.tuning import tree
+
+MODELS = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 4)))
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"models_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    names: dict = {}
+    exec(MODELS, names)
+    return name, names["net"]()
+
+
+def rows(capsys, *argv):
+    assert main(["tree", *argv, "--json"]) == 0
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+
+def test_a_function(net, capsys):
+    name, model = net
+    found = rows(capsys, f"{name}:net")
+    assert list(found) == ["", "0", "1", "2", "2.0", "2.1"]
+    assert found[""]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert found["2"]["bytes"] == found["2.0"]["bytes"] + found["2.1"]["bytes"] == model_bytes(model[2])
+    assert list(rows(capsys, f"{name}:net", "--depth", "1")) == ["", "0", "1", "2"]
+    assert main(["tree", f"{name}:net"]) == 0
+    assert "\n    1        Linear" in capsys.readouterr().out
+
+
+def test_compressed_folders_and_checkpoints(net, capsys, tmp_path):
+    _, model = net
+    x = torch.randn(64, 40)
+    forms = ("int4", "low_rank", "interpolative")
+    pr.compress(model, 0.4, list(x.split(8)), forms=forms[1], include=["0"], seed=0, measure_speed=False)
+    pr.compress(model, 0.9, list(x.split(8)), forms=forms[2], include=["2.0"], seed=0, measure_speed=False)
+    pr.compress(model, 0.9, list(x.split(8)), forms=forms[0], include=["2.1"], seed=0, measure_speed=False)
+    expected = {row.name: (row.bytes, row.form) for row in tree(model).rows}
+    assert {form.split(",")[0] for _, form in expected.values()} == {"", "sketched", "interpolative", "int4"}
+    pr.save_compressed(model, tmp_path / "small")
+    checkpoint.save(tmp_path / "run", model, step=3)
+    for folder in ("small", "run"):
+        found = rows(capsys, folder)
+        assert {name: (row["bytes"], row["form"]) for name, row in found.items()} == {
+            name: entry
+            for name, entry in expected.items()
+            if name != "1"  # which has no tensors
+        }
+
+
+def test_transformers_folders(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=11, num_attention_heads=2, intermediate_size=48
+    )
+    model = transformers.BertModel(config)
+    model.save_pretrained(tmp_path / "bert")
+    found = rows(capsys, str(tmp_path / "bert"))
+    assert found[""]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    layers = [name for name in found if name.startswith("encoder.layer.") and name.count(".") == 2]
+    assert layers == [f"encoder.layer.{i}" for i in range(11)]
+
+
+def test_shared_weights_are_counted_once_and_attention_is_named():
+    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    second.weight = first.weight
+    found = tree(nn.ModuleDict({"a": first, "b": second, "c": pr.nn.RandMultiHeadAttention(8, 2, 16, seed=0)})).rows
+    by_name = {row.name: row for row in found}
+    assert by_name["b"].form == "shares a.weight"
+    assert by_name["c"].form == "linear attention, 16 features, hermite"
+    assert by_name[""].parameters == by_name["a"].parameters + by_name["c"].parameters
+    with torch.device("meta"):
+        assert tree(nn.Linear(3, 4)).rows[0].bytes == 64
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nowhere", "nowhere is not a folder, and not module:function"),
+        ("{name}:number", "returns a value of type int: it must return an nn.Module"),
+        ("empty", "empty holds no .safetensors file and no checkpoint"),
+        ("damaged", "model.safetensors is not a valid safetensors file"),
+    ],
+)
+def test_what_it_refuses(net, capsys, tmp_path, model, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    assert main(["tree", model.format(name=net[0])]) == 2
+    assert words in capsys.readouterr().err
