@@ -1,6 +1,6 @@
 """The random generators of a run: those of torch, Python and NumPy, and deterministic algorithms."""
 
-__all__ = ["deterministic_algorithms", "preserved_generators", "seed_generators"]
+__all__ = ["deterministic_algorithms", "preserved_generators", "seed_cpu_generators", "seed_generators"]
 
 import os
 import random
@@ -12,8 +12,14 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of torch, Python and NumPy."""
+    """Seed the global generators of torch, on all devices, Python and NumPy."""
     torch.manual_seed(seed)
+    seed_cpu_generators(seed)
+
+
+def seed_cpu_generators(seed: int) -> None:
+    """Seed the generators that :func:`preserved_generators` restores: all except those of other devices."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # NumPy takes 32 bits
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from panther._random_state import preserved_generators, seed_generators
+from panther._random_state import preserved_generators, seed_cpu_generators
 from panther.distributed import get_world_size
 from panther.errors import ConfigError, DistributedError
 from panther.train.coordination import SIGNALS, sum_over_ranks
@@ -65,7 +65,7 @@ class _SeededDataset(Dataset[Any]):
     def __getitems__(self, batch: tuple[int | None, list[int]]) -> list[Any]:
         seed, indices = batch
         if seed is not None:
-            seed_generators(seed)
+            seed_cpu_generators(seed)
         fetch = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[index] for index in indices] if fetch is None else fetch(indices)
 
@@ -232,7 +232,7 @@ class Feed:
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
         # Drawing the order must not change what dropout or transforms draw next.
         with preserved_generators():
-            seed_generators(_mix(self.seed, epoch))
+            seed_cpu_generators(_mix(self.seed, epoch))
             order = _order_of(sampler, epoch)
         if loader.batch_size is None:  # a batch_sampler gives whole batches, which the processes take in turn
             groups = [order[i : i + self.size] for i in range(0, len(order), self.size)]

@@ -103,11 +103,11 @@ class Engine(ABC):
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the first rank's floating-point buffers, such as BatchNorm's, as DDP does by itself."""
-        if self.size == 1:
+        if self.size == 1 or isinstance(self.model, DistributedDataParallel):
             return
         first = dist.get_process_group_ranks(self.group)[0]
         for part in self.modules():
-            for module in () if isinstance(part, DistributedDataParallel) else part.modules():
+            for module in part.modules():
                 for name, buffer in module._buffers.items():
                     # Private, but torch has no public way to tell buffers that are not saved, such as sketches.
                     saved = name not in module._non_persistent_buffers_set
@@ -193,6 +193,8 @@ class ModelEngine(Engine):
 
     def forward_backward(self, window: list[Batch], before_backward: Report) -> None:  # noqa: D102 (see Engine)
         loss_sum: float | Tensor = 0.0
+        if self.carrier is not None:
+            self.carrier.begin()
         for number, batch in enumerate(window):
             last = number == len(window) - 1
             with self._gradient_exchange(last):
@@ -212,9 +214,13 @@ class ModelEngine(Engine):
                     weighted = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
                 elif weight != 1.0:
                     weighted = loss * weight
+                weighted = self.scaler.scale(weighted)
                 if last:
                     before_backward(loss_sum)
-                self.scaler.scale(weighted).backward()
+                if last and self.carrier is not None:
+                    self.carrier.backward(weighted, self.model)
+                else:
+                    weighted.backward()
         self.broadcast_buffers()
 
     def _gradient_exchange(self, last: bool) -> AbstractContextManager[Any]:

@@ -1,6 +1,6 @@
 """The optimizer of a distributed model, and its learning rate in each step."""
 
-__all__ = ["Groups", "Optimizer", "groups_by_name", "learning_rate_factor", "make_optimizer"]
+__all__ = ["Groups", "Optimizer", "clear_gradients", "groups_by_name", "learning_rate_factor", "make_optimizer"]
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +38,16 @@ def learning_rate_factor(schedule: str, step: float, total: int | None, warmup: 
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def clear_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Do what ``optimizer.zero_grad()`` does, without its entry for profilers, which takes 10 us."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def groups_by_name(optimizer: Optimizer, model: nn.Module) -> Groups:

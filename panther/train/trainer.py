@@ -36,7 +36,7 @@ from panther.train.config import TrainConfig
 from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
-from panther.train.optimizer import Optimizer, learning_rate_factor
+from panther.train.optimizer import Optimizer, clear_gradients, learning_rate_factor
 from panther.train.run_directory import locked_directory
 from panther.train.strategies import set_up
 from panther.train.trackers import built_in_callbacks
@@ -338,7 +338,7 @@ class Trainer:
             factor = learning_rate_factor(config.schedule, self.step, self.total_steps, config.warmup_steps)
             for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
                 group["lr"] = peak * factor
-        self.optimizer.zero_grad()
+        clear_gradients(self.optimizer)
         samples = sum(batch.samples for batch in window)
         # The exchange starts before the last backward pass and is waited for after it.
         engine.forward_backward(

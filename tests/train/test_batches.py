@@ -92,7 +92,13 @@ def test_a_window_is_the_same_entered_from_anywhere(loader):
     assert (other == whole) == (loader == "in order")
 
 
-def test_planning_draws_nothing_from_the_generators_of_the_run():
+def test_planning_draws_nothing_from_the_generators_of_the_run(monkeypatch):
+    """Nor does it seed those of GPUs, whose states nothing would restore: dropout would repeat in every epoch."""
+
+    def refused(seed):
+        raise AssertionError("the generators of GPUs are seeded")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", refused)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     for make in LOADERS.values():
         one = feed(make(20))

@@ -130,7 +130,7 @@ def test_sizes_that_do_not_suit_the_processes_are_refused_on_every_rank():
 
 
 LAYOUTS = {
-    "dp=4 ddp": (Layout(dp=4, strategy="ddp"), "ddp", ["GradientCarrier._average"]),
+    "dp=4 ddp": (Layout(dp=4, strategy="ddp"), "ddp", []),
     "dp=4 fsdp": (Layout(dp=4, strategy="fsdp"), "fsdp", ["dp"]),
     "replicate=2, dp=2 fsdp": (Layout(replicate=2, dp=2, strategy="fsdp"), "fsdp", ["dp", "replicate"]),
     "dp=2 fsdp, tp=2": (Layout(dp=2, tp=2, strategy="fsdp"), "fsdp", ["dp", "tp"]),
@@ -185,7 +185,7 @@ def wanted(name, strategy, precision, hook, world):
     if strategy == "auto" and precision == "bf16" and not hook:
         strategy = "replicate"  # the advisor's: DDP would keep float32 gradients beside half-precision products
     elif replicated:
-        return one | {"kind": "ddp", "hooks": ["PowerSGD.send" if hook else "GradientCarrier._average"]}
+        return one | {"kind": "ddp", "hooks": ["PowerSGD.send"] if hook else []}
     fsdp = one | {"kind": "fsdp", "gathered in": dtype, "stages": None}
     dp = world // sizes.get("tensor_parallel_size", 1) // sizes.get("pipeline_parallel_size", 1)
     axes = {"tp"} if strategy == "tp" or (sizes.get("tensor_parallel_size") and dp >= 1) else set()
