@@ -104,7 +104,10 @@ def set_up(
             options["gradient_as_bucket_view"] = True
             hooks = ("powersgd_rank", "powersgd_start_step", "topk_fraction")
             options |= {name: getattr(config, name) for name in hooks if getattr(config, name) is not None}
-            wrap = partial(data_parallel, comm_hook=config.comm_hook, **options)
+
+            def wrap(module: nn.Module) -> DistributedDataParallel:
+                return data_parallel(module, comm_hook=config.comm_hook, **options)
+
             if config.comm_hook is None and not config.find_unused_parameters:
                 model, common["carrier"] = GradientCarrier.wrap(model, wrap)
             else:
