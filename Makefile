@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test test-isa test-all test-engines torture lint docs bench trials clean
+.PHONY: demo test test-isa test-all test-engines torture lint docs docs-full bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -46,9 +46,15 @@ lint: .venv/.all-stamp
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
+# The gallery's scripts run at reduced size; `make docs-full` runs them at full size, half an hour, and writes the
+# figures in docs/_static/gallery. Generated pages are removed first, because those of names that are gone would be warned of.
 docs: .venv/.all-stamp
-	rm -rf docs/reference/api/generated  # pages of names that are gone would be warned of
+	rm -rf docs/reference/api/generated docs/examples
 	.venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+docs-full: .venv/.all-stamp
+	rm -rf docs/reference/api/generated docs/examples
+	PANTHER_DOCS_FULL=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)
@@ -84,7 +90,7 @@ TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/word
 
 # Leaves .venv and .venv-engines, which are only slow to make again; `rm -r .venv*` removes them.
 clean:
-	rm -rf build dist panther_sketch.egg-info docs/_build docs/reference/api/generated \
+	rm -rf build dist panther_sketch.egg-info docs/_build docs/examples docs/reference/api/generated \
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
 	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 

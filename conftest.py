@@ -15,6 +15,8 @@ def _library(path: Path) -> str | None:
 collect_ignore = [
     "docs/conf.py",
     "docs/directives.py",  # needs Sphinx
+    "docs/examples",  # what sphinx-gallery makes of docs/gallery
+    "docs/gallery",
     "docs/howto/scripts",
     "tests/integrations/keras_on_backend.py",  # run by test_keras.py
     *(

@@ -34,7 +34,9 @@ project = "Panther"
 copyright = "the Panther authors"
 release = version = panther.__version__
 
-sys.path.insert(0, str(Path(__file__).parent))  # for directives.py
+sys.path.insert(0, str(Path(__file__).parent))  # for directives.py and gallery_build.py
+
+from gallery_build import sphinx_gallery_conf  # noqa: E402, F401
 
 extensions = [
     "directives",
@@ -43,9 +45,11 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+    "gallery_build",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "gallery"]  # sphinx-gallery makes docs/examples of docs/gallery
 default_role = "code"
 smartquotes = False  # quotes are those of code
 

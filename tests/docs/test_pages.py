@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from glossary import INSTEAD
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPICS = ROOT / "panther/cli/explain/topics"
@@ -15,24 +16,6 @@ PAGES = [
 TEXTS = [*PAGES, *sorted(TOPICS.glob("*.rst")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 NAMES = [path.relative_to(ROOT).as_posix() for path in TEXTS]
 
-# What to write in place of words that readers outside of this project do not use so.
-INSTEAD = {
-    r"\bof which\b": "a relative clause with its noun, or a new sentence",
-    r"\bas ever\b": "as usual, or nothing",
-    r"\bat the price of\b": "the cost, with its unit",
-    r"(?<!there )\bis no (?!longer\b|more\b|need\b|reason\b)[a-z]": "is not a",
-    r"(?<!by )\bhand(s|ed|ing)? (on|over)\b": "send, pass",
-    r"\b(goes|go|went|going) on\b": "continue",
-    r"\bcuts?\b(?! off)(?=.*\b(layer|rank|model|stage|outputs|inputs)s?\b)": "shard, split",
-    r"\bbut for\b": "except for",
-    r", say[,.;)]| say\)": "for example",
-    r"\bat hand\b": "available",
-    r"\bthe dearest\b": "the most expensive, the bottleneck",
-    r"\bwhole on every rank\b": "replicated",
-    r"\bas it comes\b": "at its defaults",
-    r"\bpieces? of a batch\b": "microbatch",
-    r"\b(one|to) another in silence\b": "silently",
-}
 LONGEST_TABLE = 8  # rows; a longer one is behind a figure, in a dropdown, or a table to look something up in
 LONGEST_PAGE = 330  # lines without what is folded
 

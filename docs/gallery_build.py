@@ -1,0 +1,101 @@
+"""The gallery: settings of sphinx-gallery, and the figures of full-size runs that are committed.
+
+``make docs`` runs every script of docs/gallery at reduced size, for which it sets PANTHER_DOCS_QUICK, and shows the
+committed figures below it. ``make docs-full`` (PANTHER_DOCS_FULL=1) runs them at full size and writes those figures.
+"""
+
+__all__ = ["FULL", "ORDER", "reset", "setup", "sphinx_gallery_conf"]
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+_DOCS = Path(__file__).parent
+_FIGURES = _DOCS / "_static" / "gallery"
+FULL = bool(os.environ.get("PANTHER_DOCS_FULL"))
+if not FULL:
+    os.environ["PANTHER_DOCS_QUICK"] = "1"
+
+# Folders and scripts in the order of the page; a script that is missing here is an error of tests/docs/test_gallery.py.
+ORDER = {
+    "compress": ["encoder.py", "vision.py"],
+    "attention": ["linear_attention.py"],
+    "linalg": ["randomized_svd.py"],
+    "distributed": ["data_parallel.py"],
+}
+
+
+def _position(filename: str) -> int:
+    return [name for names in ORDER.values() for name in names].index(filename)
+
+
+def reset(gallery_conf: dict[str, Any], fname: str) -> None:
+    """Set the seeds and the style of figures before each script."""
+    import matplotlib
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    matplotlib.rcParams.update(
+        {"figure.figsize": (7, 3.6), "figure.dpi": 100, "figure.constrained_layout.use": True, "font.size": 10}
+    )
+
+
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "examples",
+    "filename_pattern": r"\.py$",
+    "subsection_order": [f"gallery/{folder}" for folder in ORDER],
+    "within_subsection_order": "gallery_build._position",
+    "doc_module": ("panther",),
+    "backreferences_dir": "examples/backreferences",
+    "reference_url": {"panther": None},
+    "reset_modules": ("matplotlib", "gallery_build.reset"),
+    "capture_repr": (),
+    "show_memory": False,
+    "show_signature": False,
+    "write_computation_times": False,
+    "min_reported_time": 10_000,
+    "plot_gallery": "True",
+    "remove_config_comments": True,
+    "first_notebook_cell": "# Needs Panther and its extra demo: pip install '.[demo]'\n%matplotlib inline",
+    "copyfile_regex": r"GALLERY_HEADER\.rst",
+}
+
+
+def _add_full_figures(app: Any, docname: str, source: list[str]) -> None:
+    """Show the figures of the full-size run below a page that was made at reduced size."""
+    name = docname.rpartition("/")[2]
+    figures = sorted(_FIGURES.glob(f"{name}-*.png"))
+    if FULL or not docname.startswith("examples/") or not figures or "sphx-glr-download" not in source[0]:
+        return
+    section = ["", "", "At full size", "------------", ""]
+    section += [
+        "The output above is of a reduced run, made with this site. These are the figures of the full script.",
+        "",
+    ]
+    for number, figure in enumerate(figures, start=1):
+        section += [f".. image:: /_static/gallery/{figure.name}", f"   :alt: Figure {number} at full size", ""]
+    source[0] = source[0].replace(".. _sphx_glr_download", "\n".join(section) + "\n\n.. _sphx_glr_download", 1)
+
+
+def _keep_full_figures(app: Any, exception: Exception | None) -> None:
+    if not FULL or exception is not None:
+        return
+    _FIGURES.mkdir(exist_ok=True)
+    for folder, names in ORDER.items():
+        for name in names:
+            stem = name.removesuffix(".py")
+            for number, image in enumerate(
+                sorted((_DOCS / "examples" / folder / "images").glob(f"sphx_glr_{stem}_[0-9]*.png"))
+            ):
+                shutil.copy(image, _FIGURES / f"{stem}-{number + 1}.png")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Connect both to the build."""
+    app.connect("source-read", _add_full_figures)
+    app.connect("build-finished", _keep_full_figures)
+    return {"parallel_read_safe": True}
