@@ -1,0 +1,319 @@
+"""Sketched models on DeepSpeed: ZeRO 1, 2 and 3 and CPU offload, checkpoints for any number of processes, export.
+
+DeepSpeed trains; this module does what it does not know of. It gives all ranks the same sketches by sending seeds,
+saves and restores them with the buffers, which universal checkpoints leave out, checks batch sizes and models before
+ranks start to wait for each other, and keeps the extensions that DeepSpeed compiles in a folder of the environment.
+"""
+
+__all__ = ["export", "initialize", "load_checkpoint", "save_checkpoint"]
+
+import contextlib
+import io
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import panther as pr
+from panther.distributed.comm._agreement import LAYER, agree, run_on_first_rank
+from panther.distributed.comm._diagnostics import watched
+from panther.distributed.comm._ranks import in_process_group
+from panther.distributed.sync.replicas import broadcast_model
+from panther.distributed.sync.sketches import sketched_layers
+from panther.errors import CheckpointError, ConfigError, PantherError, require_extra
+from panther.integrations._deepspeed_settings import checked_settings
+from panther.integrations._extensions import check_locks, private_folder
+from panther.integrations._versions import check_version
+from panther.train import TrainConfig
+
+deepspeed: Any = require_extra("deepspeed", "deepspeed")
+check_version("deepspeed", deepspeed.__version__, 0, least=(0, 19))
+tensor_fragment: Any = require_extra("deepspeed.utils", "deepspeed")
+to_universal: Any = require_extra("deepspeed.checkpoint.ds_to_universal", "deepspeed")
+
+_OWN, _SUFFIX = "panther", "_universal"
+
+
+def initialize(
+    model: nn.Module,
+    config: TrainConfig | dict[str, Any] | str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    **options: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Wrap a model in DeepSpeed's engine, with the same sketches on every rank. Every rank must call it.
+
+    The model and the configuration are compared between the ranks. Sketches are sent as seeds, parameters and buffers
+    in full, from rank 0. If there is no process group, :func:`panther.distributed.init` makes it.
+
+    Args:
+        model: The model, with sketched layers or without. It becomes part of the engine, in place.
+        config: DeepSpeed's configuration, as a dictionary or the path of a JSON file; or a
+            :class:`~panther.train.TrainConfig`, of which are used: ``strategy`` (``"ddp"`` is ZeRO stage 0, ``"zero1"``
+            and ``"auto"`` stage 1, ``"fsdp"`` stage 3, and with ``reshard_after_forward=False`` stage 2),
+            ``mixed_precision``, ``cpu_offload``, ``batch_size``, ``gradient_accumulation_steps``,
+            ``gradient_clipping``, ``learning_rate`` and the settings of the scaler. Settings of the loop, such as
+            ``epochs``, have no effect.
+        optimizer: An optimizer, or a function of parameters that makes one. None is the one that ``config`` names, and
+            AdamW for a TrainConfig.
+        **options: Further arguments of ``deepspeed.initialize``, such as ``training_data`` and ``lr_scheduler``.
+
+    Returns:
+        What ``deepspeed.initialize`` returns: the engine, the optimizer, the data loader and the scheduler.
+
+    Raises:
+        MissingExtraError: If DeepSpeed is not installed (on import).
+        ConfigError: If the version is not supported (on import); if the configuration is not valid, batch sizes do not
+            fit the number of processes, or an interrupted build has left a lock in the folder of extensions.
+        SketchMismatchError: On every rank, if the sketched layers differ.
+        DistributedError: On every rank, if models or configurations differ; if a rank is missing.
+
+    Example:
+        >>> import panther as pr
+        >>> from panther.integrations.deepspeed import initialize
+        >>> model = pr.nn.SKLinear(64, 64, 2)
+        >>> engine, *_ = initialize(model, pr.train.TrainConfig(batch_size=8))  # doctest: +SKIP
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, not a {type(model).__name__}: build it first")
+    if isinstance(model, deepspeed.PipelineModule):
+        raise ConfigError(
+            "a PipelineModule has other layers on each rank, which have no common sketches: use panther.train.Trainer "
+            "with strategy='pp'"
+        )
+    for name in ("model", "config", "config_params", "args", "model_parameters"):
+        if name in options:
+            raise ConfigError(f"{name} is not an option of initialize(model, config, optimizer, ...): leave it out")
+    check_locks(private_folder())
+    if not in_process_group():
+        pr.distributed.init()
+    # DeepSpeed reads it even where one process needs no launcher.
+    os.environ.setdefault("LOCAL_RANK", str(pr.distributed.get_distributed_info().local_rank))
+    settings: dict[str, Any] = {}
+
+    def described() -> dict[str, Any]:
+        settings.update(checked_settings(config, dist.get_world_size(), optimizer is not None))
+        # By entry, so that an error names those that differ.
+        return {f"config[{key!r}]": json.dumps(settings[key], sort_keys=True, default=str) for key in sorted(settings)}
+
+    world = dist.group.WORLD
+    assert world is not None
+    broadcast_model(model, world, "initialize", described)
+    # An operator of DeepSpeed's inference on CPUs. It is compiled before the first step, for minutes, and waits for
+    # the other processes without a limit. Training does not use it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _in_words(), watched("initialize"):
+        found = deepspeed.initialize(
+            model=model,
+            # Frozen parameters have no state that ZeRO could shard.
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            config=settings,
+            **options,
+        )
+    _cast_sketches(model)
+    return found
+
+
+def save_checkpoint(
+    engine: Any, directory: str | os.PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
+) -> str:
+    """Write a checkpoint that any number of processes can load. Every rank must call it.
+
+    It is DeepSpeed's, beside a copy of it in DeepSpeed's universal format, which rank 0 converts. The seeds of sketches
+    and all buffers are in both.
+
+    Args:
+        engine: What :func:`initialize` returned first.
+        directory: A folder that all ranks share.
+        tag: Name of the checkpoint in it; None is ``step-`` and the number of steps.
+        client_state: Further entries, such as the epoch, which :func:`load_checkpoint` returns.
+
+    Returns:
+        The tag.
+
+    Raises:
+        CheckpointError: On every rank, if it cannot be written or converted.
+
+    Cost: twice the parameters and the optimizer's state on disk; the conversion is a pass over them on rank 0.
+    """
+    tag = tag or f"step-{engine.global_steps:08d}"
+    stage = engine.zero_optimization_stage()
+    # Universal checkpoints hold parameters alone.
+    kept = {name: value for name, value in engine.module.state_dict().items() if name not in _parameters(engine.module)}
+    state = {**(client_state or {}), _OWN: {"buffers": kept, "stage": stage}}
+    with _in_words(CheckpointError), watched("save_checkpoint"):
+        engine.save_checkpoint(str(directory), tag, client_state=state)
+    if stage > 0:
+        run_on_first_rank(lambda: _convert(Path(directory), tag), None)
+    return tag
+
+
+def load_checkpoint(engine: Any, directory: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
+    """Load a checkpoint of :func:`save_checkpoint`, also on another number of processes. Every rank must call it.
+
+    Args:
+        engine: An engine of the same model, optimizer and stage of ZeRO.
+        directory: The folder that was saved to.
+        tag: Name of the checkpoint; None is the latest one.
+
+    Returns:
+        ``client_state`` as it was saved.
+
+    Raises:
+        CheckpointError: If there is none, it is of another stage or of DeepSpeed alone, or it does not fit the model.
+        SketchMismatchError: If sketches differ between ranks afterwards.
+    """
+    stage, root = engine.zero_optimization_stage(), Path(directory)
+    tag = run_on_first_rank(lambda: _found(root, tag, stage), None)
+    # Private, as DeepSpeed reads it from the configuration only, where it would hold for the whole run.
+    engine._config.load_universal_checkpoint = stage > 0
+    try:
+        with _in_words(CheckpointError), watched("load_checkpoint"):
+            path, state = engine.load_checkpoint(str(root), tag + (_SUFFIX if stage else ""))
+    finally:
+        engine._config.load_universal_checkpoint = False
+    if path is None or _OWN not in state:
+        raise CheckpointError(f"{root / tag} was not written by save_checkpoint of this module: load it by DeepSpeed")
+    own = state.pop(_OWN)
+    _restore_buffers(engine.module, own["buffers"])
+    layers = sketched_layers(engine.module)
+    fix = "load from a folder that all ranks share"
+    agree(
+        "load_checkpoint", lambda: {f"{LAYER}{name!r}": f"seed {one.seed}" for name, one in layers.items()}, None, fix
+    )
+    return state
+
+
+def export(engine: Any, directory: str | os.PathLike[str]) -> Path:
+    """Write the trained model in Panther's inference format, in float32. Every rank must call it.
+
+    The weights are the optimizer's, in float32, also where the model computes in 16 bits, gathered from all ranks.
+    :func:`panther.load_compressed` reads the folder, without DeepSpeed.
+
+    Args:
+        engine: What :func:`initialize` returned first.
+        directory: The folder to write, by rank 0.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FormatError, OSError: On every rank, what :func:`panther.save_compressed` raises on rank 0.
+
+    Cost: one gather of each parameter, and the model in float32 on every rank.
+    """
+    module, folder = engine.module, Path(directory)
+    parameters = list(module.parameters())
+    with watched("export"):
+        full = {p: tensor_fragment.safe_get_full_fp32_param(p) for p in parameters if p.requires_grad}
+        with _whole(parameters):
+            kept = [(p, p.data) for p in parameters]
+            try:
+                for parameter, data in kept:
+                    master = full.get(parameter)
+                    parameter.data = (data if master is None else master.view(data.shape)).detach().float().clone()
+                run_on_first_rank(lambda: pr.save_compressed(module, folder), None)
+            finally:
+                for parameter, data in kept:
+                    parameter.data = data
+    return folder
+
+
+def _cast_sketches(model: nn.Module) -> None:
+    """Give sketches the dtype of their factors: ZeRO 3 casts parameters alone, and the layer would cast at each call.
+
+    Entries +-1 are exact in every dtype.
+    """
+    for layer in sketched_layers(model).values():
+        for name in layer.sketch_names:
+            if name in layer._buffers:
+                layer.register_buffer(name, getattr(layer, name).to(layer.sketch_like().dtype), persistent=False)
+
+
+def _whole(parameters: list[nn.Parameter]) -> Any:
+    """Return the context in which parameters that ZeRO 3 shards are whole on every rank."""
+    sharded = [p for p in parameters if hasattr(p, "ds_id")]
+    return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
+
+
+def _parameters(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def _convert(directory: Path, tag: str) -> None:
+    arguments = Namespace(
+        input_folder=str(directory / tag),
+        output_folder=str(directory / (tag + _SUFFIX)),
+        num_extract_workers=1,  # in this process: forking one that has a process group can hang
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # every step of it
+        to_universal.main(arguments)
+
+
+def _found(directory: Path, tag: str | None, stage: int) -> str:
+    """Return the tag of the checkpoint to load, which is there."""
+    if tag is None:
+        try:
+            tag = (directory / "latest").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            raise CheckpointError(f"{directory} has no checkpoint: give the folder that was saved to") from None
+    folder = directory / (tag + (_SUFFIX if stage else ""))
+    if not folder.is_dir():
+        known = sorted(path.name for path in directory.glob("*") if path.is_dir() and not path.name.endswith(_SUFFIX))
+        raise CheckpointError(
+            f"{folder} does not exist: {directory} has {', '.join(known) or 'none'}; a checkpoint of stage 0 is loaded "
+            "by stage 0 alone, and one of another stage needs save_checkpoint of this module"
+        )
+    saved = torch.load(next(iter(sorted(folder.glob("*model_states.pt")))), map_location="cpu", weights_only=False)
+    if (of := saved.get(_OWN, {}).get("stage", stage)) != stage and 3 in (of, stage):
+        raise CheckpointError(
+            f"{folder} is of ZeRO stage {of}, and this engine has stage {stage}, whose optimizer state has another "
+            "layout: start with that stage, or export the model and load the weights alone"
+        )
+    return tag
+
+
+def _restore_buffers(module: nn.Module, saved: dict[str, Any]) -> None:
+    """Give buffers and sketches the saved values; parameters are DeepSpeed's to load."""
+    own = {name: value for name, value in module.state_dict().items() if name not in _parameters(module)}
+    if own.keys() != saved.keys():
+        name = sorted(own.keys() ^ saved.keys())[0]
+        where = "model" if name in own else "checkpoint"
+        raise CheckpointError(f"the buffer {name!r} is in the {where} alone: build the model that was saved")
+    layers = sketched_layers(module)
+    for name, value in saved.items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "_extra_state":
+            module.get_submodule(owner).set_extra_state(value)
+            continue
+        with torch.no_grad():
+            own[name].copy_(value)
+        if leaf == "sketch_seed" and owner in layers:
+            layer = layers[owner]
+            # Drawing the sketches of the seed needs the shapes of the factors, which ZeRO 3 holds sharded.
+            with _whole(list(layer.parameters(recurse=False))):
+                layer.check_record()
+
+
+@contextlib.contextmanager
+def _in_words(kind: type[PantherError] = ConfigError) -> Iterator[None]:
+    """Say what DeepSpeed refuses as a sentence; it asserts, or raises errors of pydantic, in many lines."""
+    try:
+        yield
+    except PantherError:
+        raise
+    except (AssertionError, ValueError, FileNotFoundError, KeyError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        found = " ".join(lines[:3]) or type(error).__name__
+        fix = "correct the configuration" if kind is ConfigError else "load it into the model and stage it was saved of"
+        raise kind(f"DeepSpeed {deepspeed.__version__} refuses this: {found}: {fix}") from error
