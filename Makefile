@@ -123,6 +123,6 @@ clean:
 	$(subst .venv/,.venv-engines/,$(INSTALL)) 'setuptools>=77'
 	$(subst .venv/,.venv-engines/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
 	$(subst .venv/,.venv-engines/,$(INSTALL)) --no-build-isolation \
-	    -e '.[demo,triton,test,torchao,keras,ray,deepspeed]' tensorflow-cpu jax \
+	    -e '.[demo,triton,test,torchao,keras,ray,tune,deepspeed]' tensorflow-cpu jax \
 	    kubernetes-validate kubeflow-training kubeflow-trainer-api
 	touch $@

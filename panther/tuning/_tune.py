@@ -18,9 +18,10 @@ from panther.tuning.evaluation import Evaluator
 from panther.tuning.goal import Figures, Goal, check_unchanged, make_goal
 from panther.tuning.hashing import identity
 from panther.tuning.layer_space import AutoSpace, LayerSpace, LayerSpaceBase, Line, parse_lines, used_forms
-from panther.tuning.prepared import Plan, Prepared, Settings, copied, prepare
+from panther.tuning.prepared import Plan, Settings, copied, prepare
 from panther.tuning.result import Trial, TuneResult
-from panther.tuning.study import Job, Study, check_agrees, open_study, pareto_front
+from panther.tuning.runners import check_parallel, run_trials
+from panther.tuning.study import Study, check_agrees, open_study, pareto_front
 
 _FIRST = (3, 8)  # trials that are the choices of pr.compress, at least and at most
 _FIRST_SHARE = 1 / 3  # of the trials
@@ -42,6 +43,7 @@ def tune(
     pruner: Any = "median",
     storage: Any = None,
     repeats: int = 1,
+    parallel: int | str = 1,
     forms: str | Sequence[str] | None = None,
     rank_multiple: int = 8,
     group_size: int | None = 128,
@@ -94,6 +96,9 @@ def tune(
         storage: A path, to which each trial is written as it ends; a URL of a database; or a storage of Optuna. The
             same call continues what it holds. None keeps trials in memory.
         repeats: Calls of ``evaluate`` for each model, of which the mean counts; for functions that vary.
+        parallel: Trials at a time: a number of processes of this machine, each with a copy of the model; or ``"ray"``,
+            for as many as the cluster has cores, which Ray Tune runs. A trial whose process died is run again. Which
+            trials there are then depends on the order in which they end.
         forms: What layers may become in the space ``"auto"``, as for :func:`panther.compress`.
         rank_multiple: As for :func:`panther.compress`, and so are the next ones.
         group_size: Columns of a quantized weight that share a scale.
@@ -148,6 +153,7 @@ def tune(
         check_size("first", first, least=0)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: None is for no bound")
+    parallel = check_parallel(parallel)
     if not callable(evaluate):
         raise TypeError(f"evaluate must be a function of a model, not a {type(evaluate).__name__}")
     if goal.timed and calibration is None:
@@ -183,7 +189,8 @@ def tune(
         least, most = _FIRST
         first = min(most, max(least, round(_FIRST_SHARE * trials))) if first is None else first
         search = Study(study, layers, goal, unchanged, sampler, seed, first)
-        why = _run(search, evaluator, prepared, trials, None if timeout_s is None else began + timeout_s)
+        deadline = None if timeout_s is None else began + timeout_s
+        why = run_trials(search, evaluator, prepared, trials, deadline, parallel)
         best = _best(search, goal)
         tuned, report = prepared.build(best.plan)
     return TuneResult(
@@ -211,22 +218,6 @@ def _within(lines: Sequence[Line], include: Any) -> Selector:
         raise ConfigError("include= is for space='auto', and this space names its layers: leave it out")
     names = {name for line in lines for name in line.names}
     return lambda module, name: name in names
-
-
-def _run(search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None) -> str:
-    """Run trials one after the other, until there are as many; else return why they ended before."""
-    for _ in prepared.runner.over(range(search.count, trials), "trials"):
-        if deadline is not None and time.perf_counter() > deadline and search.trials:
-            return "the time was over"
-        job = search.ask()
-        if job is None:
-            return "plans that were not tried are no longer found"
-
-        def report(step: int, figures: Figures, job: Job = job) -> bool:
-            return search.report(job, step, figures)
-
-        search.tell(job, evaluator.run(prepared, job.plan, job.number, report))
-    return ""
 
 
 def _best(search: Study, goal: Goal) -> Trial:

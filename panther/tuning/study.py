@@ -86,7 +86,8 @@ class Study:
             if isinstance(self._sampler, str):
                 # A new one for each trial, so that a study that was killed and continued draws the same ones.
                 drawn = self.count + self._repeats
-                self.study.sampler = _sampler(self._sampler, (self._seed + drawn) % 2**32, self._first)
+                seed = (self._seed + drawn) % 2**32
+                self.study.sampler = _sampler(self._sampler, seed, self._first, bool(self._pending))
             trial = self.study.ask()
             used = {one.number for one in self.trials} | self._pending.keys()
             number = next(number for number in count() if number not in used)
@@ -253,11 +254,12 @@ def _opened(optuna: Any, storage: Any) -> Any:
     return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
 
 
-def _sampler(name: str, seed: int, startup: int) -> Any:
+def _sampler(name: str, seed: int, startup: int, others_run: bool) -> Any:
     from optuna import samplers
 
     if name == "tpe":
-        return samplers.TPESampler(seed=seed, n_startup_trials=startup)
+        # While others run, a constant in the place of their results keeps the sampler from drawing near them again.
+        return samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=others_run)
     if name == "gp":
         return samplers.GPSampler(seed=seed, n_startup_trials=startup, warn_independent_sampling=False)
     return samplers.RandomSampler(seed=seed)

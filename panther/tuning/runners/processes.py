@@ -1,0 +1,182 @@
+"""Trials in several processes of this machine, each with a copy of the model and of all that trials share.
+
+The search itself stays in one process, which draws plans and writes the storage. A trial whose process died is run
+again in a new one.
+"""
+
+__all__ = ["run_in_processes"]
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from panther.errors import ConfigError
+from panther.tuning.evaluation import Evaluator
+from panther.tuning.prepared import Prepared
+from panther.tuning.runners.serial import EXHAUSTED, OVER
+from panther.tuning.runners.work import RETRIES, dead_outcome, packed
+from panther.tuning.study import Job, Study
+
+# The module is found as it is here, wherever the script itself has it from.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from panther.tuning.runners.worker import main; main()"
+)  # fmt: skip
+_END_S = 10.0  # until a process that is to end is killed
+
+
+def run_in_processes(
+    search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None, count: int
+) -> str:
+    """Run trials until there are as many; else return why they ended before."""
+    if os.name != "posix":
+        raise ConfigError(f"parallel={count} needs processes as POSIX has them: use parallel='ray', or 1")
+    count = min(count, max(trials - search.count, 1))
+    progress = iter(prepared.runner.over(range(search.count, trials), "trials"))
+    with tempfile.TemporaryDirectory(prefix="panther-tune-") as folder:
+        path = Path(folder, "work")
+        path.write_bytes(packed(evaluator, prepared))
+        with _Workers(path, count).running() as workers:
+            return _run(search, workers, trials, deadline, progress)
+
+
+def _run(search: Study, workers: "_Workers", trials: int, deadline: float | None, progress: Iterator[int]) -> str:
+    why = ""
+    again: list[Job] = []  # whose process died
+    deaths: Counter[int] = Counter()
+    next(progress, None)
+    while True:
+        why = ""
+        while workers.idle:
+            if again:
+                workers.give(again.pop())
+                continue
+            if search.count >= trials:
+                break
+            if deadline is not None and time.perf_counter() > deadline and search.trials:
+                why = OVER
+                break
+            job = search.ask()
+            if job is None:  # until a trial that runs has ended
+                why = EXHAUSTED
+                break
+            workers.give(job)
+        if not workers.busy:
+            return why
+        for worker in workers.ready():
+            job = worker.job
+            assert job is not None
+            message = worker.receive()
+            if message is None:
+                deaths[job.number] += 1
+                ended = workers.replace(worker)
+                if deaths[job.number] <= RETRIES:
+                    again.append(job)
+                    continue
+                search.tell(job, dead_outcome(f"its process died {deaths[job.number]} times ({ended})"))
+            elif message[0] == "report":
+                worker.send(search.report(job, message[1], message[2]))
+                continue
+            elif message[0] == "error":
+                raise message[1]
+            else:
+                search.tell(job, message[1])
+                worker.job = None
+            next(progress, None)
+
+
+class _Worker:
+    """A process, the connection to it, and the trial that it runs."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        self.connection, other = multiprocessing.Pipe()
+        arguments = [json.dumps(sys.path), str(other.fileno()), str(path), str(threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, *arguments], pass_fds=[other.fileno()], env=environment
+        )
+        other.close()
+        self.job: Job | None = None
+
+    def send(self, message: object) -> None:
+        """Send; of a process that died, the next :meth:`receive` tells."""
+        with suppress(ConnectionError):
+            self.connection.send(message)
+
+    def receive(self) -> tuple | None:
+        """Return a message; None if the process died."""
+        try:
+            message: tuple = self.connection.recv()
+        except (EOFError, ConnectionError):
+            return None
+        return message
+
+    def end(self) -> str:
+        """End the process, and return how it ended."""
+        with suppress(ConnectionError):
+            self.connection.send(None)
+        self.connection.close()
+        try:
+            code = self.process.wait(_END_S if self.job is None else 0.1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait(_END_S)
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+class _Workers:
+    """As many processes as run trials at a time."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self._path, self._threads = path, max(1, torch.get_num_threads() // count)
+        self._workers: list[_Worker] = []
+        self._count = count
+
+    @contextmanager
+    def running(self) -> Iterator["_Workers"]:
+        """Start the processes, and end them whatever happens."""
+        try:
+            for _ in range(self._count):
+                self._workers.append(_Worker(self._path, self._threads))
+            yield self
+        finally:
+            for worker in self._workers:
+                worker.end()
+
+    @property
+    def idle(self) -> list[_Worker]:
+        """Return those without a trial."""
+        return [worker for worker in self._workers if worker.job is None]
+
+    @property
+    def busy(self) -> list[_Worker]:
+        """Return those with a trial."""
+        return [worker for worker in self._workers if worker.job is not None]
+
+    def give(self, job: Job) -> None:
+        """Let an idle one run a trial."""
+        worker = self.idle[0]
+        worker.job = job
+        worker.send((job.number, job.plan.to_json()))
+
+    def ready(self) -> list[_Worker]:
+        """Wait for messages, as long as evaluations take, and return the processes that sent one or died."""
+        by_connection: dict[Connection, _Worker] = {worker.connection: worker for worker in self.busy}
+        return [by_connection[one] for one in wait(list(by_connection)) if isinstance(one, Connection)]
+
+    def replace(self, worker: _Worker) -> str:
+        """Start another process in the place of one that died, and return how that ended."""
+        ended = worker.end()
+        self._workers[self._workers.index(worker)] = _Worker(self._path, self._threads)
+        return ended

@@ -1,0 +1,47 @@
+"""A process that runs trials: plans come through a socket, outcomes go back.
+
+Messages to it are ``(number, plan)`` or None to end, and after each of its reports whether the trial is to end. Its own
+are ``("report", step, figures)``, ``("done", outcome)`` and ``("error", exception)``.
+"""
+
+__all__ = ["main"]
+
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from panther.errors import PantherError, TuningError
+from panther.tuning.goal import Figures
+from panther.tuning.prepared import Plan
+from panther.tuning.runners.work import unpacked
+
+
+def main() -> None:
+    """Run trials until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search ends its processes
+    number, path, threads = sys.argv[-3:]
+    connection = Connection(int(number))
+    torch.set_num_threads(int(threads))
+    try:
+        _serve(connection, Path(path))
+    except (EOFError, ConnectionError):  # the search has ended, or was killed
+        pass
+    except PantherError as error:
+        connection.send(("error", error))
+    except Exception as error:
+        connection.send(("error", TuningError(f"a process of the search failed: {type(error).__name__}: {error}")))
+
+
+def _serve(connection: Connection, path: Path) -> None:
+    evaluator, prepared = unpacked(path.read_bytes())
+
+    def report(step: int, figures: Figures) -> bool:
+        connection.send(("report", step, figures))
+        return bool(connection.recv())
+
+    while (job := connection.recv()) is not None:
+        number, plan = job
+        connection.send(("done", evaluator.run(prepared, Plan.from_json(plan), number, report)))
