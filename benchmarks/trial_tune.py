@@ -228,7 +228,7 @@ def _points(name: str, method: str, result: TuneResult, best: int) -> list[dict[
 def _layer_bytes(model: nn.Module, task: Task) -> int:
     """Return the bytes of the layers that may change, biases included."""
     from panther.compression.forms.allocation import model_bytes
-    from panther.tuning.selection import selected
+    from panther.tuning.spaces.selection import selected
 
     names = selected(task.model, task.layers)
     return sum(model_bytes(model.get_submodule(name)) for name in names)

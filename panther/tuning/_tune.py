@@ -4,12 +4,14 @@ __all__ = ["tune"]
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from panther._random_state import preserved_generators
+from panther.compression.config import HealConfig
 from panther.compression.forms.arguments import check_adapters, check_model, checked_forms
 from panther.compression.targets import Selector
 from panther.errors import ConfigError, TuningError, check_size, require_extra
@@ -17,10 +19,11 @@ from panther.sketch import check_seed
 from panther.tuning.evaluation import Evaluator
 from panther.tuning.goal import Figures, Goal, check_unchanged, make_goal
 from panther.tuning.hashing import identity
-from panther.tuning.layer_space import AutoSpace, LayerSpace, LayerSpaceBase, Line, parse_lines, used_forms
-from panther.tuning.prepared import Plan, Settings, copied, prepare
+from panther.tuning.prepared import Plan, Prepared, Settings, copied, prepare
 from panther.tuning.result import Trial, TuneResult
 from panther.tuning.runners import check_parallel, run_trials
+from panther.tuning.spaces.layers import AUTO, Line, parse_lines, used_forms
+from panther.tuning.spaces.whole import WholeSpace, as_heal
 from panther.tuning.study import Study, check_agrees, open_study, pareto_front
 
 _FIRST = (3, 8)  # trials that are the choices of pr.compress, at least and at most
@@ -44,6 +47,7 @@ def tune(
     storage: Any = None,
     repeats: int = 1,
     parallel: int | str = 1,
+    heal: HealConfig | Mapping[str, Any] | None = None,
     forms: str | Sequence[str] | None = None,
     rank_multiple: int = 8,
     group_size: int | None = 128,
@@ -77,9 +81,14 @@ def tune(
 
             - ``"form"``: a form of :func:`panther.compress`, ``"low_rank"`` if it is left out; or ``"bits"``, a width.
             - ``"rank"``: the matrix's rank, or ``"share"``, of the layer's bytes, for forms that have a rank. The
-              largest one that the layer can have and that is not above is taken.
+              largest one that the layer can have and that is not above is taken. ``"low_rank"``, and ``"num_terms"``,
+              of :class:`panther.nn.SKLinear` stand for a rank of twice their product.
+            - ``"kernel_fn"`` and ``"num_random_features"``, of attention modules, which become
+              :class:`panther.nn.RandMultiHeadAttention`, fitted to the first batch; ``"exact"`` is a kernel for those
+              that stay.
 
-            Layers that no key selects stay as they are.
+            In the place of a dict, ``"auto"`` selects layers for the automatic space. Layers that no key selects stay
+            as they are.
         objective: What is minimised. ``"size"``: bytes of the model as saved. ``"latency"``: seconds of the first
             held-out batch, beside the unchanged model. ``"metric"``: nothing is minimised, the best metric is searched.
             Or a function of the model.
@@ -99,6 +108,8 @@ def tune(
         parallel: Trials at a time: a number of processes of this machine, each with a copy of the model; or ``"ray"``,
             for as many as the cluster has cores, which Ray Tune runs. A trial whose process died is run again. Which
             trials there are then depends on the order in which they end.
+        heal: How each trial's model is healed before ``evaluate``: a :class:`panther.HealConfig`, or a dict of some of
+            its settings and what they may be, as in ``space``; ``max_steps`` 0 is without healing.
         forms: What layers may become in the space ``"auto"``, as for :func:`panther.compress`.
         rank_multiple: As for :func:`panther.compress`, and so are the next ones.
         group_size: Columns of a quantized weight that share a scale.
@@ -159,17 +170,22 @@ def tune(
     if goal.timed and calibration is None:
         raise ConfigError("latency needs calibration=, a list of batches, because models are timed on one of them")
     lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
-    if lines is not None:
-        if forms is not None:
-            raise ConfigError("forms= is for space='auto', and this space names its own: leave it out")
-        forms = list(dict.fromkeys(form for line in lines for form in used_forms(line.specs)))
-        include = _within(lines, include)
+    healing = as_heal(heal)
+    if healing is not None and calibration is None:
+        raise ConfigError("heal needs calibration=, a list of batches, on which the original is distilled")
     method = "svd" if calibration is None else "two_sided"
-    settings = Settings(
-        checked_forms(forms, rank_multiple, group_size, method, activations), include, exclude, forward_fn, loss_fn,
-        mask_fn, statistics_memory_bytes,
-    )  # fmt: skip
-    words = identity(model, calibration, goal, lines, settings, repeats)
+    automatic = checked_forms(forms, rank_multiple, group_size, method, activations)
+    every = automatic
+    if lines is not None:
+        kinds = {line.kind for line in lines}
+        if forms is not None and AUTO not in kinds:
+            raise ConfigError("forms= is for the space 'auto', and this space names its own: leave it out")
+        own = [form for line in lines if line.kind == "layers" for form in used_forms(line.specs)]
+        names = list(dict.fromkeys([*(automatic.names if AUTO in kinds else ()), *own]))
+        every = checked_forms(names or None, rank_multiple, group_size, method, activations)
+        include = _within(lines, include)
+    settings = Settings(every, include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes)
+    words = identity(model, calibration, goal, lines, settings, repeats, healing)
     study, known = open_study(storage, goal, words, sampler, pruner)
     seed = check_seed(known.get("seed") if seed is None else seed)
     if known.get("seed", seed) != seed:
@@ -184,8 +200,11 @@ def tune(
         check_unchanged(goal, unchanged)
         check_agrees(study, storage, known, unchanged, seed)
         training = [module.training for module in model.modules()]
-        prepared = prepare(runner, settings, timed=goal.timed, training=training, seed=seed)
-        layers: LayerSpaceBase = AutoSpace(prepared) if lines is None else LayerSpace(prepared, lines)
+        of_layers = lines is None or any(line.kind != "attention" for line in lines)
+        prepared = prepare(runner, settings, timed=goal.timed, training=training, seed=seed, layers=of_layers)
+        if lines is not None:
+            lines = _of_model(lines, prepared)
+        layers = WholeSpace(prepared, lines, automatic.names, healing)
         least, most = _FIRST
         first = min(most, max(least, round(_FIRST_SHARE * trials))) if first is None else first
         search = Study(study, layers, goal, unchanged, sampler, seed, first)
@@ -212,11 +231,19 @@ def tune(
     )
 
 
+def _of_model(lines: Sequence[Line], prepared: Prepared) -> list[Line]:
+    """Return the lines with the attention modules that can be replaced, and no others."""
+    return [
+        replace(line, names=prepared.attention.checked(line.label, line.names)) if line.kind == "attention" else line
+        for line in lines
+    ]
+
+
 def _within(lines: Sequence[Line], include: Any) -> Selector:
     """Return the selector of the layers that a space names, and that the user's own one matches."""
     if include is not None:
         raise ConfigError("include= is for space='auto', and this space names its layers: leave it out")
-    names = {name for line in lines for name in line.names}
+    names = {name for line in lines if line.kind != "attention" for name in line.names}
     return lambda module, name: name in names
 
 

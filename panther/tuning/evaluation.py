@@ -20,7 +20,6 @@ from panther.compression.conversion import Replacement
 from panther.compression.forms.allocation import model_bytes
 from panther.compression.measurement import model_speed
 from panther.compression.runner import Runner, calibrating
-from panther.compression.targets import replace_modules
 from panther.errors import TuningError
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.hashing import difference, fingerprint
@@ -89,7 +88,7 @@ class Evaluator:
         began = time.perf_counter()
         values = []
         for _ in range(2):
-            values.append(self._metric(where, before, None))
+            values.append(self._metric(model, where, before, None))
             if not math.isfinite(values[-1]):
                 raise TuningError(
                     f"evaluate returned {values[-1]} for {where}, and must return a finite number: look for NaN in the "
@@ -114,12 +113,13 @@ class Evaluator:
         where = f"trial {number}"
         assert self.unchanged is not None
         began = time.perf_counter()
-        replacement = prepared.replacement(plan)
+        with preserved_generators():  # making layers draws numbers, which are then replaced
+            replacement, _ = prepared.replacement(plan)
         latency = self._latency(replacement)
-        with replace_modules(prepared.model, replacement):
-            size = model_bytes(prepared.model)
-            objective = self._objective(prepared.model, size, latency, math.nan, where)
-            before = fingerprint(prepared.model)
+        with prepared.applied(plan, replacement, where) as model:
+            size = model_bytes(model)
+            objective = self._objective(model, size, latency, math.nan, where)
+            before = fingerprint(model)
             ready = time.perf_counter()
             partial: list[float] = []
 
@@ -127,7 +127,7 @@ class Evaluator:
                 partial.append(value)
                 return report(len(partial), Figures(value, size, latency, objective))
 
-            metric = self._metric(where, before, told)
+            metric = self._metric(model, where, before, told)
         done = time.perf_counter()
         pruned = metric is None
         value = partial[-1] if metric is None else metric
@@ -163,13 +163,15 @@ class Evaluator:
             return latency
         return float(size) if objective == "size" else metric
 
-    def _metric(self, where: str, before: dict[str, Any], told: Callable[[float], bool] | None) -> Any:
+    def _metric(
+        self, model: nn.Module, where: str, before: dict[str, Any], told: Callable[[float], bool] | None
+    ) -> Any:
         """Return the mean of the user's function over its repeats, or None if the trial is to end early."""
-        model, values = self.runner.model, []
+        values = []
         flags = {module: module.training for module in model.modules()}
         for repeat in range(self.repeats):
             # Only the first of several is looked at while it runs: partial values of others have other steps.
-            value = self._once(where, told if repeat == 0 else None, self.seed + repeat)
+            value = self._once(model, where, told if repeat == 0 else None, self.seed + repeat)
             if changed := difference(before, fingerprint(model)):
                 raise TuningError(
                     f"evaluate changed {changed} of {where}, and must leave the model as it is: train or convert a "
@@ -182,12 +184,12 @@ class Evaluator:
             values.append(value)
         return sum(values) / len(values)
 
-    def _once(self, where: str, told: Callable[[float], bool] | None, seed: int) -> float | None:
+    def _once(self, model: nn.Module, where: str, told: Callable[[float], bool] | None, seed: int) -> float | None:
         # Gradients are on and may be taken, whatever the caller's mode: a user's function decides for itself.
         with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
             seed_generators(seed)
             with self._guarded(f"evaluate raised {{}} for {where}"):
-                result = self.evaluate(self.runner.model)
+                result = self.evaluate(model)
                 if not inspect.isgenerator(result):
                     return _number(result, "evaluate", where)
                 last: float | None = None

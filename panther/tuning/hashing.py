@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from panther.tuning.goal import Goal
-from panther.tuning.layer_space import Line
 from panther.tuning.prepared import Settings
+from panther.tuning.spaces.layers import Line
 
 _LONG = 80  # characters of a space, beyond which its beginning and a hash stand for it
 
@@ -30,11 +30,19 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def identity(
-    model: nn.Module, calibration: Any, goal: Goal, lines: Sequence[Line] | None, settings: Settings, repeats: int
+    model: nn.Module,
+    calibration: Any,
+    goal: Goal,
+    lines: Sequence[Line] | None,
+    settings: Settings,
+    repeats: int,
+    heal: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Return what must be the same in a study that is continued, in words."""
     tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
-    space = "auto" if lines is None else "; ".join(f"{line.label} {dict(line.specs)}" for line in lines)
+    space = "auto" if lines is None else "; ".join(f"{line.label} {dict(line.specs) or 'auto'}" for line in lines)
+    if heal is not None:
+        space += f"; heal {dict(heal)}"
     forms = settings.forms
     return {
         "objective": goal.name,

@@ -8,13 +8,15 @@ __all__ = ["Plan", "Prepared", "Settings", "copied", "prepare"]
 import copy
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement, convert_all
 from panther.compression.forms.allocation import Allocation, allocated
 from panther.compression.forms.choice import BYTES, Cost, seconds
@@ -24,11 +26,13 @@ from panther.compression.forms.ridge import fitted_with_care
 from panther.compression.forms.timing import timed_layers
 from panther.compression.install import install_layers
 from panther.compression.measurement import measure
-from panther.compression.report import CompressionReport
+from panther.compression.report import CompressionReport, HealResult
 from panther.compression.runner import Runner, calibrating
 from panther.compression.survey import survey_targets
-from panther.compression.targets import Survey, Target, select_targets
+from panther.compression.targets import Survey, Target, replace_modules, select_targets, swap_modules
 from panther.errors import TuningError
+from panther.nn.attention.linearized import CHILD, convert_attention
+from panther.tuning.attention import Attention, calibrated, find, must_be_called, replacement_of
 
 _MIDDLE = 0.25  # share of the bytes at which losses are measured: that of int8 in float32
 
@@ -39,13 +43,21 @@ class Plan:
 
     Attributes:
         layers: ``form``, ``rank`` and ``bits`` by the names of layers; others stay as they are.
+        attention: ``kernel_fn`` and ``num_random_features`` by the names of attention modules; others stay exact.
+        heal: Settings of a :class:`panther.HealConfig`; without any, nothing is healed.
+        train: Settings of a :class:`panther.train.TrainConfig`, of a model that is trained from scratch.
+        model: Arguments of the function that makes such a model.
     """
 
     layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    attention: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    heal: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return a text that is the same for equal plans."""
-        return json.dumps(vars(self), sort_keys=True)
+        return json.dumps({name: value for name, value in vars(self).items() if value}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -80,6 +92,7 @@ class Prepared:
         seed: Of sketches and healing.
         seconds: What the preparation took.
         training: Which of the model's modules were in training mode.
+        attention: The attention modules that can be replaced.
     """
 
     model: nn.Module
@@ -91,6 +104,7 @@ class Prepared:
     seed: int
     seconds: float
     training: Sequence[bool] = ()
+    attention: Attention = field(default_factory=lambda: Attention({}, {}))
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -132,14 +146,52 @@ class Prepared:
             )
         return found
 
-    def replacement(self, plan: Plan) -> Replacement:
-        """Make the new layers of a plan."""
-        return convert_all(self.survey, self.fits, self.choice_of(plan), self.seed)
+    def replacement(self, plan: Plan) -> tuple[Replacement, HealResult | None]:
+        """Make the new modules of a plan, healed if it says so.
+
+        Raises:
+            TuningError: If attention by features does not run in the model, or the model does not call it.
+        """
+        new = convert_all(self.survey, self.fits, self.choice_of(plan), self.seed)
+        if plan.attention:
+            attention = replacement_of(self.attention.modules, plan.attention, self.seed)
+            attention = calibrated(self.runner, attention, self.attention_names)
+            for module in attention.values():  # copies have their own table of children
+                for name, child in module._modules.items():
+                    if child is not None and child in new:
+                        module._modules[name] = new[child]
+            new |= attention
+        if not plan.heal or not new:
+            return new, None
+        from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
+
+        shared = [old for old in new if old in self.attention_names and not isinstance(old, nn.MultiheadAttention)]
+        if shared:
+            raise TuningError(
+                f"attention {self.attention_names[shared[0]]!r} of transformers shares its weights with the original, "
+                "and cannot be healed in a search: leave heal or the attention out"
+            )
+        with torch.inference_mode(False):
+            healed, write_ = healing.heal(self.runner, new, HealConfig(**plan.heal), seed=self.seed)
+        write_()
+        return new, healed
+
+    @property
+    def attention_names(self) -> Mapping[nn.Module, str]:
+        """Return the names of the attention modules."""
+        return {module: name for name, module in self.attention.modules.items()}
+
+    @contextmanager
+    def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:
+        """Have the new modules in the model, and raise TuningError if it did not call new attention meanwhile."""
+        names = self.attention_names if plan.attention else {}
+        with replace_modules(self.model, replacement), must_be_called(replacement, names, where):
+            yield self.model
 
     def build(self, plan: Plan) -> tuple[nn.Module, CompressionReport]:
         """Return a model of its own with the new layers, and the report of every layer."""
         choice = self.choice_of(plan)
-        replacement = convert_all(self.survey, self.fits, choice, self.seed)
+        replacement, healed = self.replacement(plan)
         with torch.inference_mode(False), calibrating(self.model, self.seed):
             measured = measure(self.runner, self.targets, replacement, speed=False)
         model, targets = copy.deepcopy((self.model, self.targets))
@@ -152,15 +204,23 @@ class Prepared:
             replace(self.survey, targets=targets),
             self.fits,
             Allocation({new[target]: option for target, option in choice.items()}, "tuned"),
-            {modules[old]: layer for old, layer in replacement.items()},
+            {modules[old]: layer for old, layer in replacement.items() if old in modules},
             replace(measured, errors={new[target]: error for target, error in measured.errors.items()}),
+            healed,
             None,
-            None,
-            list(self.survey.notes),
+            [
+                *self.survey.notes,
+                *(f"{name} is attention by features: {dict(v)}" for name, v in plan.attention.items()),
+            ],
             "two_sided" if self.fits.passes else "svd",
             self.seed,
             allow_slower=True,
         )
+        for name in plan.attention:
+            twin, layer = model.get_submodule(name), replacement[self.attention.modules[name]]
+            if not isinstance(twin, nn.MultiheadAttention):  # a copy of the module in the new model
+                layer = convert_attention(twin, copy.deepcopy(layer.get_submodule(CHILD)))
+            swap_modules(model, {twin: layer.train(twin.training)})
         return model, report
 
 
@@ -180,14 +240,21 @@ def copied(model: nn.Module, calibration: Any, settings: Settings, progress: boo
     return Runner(model, calibration, settings.forward_fn, settings.mask_fn, None, progress, settings.loss_fn)
 
 
-def prepare(runner: Runner, settings: Settings, *, timed: bool, training: Sequence[bool], seed: int) -> Prepared:
-    """Fit all layers of a copied model.
+def prepare(
+    runner: Runner, settings: Settings, *, timed: bool, training: Sequence[bool], seed: int, layers: bool = True
+) -> Prepared:
+    """Fit all layers of a copied model; without ``layers``, only find its attention.
 
     Raises:
         CompressionError: If no layer is eligible, or the batches are too few, as for :func:`panther.compress`.
     """
     began = time.perf_counter()
     model, forms = runner.model, settings.forms
+    attention = find(model)
+    if not layers:
+        return Prepared(
+            model, runner, Survey((), ()), Fits(), {}, BYTES, seed, time.perf_counter() - began, training, attention
+        )
     with torch.inference_mode(False), torch.enable_grad(), calibrating(model, seed):
         survey = select_targets(model, settings.include, settings.exclude, smallest=forms.smallest_bytes).check()
         if runner.batches:
@@ -219,6 +286,7 @@ def prepare(runner: Runner, settings: Settings, *, timed: bool, training: Sequen
         seed,
         time.perf_counter() - began,
         training,
+        attention,
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 from panther.errors import ConfigError, require_extra
 from panther.tuning.evaluation import Outcome
 from panther.tuning.goal import Figures, Goal
-from panther.tuning.layer_space import LayerSpaceBase
 from panther.tuning.prepared import Plan
 from panther.tuning.result import Trial
+from panther.tuning.spaces.layers import LayerSpaceBase
 
 _NAME = "panther.tune"  # of the study in the storage
 _IDENTITY, _UNCHANGED, _RECORD, _REPEAT = (f"panther {name}" for name in ("identity", "unchanged", "trial", "repeat"))

@@ -118,6 +118,25 @@ class FeatureMap(nn.Module):
         directions = balanced_directions(W_q @ W_q.mT, W_k @ W_k.mT, self.directions.shape[1] // 2)
         self.directions.copy_(directions)
 
+    def _fit_(self, q: Tensor, k: Tensor) -> Self:
+        """Fit the map to queries and keys (N, H, n, d) that are not yet scaled, if the kernel has something to fit."""
+        if self.kernel_fn not in ("hermite", "oprf"):
+            return self
+        root = self.head_dim**-0.25
+        q, k = (x.transpose(0, 1).flatten(1, 2).double() * root for x in (q, k))  # (H, N n, d)
+        if self.kernel_fn == "oprf":
+            norms = q.square().sum(-1).mean() + k.square().sum(-1).mean() + 2 * (q.mean(1) * k.mean(1)).sum(-1).mean()
+            self.feature_norm = norms.item()
+            return self
+        assert self.directions is not None
+        means = torch.stack((q.mean(1), k.mean(1)), 1)
+        q, k = q - means[:, :1], k - means[:, 1:]
+        self.center.copy_(means)
+        self._note_center()
+        of_q, of_k = q.mT @ q / q.shape[1], k.mT @ k / k.shape[1]
+        self.directions.copy_(balanced_directions(of_q, of_k, self.directions.shape[1] // 2))
+        return self
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
         """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled."""
         root = self.head_dim**-0.25

@@ -23,8 +23,11 @@ CHILD = "linear_attention"
 _COPIED = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
-def convert_attention(module: nn.Module, attention: LearnedLinearAttention) -> Any:
-    """Return a copy of a module that shares its parameters and buffers, with linear attention."""
+def convert_attention(module: nn.Module, attention: nn.Module) -> Any:
+    """Return a copy of a module that shares its parameters and buffers, with linear attention.
+
+    ``attention`` is a :class:`LearnedLinearAttention`, or another module that is called as one.
+    """
     new = copy.copy(module)
     for name in _COPIED:
         new.__dict__[name] = copy.copy(module.__dict__[name])

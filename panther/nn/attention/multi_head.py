@@ -17,7 +17,7 @@ from panther.nn.attention._features import (
     is_causal_mask,
     key_exponent,
 )
-from panther.nn.attention._hermite import balanced_directions, hermite_rank
+from panther.nn.attention._hermite import hermite_rank
 from panther.sketch import check_seed
 
 # Fewer say too little about an approximation.
@@ -240,20 +240,7 @@ class RandMultiHeadAttention(FeatureMap):
             raise ValueError(f"kernel_fn={self.kernel_fn!r} has nothing to calibrate: use 'hermite' or 'oprf'")
         key = query if key is None else key
         q, k = self._projected(query, key)
-        root = self.head_dim**-0.25
-        q, k = (x.transpose(0, 1).flatten(1, 2).double() * root for x in (q, k))  # (H, N n, d)
-        if self.kernel_fn == "oprf":
-            norms = q.square().sum(-1).mean() + k.square().sum(-1).mean() + 2 * (q.mean(1) * k.mean(1)).sum(-1).mean()
-            self.feature_norm = norms.item()
-            return self
-        assert self.directions is not None
-        means = torch.stack((q.mean(1), k.mean(1)), 1)
-        q, k = q - means[:, :1], k - means[:, 1:]
-        self.center.copy_(means)
-        self._note_center()
-        of_q, of_k = q.mT @ q / q.shape[1], k.mT @ k / k.shape[1]
-        self.directions.copy_(balanced_directions(of_q, of_k, self.directions.shape[1] // 2))
-        return self
+        return self._fit_(q, k)
 
     @torch.no_grad()
     def approximation_error(

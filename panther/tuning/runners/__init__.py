@@ -4,7 +4,7 @@ __all__ = ["check_parallel", "run_trials"]
 
 from typing import Any
 
-from panther.errors import ConfigError
+from panther.errors import ConfigError, require_extra
 from panther.tuning.evaluation import Evaluator
 from panther.tuning.prepared import Prepared
 from panther.tuning.runners.processes import run_in_processes
@@ -19,7 +19,7 @@ def check_parallel(parallel: Any) -> int | str:
         ConfigError: If it is neither a number of processes nor ``"ray"``.
     """
     if parallel == "ray" or (isinstance(parallel, int) and not isinstance(parallel, bool) and parallel >= 1):
-        return parallel  # type: ignore[no-any-return]
+        return parallel
     raise ConfigError(f"parallel={parallel!r} must be a number of processes, at least 1, or 'ray'")
 
 
@@ -32,9 +32,9 @@ def run_trials(
         TuningError: If ``evaluate`` raises or changes the model, or what it needs cannot be sent to a process.
     """
     if parallel == "ray":
-        from panther.tuning.runners.ray_tune import run_on_ray  # here, because it needs the extra
-
-        return run_on_ray(search, evaluator, prepared, trials, deadline)
+        # The adapter is above this package and loads Ray.
+        run_on_ray: Any = require_extra("panther.integrations._ray_tune", "ray").run_on_ray
+        return str(run_on_ray(search, evaluator, prepared, trials, deadline))
     if parallel == 1:
         return run_here(search, evaluator, prepared, trials, deadline)
     return run_in_processes(search, evaluator, prepared, trials, deadline, int(parallel))

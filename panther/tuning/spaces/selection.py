@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from panther.compression.linearization.survey import is_attention
 from panther.compression.targets import Selector
 from panther.errors import ConfigError
 
@@ -77,18 +78,20 @@ def as_group(key: Any) -> Group:
     raise ConfigError(f"space has the key {key!r}: use a glob of names, a class of layers, a function or a Group")
 
 
-def selected(model: nn.Module, group: Group) -> tuple[str, ...]:
-    """Return the names of a group's modules, those that hold a matrix, in the model's order.
+def selected(model: nn.Module, group: Group, attention: bool = False) -> tuple[str, ...]:
+    """Return the names of a group's modules, those that hold a matrix or are attention, in the model's order.
 
     Raises:
         ConfigError: If there are none, or not as many as an index needs.
     """
+    wanted = is_attention if attention else _is_layer
     found = tuple(
-        name for name, module in model.named_modules() if name and _is_layer(module) and _fits(group, module, name)
+        name for name, module in model.named_modules() if name and wanted(module) and _fits(group, module, name)
     )
     if not found:
         raise ConfigError(
-            f"{group.label!r} of the space matches no layer: panther.tuning.tree(model) shows their names"
+            f"{group.label!r} of the space matches no {'attention' if attention else 'layer'}: "
+            "panther.tuning.tree(model) shows their names"
         )
     if group.indices is None:
         return found

@@ -1,0 +1,208 @@
+"""Trials on Ray Tune: on all cores of a cluster, ended early by Ray's schedulers, and run again where a worker died.
+
+The search stays in this process: a searcher of Ray hands out its plans and tells it the results, so that the storage is
+the same as without Ray, and a search that was ended continues from it.
+"""
+
+__all__ = ["run_on_ray"]
+
+import json
+import math
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from panther.errors import TuningError, require_extra
+from panther.integrations.ray import _joined
+from panther.tuning.evaluation import Evaluator, Outcome
+from panther.tuning.goal import Figures
+from panther.tuning.prepared import Plan, Prepared
+from panther.tuning.runners.serial import EXHAUSTED, OVER
+from panther.tuning.runners.work import RETRIES, dead_outcome, packed, unpacked
+from panther.tuning.study import Job, Study
+
+_VALUE = "panther_value"  # what schedulers compare
+_LONGEST = 10**6  # partial metrics of a trial, for a scheduler that wants a bound
+# Ray's files of results, and its wish to be told of them, which the storage of the search stands for.
+_QUIET = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+_loaded: dict[str, Any] = {}  # in a worker: what its trials share, unpacked once
+
+
+def run_on_ray(search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None) -> str:
+    """Run trials until there are as many; else return why they ended before."""
+    tune: Any = require_extra("ray.tune", "ray")
+
+    with _joined(None), _environment(), tempfile.TemporaryDirectory(prefix="panther-tune-") as folder:
+        searcher = _searcher(tune, search, trials, deadline)
+        work = packed(evaluator, prepared)
+        left = max(trials - search.count, 0)
+        if not left:
+            return ""
+        tuner = tune.Tuner(
+            tune.with_parameters(_trial, work=work, key=uuid.uuid4().hex),
+            tune_config=tune.TuneConfig(
+                search_alg=searcher, scheduler=_scheduler(tune, search), num_samples=left, reuse_actors=True,
+                metric=_VALUE if _is_single(search) else None, mode="max" if _rises(search) else "min",
+            ),
+            run_config=tune.RunConfig(
+                storage_path=folder, verbose=0, stop=_stopper(tune, searcher),
+                failure_config=tune.FailureConfig(max_failures=RETRIES),
+            ),
+        )  # fmt: skip
+        tuner.fit()
+    if searcher.error is not None:
+        raise searcher.error
+    return str(searcher.why) if search.count < trials else ""
+
+
+def _is_single(search: Study) -> bool:
+    return len(search.goal.directions) == 1
+
+
+def _rises(search: Study) -> bool:
+    return _is_single(search) and search.goal.directions[0] == "maximize"
+
+
+def _scheduler(tune: Any, search: Study) -> Any:
+    """Return the scheduler of Ray that does what the search's pruner does."""
+    from optuna import pruners
+
+    pruner = search.study.pruner
+    if not _is_single(search) or isinstance(pruner, pruners.NopPruner):
+        return tune.schedulers.FIFOScheduler()
+    if isinstance(pruner, pruners.SuccessiveHalvingPruner):
+        return tune.schedulers.ASHAScheduler(max_t=_LONGEST, grace_period=1)
+    return tune.schedulers.MedianStoppingRule(grace_period=1, min_samples_required=4)
+
+
+def _searcher(tune: Any, search: Study, trials: int, deadline: float | None) -> Any:
+    """Return a searcher of Ray that asks the study and tells it."""
+
+    class Searcher(tune.search.Searcher):
+        def __init__(self) -> None:
+            super().__init__(metric=_VALUE, mode="max" if _rises(search) else "min")
+            self.why = ""
+            self.error: TuningError | None = None
+            self.jobs: dict[str, Job] = {}
+            self.partial: dict[str, list[tuple[int, float, Figures]]] = {}
+
+        def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
+            return True
+
+        def suggest(self, trial_id: str) -> Any:
+            if self.error is not None or search.count >= trials:
+                return self.FINISHED
+            if deadline is not None and time.perf_counter() > deadline and search.trials:
+                self.why = OVER
+                return self.FINISHED
+            job = search.ask()
+            if job is None:
+                self.why = EXHAUSTED
+                return None if self.jobs else self.FINISHED
+            self.jobs[trial_id], self.partial[trial_id] = job, []
+            return {"number": job.number, "plan": job.plan.to_json()}
+
+        def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+            step = result.get("step")
+            if step and trial_id in self.jobs:  # a trial that was run again tells the first steps again
+                figures = Figures(*result["figures"])
+                self.partial[trial_id] = [one for one in self.partial[trial_id] if one[0] < step]
+                self.partial[trial_id].append((step, figures.metric, figures))
+
+        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            job = self.jobs.pop(trial_id, None)
+            partial = self.partial.pop(trial_id, [])
+            if job is None:
+                return
+            result = result or {}
+            if result.get("raised") is not None:
+                self.error = TuningError(result["raised"])
+            elif error:
+                search.tell(job, dead_outcome(f"its worker died {RETRIES + 1} times"))
+            elif result.get("outcome") is not None:
+                search.tell(job, _outcome(result["outcome"]))
+            elif partial:  # the scheduler has ended it
+                metrics = tuple(metric for _, metric, _ in partial)
+                search.tell(job, Outcome(partial[-1][2], "pruned", metrics, 0.0, 0.0))
+            else:
+                search.tell(job, dead_outcome("it ended without a result"))
+
+        def save(self, checkpoint_path: str) -> None:
+            """Save nothing: the storage of the search has all that is known."""
+
+        def restore(self, checkpoint_path: str) -> None:
+            """Restore nothing."""
+
+    return Searcher()
+
+
+def _stopper(tune: Any, searcher: Any) -> Any:
+    class Stopper(tune.Stopper):
+        def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+            return False
+
+        def stop_all(self) -> bool:
+            return searcher.error is not None
+
+    return Stopper()
+
+
+def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
+    """Run one trial on a worker of Ray, which runs many."""
+    tune: Any = require_extra("ray.tune", "ray")
+    number, plan = config["number"], Plan.from_json(config["plan"])
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = unpacked(work)
+    evaluator, prepared = _loaded[key]
+
+    def value(figures: Figures) -> float:
+        assert evaluator.unchanged is not None
+        if len(evaluator.goal.directions) > 1:
+            return 0.0
+        found: float = evaluator.goal.penalised(figures, evaluator.unchanged)
+        return found
+
+    def report(step: int, figures: Figures) -> bool:
+        tune.report({"step": step, "figures": _plain(figures), _VALUE: value(figures)})
+        return False  # Ray ends the trial itself
+
+    try:
+        outcome = evaluator.run(prepared, plan, number, report)
+    except TuningError as error:  # the user's, of which another attempt has no better result
+        tune.report({"raised": str(error), _VALUE: math.inf})
+        return
+    figures = outcome.figures
+    last = vars(outcome) | {"figures": _plain(figures)}
+    bad = -math.inf if evaluator.goal.directions[0] == "maximize" else math.inf
+    known = outcome.state == "complete"
+    # As a text, because Ray flattens mappings.
+    tune.report({"outcome": json.dumps(last), _VALUE: value(figures) if known else bad})
+
+
+def _plain(figures: Figures) -> tuple[float, int, float | None, float]:
+    return figures.metric, figures.size, figures.latency, figures.objective
+
+
+def _outcome(text: str) -> Outcome:
+    found = json.loads(text)
+    return Outcome(**found | {"figures": Figures(*found["figures"]), "partial": tuple(found["partial"])})
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Keep Ray Tune quiet, and put the variables back."""
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = old

@@ -1,0 +1,123 @@
+"""Attention by a feature map, of queries, keys and values that another module has projected."""
+
+__all__ = ["RandomFeatureAttention"]
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from panther.errors import check_size
+from panther.nn.attention._feature_map import FeatureMap
+from panther.nn.attention._hermite import hermite_rank
+from panther.nn.attention.interface import UnsupportedCallError
+from panther.sketch import check_seed
+
+KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")
+
+
+class RandomFeatureAttention(FeatureMap):
+    """The attention of :class:`panther.nn.RandMultiHeadAttention` without its projections.
+
+    It stands in converted modules of transformers in the place of :class:`panther.nn.LearnedLinearAttention`, and is
+    called as that is.
+
+    Args:
+        num_heads: Heads of queries.
+        head_dim: Their width.
+        num_random_features: Features of each head.
+        kernel_fn: As for :class:`panther.nn.RandMultiHeadAttention`.
+        seed: Of the directions; None draws one from torch's default CPU generator.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+
+    Raises:
+        ShapeError: If a size is not positive.
+        ValueError: If ``kernel_fn`` is unknown.
+    """
+
+    recorder: Any = None  # which linearize_ gives its own layers
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_random_features: int,
+        *,
+        kernel_fn: str = "hermite",
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kernel_fn not in KERNELS:
+            raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, KERNELS))}")
+        self.num_heads = check_size("num_heads", num_heads, least=1)
+        self.head_dim = self.feature_width = check_size("head_dim", head_dim, least=1)
+        self.num_random_features = check_size("num_random_features", num_random_features, least=1)
+        self.kernel_fn, self.SRPE, self.feature_norm = kernel_fn, None, head_dim**0.5
+        self.seed, self._draws, self._forwards = check_seed(seed), 0, 0
+        self._default_kernel = self._centered = False
+        rows = self.num_random_features
+        if kernel_fn == "hermite":
+            rows = 2 * hermite_rank(rows, head_dim)
+            self.register_buffer("center", torch.zeros(num_heads, 2, head_dim, dtype=dtype, device=device))
+        shape = (num_heads, rows, head_dim)
+        directions = None if kernel_fn == "taylor" else torch.empty(shape, dtype=dtype, device=device)
+        self.register_buffer("directions", directions)
+        self._draw_directions()
+
+    def forward(
+        self,
+        q: Tensor,  # (N, H, L, d)
+        k: Tensor,  # (N, heads of keys, S, d)
+        v: Tensor,  # (N, heads of keys, S, E)
+        key_mask: Tensor | None = None,  # (N, S)
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:  # (N, H, L, E)
+        """Attend; ``key_mask`` is True where a key may be attended to, and ``scale`` multiplies the logits.
+
+        Raises:
+            UnsupportedCallError: In causal attention of queries to more keys, as in a generation with a cache.
+        """
+        if positions is not None or (is_causal and q.shape[-2] != k.shape[-2]):
+            raise UnsupportedCallError("attends to a cache of earlier keys, which features of this kind do not")
+        q, k, v, exponent = self._inputs(q, k, v, key_mask, scale)
+        return self._attend(q, k, v, exponent, is_causal)
+
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, scaled as a head of this width is, keys and values of all heads, and the keys' exponents."""
+        repeats = q.shape[1] // k.shape[1]
+        if repeats > 1:
+            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        if scale is not None:
+            q = q * (scale * self.head_dim**0.5)
+        exponent = None
+        if key_mask is not None:
+            left_out = ~key_mask[:, None, :, None]  # which may hold anything, also NaN
+            k, v = k.masked_fill(left_out, 0), v.masked_fill(left_out, 0)
+            exponent = torch.zeros(key_mask.shape, dtype=q.dtype, device=q.device)
+            exponent = exponent.masked_fill(~key_mask, -torch.inf)[:, None]
+        return q, k, v, exponent
+
+    @torch.no_grad()
+    def calibrate_(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, scale: float | None = None) -> None:
+        """Fit the map to queries and keys, as :meth:`panther.nn.RandMultiHeadAttention.calibrate_` does."""
+        q, k, _, _ = self._inputs(q, k, k, None, scale)
+        if key_mask is not None:
+            kept = key_mask.any(0)  # positions that some sample has
+            k = k[:, :, kept]
+            q = q[:, :, kept] if q.shape[-2] == len(kept) else q
+        self._fit_(q, k)
+
+    def extra_repr(self) -> str:
+        """Return sizes and kernel, as shown by print."""
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, num_random_features={self.num_random_features}, "
+            f"kernel_fn={self.kernel_fn!r}"
+        )

@@ -1,0 +1,180 @@
+"""Attention in a search: the modules that can become attention by features, the new ones, and whether they are used.
+
+A module that something else holds too, such as a forward that a library has put aside, would run on unnoticed. So a new
+one that is not called in a trial is an error, and so is an old one whose weights still count.
+"""
+
+__all__ = ["EXACT", "Attention", "calibrated", "find", "must_be_called", "replacement_of"]
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from panther.compression.conversion import Replacement
+from panther.compression.linearization.survey import _sizes, find_attention
+from panther.compression.runner import Runner
+from panther.compression.targets import replace_modules
+from panther.errors import ConfigError, TuningError
+from panther.nn import RandMultiHeadAttention
+from panther.nn.attention.linearized import CHILD, convert_attention
+from panther.nn.attention.random_features import RandomFeatureAttention
+
+EXACT = "exact"  # in the place of a kernel: the softmax stays
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention modules of a model that a search may replace.
+
+    Attributes:
+        modules: By name.
+        reasons: Why others cannot be replaced.
+    """
+
+    modules: Mapping[str, nn.Module]
+    reasons: Mapping[str, str]
+
+    def checked(self, label: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those names that can be replaced.
+
+        Raises:
+            ConfigError: If none can.
+        """
+        found = tuple(name for name in names if name in self.modules)
+        if not found:
+            why = "; ".join(f"{name!r} {self.reasons[name]}" for name in names if name in self.reasons)
+            raise ConfigError(
+                f"{label!r} of the space matches no attention that can be replaced{': ' if why else ''}{why}: "
+                "nn.MultiheadAttention and transformers' modules that take an attention function can"
+            )
+        return found
+
+
+def find(model: nn.Module) -> Attention:
+    """Find the attention modules of a model."""
+    found = find_attention(model, None, None)
+    return Attention(found.modules, {entry.name: entry.reason for entry in found.skipped})
+
+
+def replacement_of(modules: Mapping[str, nn.Module], wanted: Mapping[str, Settings], seed: int) -> Replacement:
+    """Make the new modules, which share no parameter with nn.MultiheadAttention, and all with transformers' modules."""
+    new: Replacement = {}
+    for index, (name, settings) in enumerate(sorted(wanted.items())):
+        module, own = modules[name], (seed + index) % 2**63
+        features, kernel = settings.get("num_random_features", 1), settings["kernel_fn"]
+        if isinstance(module, nn.MultiheadAttention):
+            layer = RandMultiHeadAttention.from_mha(module, features, kernel_fn=kernel, seed=own)
+            layer._unchecked = False  # the metric says how good it is
+            new[module] = layer
+        else:
+            sizes = _sizes(module)
+            assert sizes is not None  # modules without are not found
+            like = next(module.parameters())
+            core = RandomFeatureAttention(*sizes, features, kernel_fn=kernel, seed=own, device=like.device)
+            new[module] = convert_attention(module, core.to(like.dtype))
+    return new
+
+
+def calibrated(runner: Runner, new: Replacement, names: Mapping[nn.Module, str]) -> Replacement:
+    """Fit the feature maps to the first batch, and check there that the new modules, and no old ones, are used.
+
+    Raises:
+        TuningError: If one is not called, an old one is still used, or a call is not possible.
+    """
+    if not new or not runner.batches:
+        return new
+    with ExitStack() as stack, torch.no_grad():
+        for layer in new.values():
+            _calibrate_on_call(stack, layer)
+        stack.enter_context(replace_modules(runner.model, new))
+        stack.enter_context(must_be_called(new, names, "the first calibration batch"))
+        try:
+            before = runner.output(runner.batches[0])
+        except Exception as error:
+            raise TuningError(
+                f"attention by features does not run in this model: {error}: leave the layer out of the space"
+            ) from error
+    # The layers are fitted now. Weights of the old ones, which the new do not share, have no influence any more.
+    with torch.no_grad(), replace_modules(runner.model, new), _spoilt(new):
+        spoilt = runner.output(runner.batches[0]).isnan().any()
+    if bool(spoilt & ~before.isnan().any()):
+        shown = ", ".join(repr(names[module]) for module in new if isinstance(module, nn.MultiheadAttention))
+        raise TuningError(
+            f"attention {shown} was replaced, and the model still computes with the old module, which something else "
+            "holds too (such as a forward that a library has put aside): remove that first"
+        )
+    return new
+
+
+@contextmanager
+def must_be_called(new: Replacement, names: Mapping[nn.Module, str], where: str) -> Iterator[None]:
+    """Raise TuningError at the end if one of the new attention modules was not called."""
+    called: set[nn.Module] = set()
+
+    def counted(layer: nn.Module) -> Callable[..., Any]:
+        own = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            called.add(layer)
+            return own(*args, **kwargs)
+
+        return forward
+
+    layers = {old: layer for old, layer in new.items() if old in names}
+    for layer in layers.values():
+        layer.forward = counted(layer)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            vars(layer).pop("forward", None)
+    for old, layer in layers.items():
+        if layer not in called:
+            raise TuningError(
+                f"attention {names[old]!r} was replaced, and the new module is not called in {where}: something else "
+                "holds the old one, such as a forward that a library has put aside: remove that, or leave the layer "
+                "out of the space"
+            )
+
+
+def _calibrate_on_call(stack: ExitStack, layer: nn.Module) -> None:
+    """Fit a layer to the arguments of its first call, just before it."""
+    core: Any = layer if isinstance(layer, RandMultiHeadAttention) else getattr(layer, CHILD)
+    if core.kernel_fn not in ("hermite", "oprf"):
+        return
+
+    def fit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        if isinstance(core, RandMultiHeadAttention):
+            query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
+            core.calibrate_(query, key)
+        else:
+            mask = args[3] if len(args) > 3 else kwargs.get("key_mask")
+            core.calibrate_(args[0], args[1], mask, kwargs.get("scale"))
+
+    handle = core.register_forward_pre_hook(fit, with_kwargs=True)
+    stack.callback(handle.remove)
+
+
+@contextmanager
+def _spoilt(new: Replacement) -> Iterator[None]:
+    """Fill the weights of replaced nn.MultiheadAttention with NaN for a while."""
+    kept = [
+        (parameter, parameter.detach().clone())
+        for module in new
+        if isinstance(module, nn.MultiheadAttention)
+        for parameter in module.parameters()
+    ]
+    try:
+        for parameter, _ in kept:
+            parameter.data.fill_(torch.nan)
+        yield
+    finally:
+        for parameter, value in kept:
+            parameter.data.copy_(value)
