@@ -25,7 +25,6 @@ from panther.distributed import get_rank, get_world_size
 from panther.errors import PerformanceWarning
 
 _WARM_UP = 2  # first steps of a round, in which processes import, DDP forms buckets and FSDP allocates
-_FEWEST = 24  # steps of a round
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Clock(pr.train.Callback):
     save and leave together.
     """
 
-    def __init__(self, seconds: float, interface: str) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, fewest: int, interface: str) -> None:
+        self.seconds, self.fewest = seconds, fewest
         self.sent = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
         self.steps: list[dict[str, float]] = []
 
@@ -75,7 +74,7 @@ class Clock(pr.train.Callback):
         now = {"s": time.perf_counter(), "cpu_s": time.process_time(), "sent": sent}
         self.steps.append({"step": trainer.step, "loss": loss, **now})
         done = len(self.steps)
-        if done > max(_WARM_UP, _FEWEST) and now["s"] - self.steps[_WARM_UP - 1]["s"] >= self.seconds:
+        if done > max(_WARM_UP, self.fewest) and now["s"] - self.steps[_WARM_UP - 1]["s"] >= self.seconds:
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -108,7 +107,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = build(run.model)
         numbers = sum(parameter.numel() for parameter in model.parameters())
-        clock = Clock(given["seconds"], given["interface"])
+        clock = Clock(given["seconds"], given["fewest"], given["interface"])
         trainer = pr.train.Trainer(model, loss_fn=trial_train.loss, config=config, callbacks=[clock])
         with suppress(SystemExit):  # of the signal
             trainer.fit(texts)

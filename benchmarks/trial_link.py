@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,24 @@ BATCH = 16  # samples of a step, of all ranks together
 LINKS: dict[str, float | None] = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "unlimited": None}
 _POINTS = 30  # of a curve
 _START_S = 300.0  # that processes may take beyond their training
+_FEWEST = 12  # steps of a round; 24 with --quick, where PowerSGD's first ten of whole gradients must be less than half
 _SAME_STEPS, _SAME = 10, 1e-3  # losses of the first steps agree so far between layouts
 
-Rounds = list[list[dict[str, float]]]  # the steps of each round
+Tables = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def run(
-    links: Mapping[str, float | None], *, seconds: float, rounds: int, nproc: int = 1, quick: bool = False
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    links: Mapping[str, float | None],
+    *,
+    seconds: float,
+    rounds: int,
+    nproc: int = 1,
+    quick: bool = False,
+    keep: Callable[[Tables], object] | None = None,
+) -> Tables:
     """Train every run over every link; return a row for each, and a row for each point of their curves.
+
+    ``keep`` gets what there is whenever all runs were trained over a link: an interrupted trial keeps its rounds.
 
     Raises:
         UnavailableError: If this machine cannot have two nodes.
@@ -61,24 +70,36 @@ def run(
                 place = Path(folder) / link.replace("/", " a ").replace(" ", "-")
                 place.mkdir(exist_ok=True)
                 runs = [RUNS[(i + number) % len(RUNS)] for i in range(len(RUNS))]
-                _train(nodes, place, runs, number, seconds, nproc)
+                _train(nodes, place, runs, number, seconds, nproc, 24 if quick else _FEWEST)
                 for one in runs:
                     (path,) = place.glob(f"{one.name.replace(', ', '-').replace(' ', '-')}-{number}.json")
                     found.setdefault((link, one.name), []).append(json.loads(path.read_text(encoding="utf-8")))
                 print(f"round {number + 1} of {rounds}, {link}: load {os.getloadavg()[0]:.1f}", flush=True)
-    _check_losses(found)
-    rows = [_row(link, one, found[link, one.name], seconds, nproc) for link in links for one in RUNS]
-    curves = [point for link in links for one in RUNS for point in _curve(link, one, found[link, one.name])]
-    return rows, curves
+                _check_losses(found)
+                if keep is not None:
+                    keep(_tables(found, links, seconds, nproc))
+    return _tables(found, links, seconds, nproc)
 
 
-def _train(nodes: Any, folder: Path, runs: list[Run], number: int, seconds: float, nproc: int) -> None:
+def _tables(
+    found: Mapping[tuple[str, str], list[dict[str, Any]]],
+    links: Mapping[str, float | None],
+    seconds: float,
+    nproc: int,
+) -> Tables:
+    trained = [(link, one, found[link, one.name]) for link in links for one in RUNS if (link, one.name) in found]
+    rows = [_row(link, one, rounds, seconds, nproc) for link, one, rounds in trained]
+    return rows, [point for link, one, rounds in trained for point in _curve(link, one, rounds)]
+
+
+def _train(nodes: Any, folder: Path, runs: list[Run], number: int, seconds: float, nproc: int, fewest: int) -> None:
     """Train in turns for some seconds each, on both nodes."""
     given = {
         "folder": str(folder),
         "runs": [one.name for one in runs],
         "round": number,
         "seconds": seconds,
+        "fewest": fewest,
         "batch": BATCH,
         "interface": nodes.interfaces[0],
     }
@@ -152,19 +173,21 @@ def _row(link: str, one: Run, rounds: list[dict[str, Any]], seconds: float, npro
 
 def _curve(link: str, one: Run, rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return mean losses of equal shares of the time; the warm-up of each round is not counted as time."""
-    times: list[tuple[float, dict[str, float]]] = []
-    passed = 0.0
+    times: list[tuple[float, float, dict[str, float]]] = []
+    passed = sent = 0.0
     for found in rounds:
         begun, *steps = found["steps"]
-        times += [(passed + step["s"] - begun["s"], step) for step in steps]
-        passed = times[-1][0]
+        times += [(passed + step["s"] - begun["s"], sent + step["sent"] - begun["sent"], step) for step in steps]
+        passed, sent, _ = times[-1]
     points = []
     for number in range(_POINTS):
         low, high = passed * number / _POINTS, passed * (number + 1) / _POINTS
-        here = [step for at, step in times if low < at <= high]
+        here = [(bytes_, step) for at, bytes_, step in times if low < at <= high]
         if here:
-            loss = round(statistics.mean(step["loss"] for step in here), 4)
-            points.append({"link": link, "run": one.name, "s": round(high, 2), "step": here[-1]["step"], "loss": loss})
+            loss = round(statistics.mean(step["loss"] for _, step in here), 4)
+            total, last = here[-1]
+            known = {"s": round(high, 2), "sent_bytes": round(total), "step": last["step"], "loss": loss}
+            points.append({"link": link, "run": one.name, **known})
     return points
 
 
@@ -172,25 +195,27 @@ def main() -> None:
     """Run the trial, and write what it found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model, a second each, nothing written")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of a run in a round")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a run in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nproc", type=int, default=1, help="processes of a node")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    suffix = "" if options.nproc == 1 else f"-{2 * options.nproc}-processes"
+
+    def keep(tables: Tables) -> None:
+        for subject, table in zip(("link-runs", "link-curves"), tables, strict=True):
+            write_csv(f"{subject}{suffix}", table, device="cpu")
+
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the nodes are removed on the way out
     try:
         if options.quick:
-            rows, curves = run({"100 Mbit/s": 1e8}, seconds=1.0, rounds=1, quick=True)
+            rows, _ = run({"100 Mbit/s": 1e8}, seconds=1.0, rounds=1, quick=True)
         else:
-            rows, curves = run(LINKS, seconds=options.seconds, rounds=options.rounds, nproc=options.nproc)
+            rows, _ = run(LINKS, seconds=options.seconds, rounds=options.rounds, nproc=options.nproc, keep=keep)
     except two_nodes.UnavailableError as error:
         print(f"the trial of a slow link is left out: {error}")
         return
     print_table(rows)
-    if not options.quick:
-        suffix = "" if options.nproc == 1 else f"-{2 * options.nproc}-processes"
-        for subject, table in ((f"link-runs{suffix}", rows), (f"link-curves{suffix}", curves)):
-            print(f"written to {write_csv(subject, table, device='cpu')}")
 
 
 if __name__ == "__main__":
