@@ -6,7 +6,7 @@ of the slowest rank's. Memory is the peak of the resident set in other processes
 was made, with a malloc that returns what is freed.
 """
 
-__all__ = ["run"]
+__all__ = ["BATCH", "LAYOUTS", "SIZES", "SKETCH", "SMALL", "chosen_plan", "plan_of", "run", "seconds_of"]
 
 import ctypes
 import gc
@@ -25,18 +25,18 @@ from harness import figure, main, print_table, write_csv
 from torch import Tensor
 
 from panther.distributed import ClusterSpec, ModelStats, ParallelismPlan, launch, plan_parallelism
-from panther.distributed.advisor._measured_stats import plain_transformer
+from panther.distributed.advisor.statistics._measured_stats import plain_transformer
 from panther.errors import PerformanceWarning
 from panther.train.history import peak_memory
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
-_LAYOUTS = {
+LAYOUTS = {
     2: ("dp=2 ddp", "dp=2 fsdp", "tp=2", "pp=2 gpipe m=4", "pp=2 1f1b m=4", "pp=2 interleaved m=4"),
     4: ("dp=4 ddp", "dp=4 fsdp", "dp=2 replicate, tp=2", "dp=2 fsdp, tp=2", "tp=4", "dp=2 fsdp, pp=2 1f1b m=4"),
 }
-_SIZES = {"hidden": 256, "layers": 6, "heads": 4, "ffn": 1024, "vocab": 4096, "sequence": 64}
-_SMALL = {"hidden": 32, "layers": 4, "heads": 4, "ffn": 64, "vocab": 64, "sequence": 8}
-_BATCH, _SKETCH = 32, 16
+SIZES = {"hidden": 256, "layers": 6, "heads": 4, "ffn": 1024, "vocab": 4096, "sequence": 64}
+SMALL = {"hidden": 32, "layers": 4, "heads": 4, "ffn": 64, "vocab": 64, "sequence": 8}
+BATCH, SKETCH = 32, 16
 _WARM_UP = 3
 
 
@@ -46,9 +46,9 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
         print("processes over gloo are measured on CPUs only")
         return
     rows = []
-    for world, layouts in _LAYOUTS.items():
-        for sketch in (None, 2 if quick else _SKETCH):
-            sizes = {**(_SMALL if quick else _SIZES), "sketch": sketch}
+    for world, layouts in LAYOUTS.items():
+        for sketch in (None, 2 if quick else SKETCH):
+            sizes = {**(SMALL if quick else SIZES), "sketch": sketch}
             rows += rows_of(world, layouts[: 2 if quick else None], sizes, budget_s)
             print_table(rows)
     if not quick:
@@ -58,14 +58,10 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
 def rows_of(world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s: float) -> list[dict[str, Any]]:
     """Train a model with each layout, and return measured beside predicted figures."""
     stats = ModelStats.transformer(**sizes)
-    guess = _plan(stats, ClusterSpec.preset("cpu", world))
-    names = [str(option.layout) for option in guess.options]
-    chosen = ParallelismPlan(
-        tuple(guess.options[names.index(layout)] for layout in layouts), guess.cluster, _BATCH, "time", ()
-    )
-    cluster, seconds = launch(_seconds, chosen, sizes, budget_s, nproc=world)[0]
+    chosen = chosen_plan(stats, world, layouts)
+    cluster, seconds = launch(seconds_of, chosen, sizes, budget_s, nproc=world)[0]
     memory = [max(ranks) for ranks in zip(*launch(_memory, chosen, sizes, nproc=world), strict=True)]
-    predictions = {str(option.layout): option.estimate for option in _plan(stats, cluster).options}
+    predictions = {str(option.layout): option.estimate for option in plan_of(stats, cluster).options}
     return [
         {
             "processes": world,
@@ -83,8 +79,17 @@ def rows_of(world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s:
     ]
 
 
-def _plan(stats: ModelStats, cluster: ClusterSpec) -> ParallelismPlan:
-    return plan_parallelism(stats, cluster, batch=_BATCH, schedules=_SCHEDULES)
+def chosen_plan(stats: ModelStats, world: int, layouts: Sequence[str]) -> ParallelismPlan:
+    """Return a plan of these layouts, to apply; its figures are those of a guessed cluster."""
+    guess = plan_of(stats, ClusterSpec.preset("cpu", world))
+    names = [str(option.layout) for option in guess.options]
+    options = tuple(guess.options[names.index(layout)] for layout in layouts)
+    return ParallelismPlan(options, guess.cluster, BATCH, "time", ())
+
+
+def plan_of(stats: ModelStats, cluster: ClusterSpec) -> ParallelismPlan:
+    """Plan for the batch of this benchmark."""
+    return plan_parallelism(stats, cluster, batch=BATCH, schedules=_SCHEDULES)
 
 
 class _Trainer:
@@ -98,7 +103,7 @@ class _Trainer:
         self.built = plan.apply(model, place)
         self.is_pipeline = layout.pp > 1
         self.optimizer = torch.optim.Adam((self.built.model if self.is_pipeline else self.built).parameters())
-        samples = _BATCH // (layout.dp * layout.replicate)
+        samples = BATCH // (layout.dp * layout.replicate)
         self.tokens = torch.randint(sizes["vocab"], (samples, sizes["sequence"]))
 
     def step(self) -> None:
@@ -114,8 +119,11 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def _seconds(plan: ParallelismPlan, sizes: dict[str, Any], budget_s: float) -> tuple[ClusterSpec, list[float]]:
-    cluster = ClusterSpec.measure()
+def seconds_of(
+    plan: ParallelismPlan, sizes: dict[str, Any], budget_s: float, repetitions: int = 10
+) -> tuple[ClusterSpec, list[float]]:
+    """Return the speeds of the ranks, and seconds a step of each of the plan's options. Every rank calls it."""
+    cluster = ClusterSpec.measure(repetitions=repetitions)
     trainers = [_Trainer(plan, place, sizes) for place in range(len(plan.options))]
     times: list[list[float]] = [[] for _ in trainers]
     end, going, turns = time.monotonic() + budget_s * len(trainers), torch.ones(1), 0
@@ -131,15 +139,26 @@ def _seconds(plan: ParallelismPlan, sizes: dict[str, Any], budget_s: float) -> t
     slowest = torch.tensor(times)[:, _WARM_UP:]
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     # Speeds drift with what else the machine does: the mean of those before and after the steps.
-    return _mean(cluster, ClusterSpec.measure()), [statistics.median(row) for row in slowest.tolist()]
+    return _mean(cluster, ClusterSpec.measure(repetitions=repetitions)), [
+        statistics.median(row) for row in slowest.tolist()
+    ]
 
 
 def _mean(first: ClusterSpec, second: ClusterSpec) -> ClusterSpec:
-    fields = ("peak_flops_fp32", "memory_bandwidth", "operation_bandwidth", "operation_seconds", "overlap")
+    fields = (
+        "peak_flops_fp32",
+        "memory_bandwidth",
+        "operation_bandwidth",
+        "optimizer_bandwidth",
+        "operation_seconds",
+        "overlap",
+    )
     pairs = zip(first.collectives, second.collectives, strict=True)
+    narrow = zip(first.narrow_products, second.narrow_products, strict=True)
     return replace(
         first,
         collectives=tuple((name, (a + c) / 2, (b + d) / 2) for (name, a, b), (_, c, d) in pairs),
+        narrow_products=tuple((width, (a + b) / 2) for (width, a), (_, b) in narrow),
         **{name: (getattr(first, name) + getattr(second, name)) / 2 for name in fields},
     )
 
@@ -152,7 +171,7 @@ def _memory(plan: ParallelismPlan, sizes: dict[str, Any]) -> list[float]:
     peaks = []
     for place in range(len(plan.options)):
         # What the first operations of a process load is not the model's.
-        _Trainer(plan, place, {**_SMALL, "sketch": sizes["sketch"] and 2}).step()
+        _Trainer(plan, place, {**SMALL, "sketch": sizes["sketch"] and 2}).step()
         gc.collect()
         before = _resident()
         trainer = _Trainer(plan, place, sizes)

@@ -145,7 +145,7 @@ def _text(plan: Any) -> str:
 
 def _stats(args: argparse.Namespace) -> Any:
     from panther.distributed import ModelStats
-    from panther.distributed.advisor._kept_stats import default_folder
+    from panther.distributed.advisor.statistics._kept_stats import default_folder
 
     half = "bf16" if args.bf16 else None
     kind, _, size = args.model.lower().partition("/")

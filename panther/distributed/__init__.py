@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import checkpoint
     from .advisor.cluster import ClusterSpec
-    from .advisor.model_stats import ModelStats
     from .advisor.plan import ParallelismPlan, plan_parallelism
     from .advisor.rules import choose_parallelism_strategy
+    from .advisor.statistics.model_stats import ModelStats
     from .advisor.training_run import TrainingRun
     from .comm.bandwidth import CommunicationProfile, profile_communication_overhead
     from .comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # PEP 562: torch's pipelines and DTensor take as long to import as torch itself, and a launcher needs neither.
 _MODULES = {
     "advisor.cluster": ("ClusterSpec",),
-    "advisor.model_stats": ("ModelStats",),
+    "advisor.statistics.model_stats": ("ModelStats",),
     "advisor.plan": ("ParallelismPlan", "plan_parallelism"),
     "advisor.rules": ("choose_parallelism_strategy",),
     "advisor.training_run": ("TrainingRun",),

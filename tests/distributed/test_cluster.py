@@ -1,6 +1,7 @@
 """Speeds of a cluster: measured over ranks, kept in a file, and used by the cost model."""
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ from ranks import on_ranks
 from torch import nn
 
 from panther.distributed import ClusterSpec, ModelStats, plan_parallelism
-from panther.distributed.advisor._fake_run import WorkCounter
 from panther.distributed.advisor.cost_model import Layout, estimate
-from panther.errors import ShapeError
+from panther.distributed.advisor.statistics._fake_run import WorkCounter
+from panther.errors import PerformanceWarning, ShapeError
+from panther.nn import SKLinear
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
@@ -81,6 +83,10 @@ def test_a_plan_says_where_its_times_are_from():
             '{"format": "panther-cluster-1", "gpus": 3, "memory_bytes": 1, "collectives": [["intra x", 1]]}',
             "collectives has the entry",
         ),
+        (
+            '{"format": "panther-cluster-1", "gpus": 3, "memory_bytes": 1, "narrow_products": [[8, 1], [4, 2]]}',
+            "must be pairs of a size and a factor above 0, by size",
+        ),
     ],
 )
 def test_what_is_no_such_file_is_refused(tmp_path, content, message):
@@ -103,10 +109,27 @@ def test_work_is_counted_by_operation():
         c.t().reshape(7, 3)
         c + 1
         c.add_(1)
-    products, moved, calls = work.take()
-    assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21))]
-    assert (moved, calls) == (4 * 21 * (2 + 2), 3)  # the transposed view is no work
-    assert work.take() == ([], 0, 0)
+    products, moved, made = work.take()
+    assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21), (3, 5, 7))]
+    assert (moved, made) == (4 * 21 * (2 + 2), [4 * 21] * 3)  # the transposed view is no work
+    assert work.take() == ([], 0, [])
+
+
+def test_narrow_products_take_longer():
+    """Those of a sketched layer are as narrow as its sketch, whatever the batch is."""
+    with warnings.catch_warnings(action="ignore", category=PerformanceWarning):
+        model = nn.Sequential(SKLinear(64, 32, 8), nn.Linear(32, 16))
+    stats = ModelStats.of(model, torch.ones(2, 64))
+    sketched, dense = ([product.narrowest for product in layer.products] for layer in stats.layers)
+    assert set(sketched) == {8}
+    assert set(dense) == {16}
+    cluster = ClusterSpec.preset("cpu", 1, narrow_products=((4, 4.0), (16, 1.0)))
+    assert [cluster.slowdown(size) for size in (0, 2, 4, 8, 16, 99)] == pytest.approx([1, 4, 4, 2, 1, 1])
+    flops = sum(product.times * product.flops.at(2) for product in stats.layers[0].products)
+    longer, usual = (
+        estimate(stats, c, Layout(), 2).seconds["compute"] for c in (cluster, replace(cluster, narrow_products=()))
+    )
+    assert longer - usual == pytest.approx(flops / cluster.flops(4))
 
 
 def test_time_follows_from_flops_bytes_and_operations():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from panther.distributed import ModelStats
-from panther.distributed.advisor import _kept_stats
-from panther.distributed.advisor._measured_stats import _loss_of_tokens, plain_transformer
+from panther.distributed.advisor.statistics import _kept_stats
+from panther.distributed.advisor.statistics._measured_stats import _loss_of_tokens, plain_transformer
 from panther.errors import ShapeError
 
 SIZES = {"hidden": 12, "heads": 6, "ffn": 20, "vocab": 31, "sequence": 5}

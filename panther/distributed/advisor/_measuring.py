@@ -11,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
+from panther.distributed.advisor.cost.optimizer import optimizer_bytes
 from panther.distributed.comm._ranks import in_process_group, transport
 from panther.distributed.comm.bandwidth import CommunicationProfile, profile_communication_overhead
 
 _SMALL, _LARGE = 2**12, 2**24  # bytes of messages that show latency, and bandwidth
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}  # in n - 1; None is one round
-_CALLS = 200
+_BLOCKS = 16  # of modules that show the time of an operation
+_WIDTHS = (4, 8, 16, 32, 64)  # of narrow products
 
 
 def measured_fields(repetitions: int) -> dict[str, Any]:
@@ -39,9 +42,11 @@ def measured_fields(repetitions: int) -> dict[str, Any]:
         "gpus_per_node": local,
         "memory_bytes": _memory(device, local),
         **_bandwidths(timer),
+        "optimizer_bandwidth": _optimizer_bandwidth(timer),
         "operation_seconds": _operation_seconds(timer),
         "peak_flops": _flops(timer, torch.bfloat16),
         "peak_flops_fp32": _flops(timer, torch.float32),
+        "narrow_products": _narrow_products(timer),
         "efficiency": 1.0,  # what is measured is reached
         "measured_gpus": world,
     }
@@ -84,14 +89,27 @@ def _memory(device: torch.device, local: int) -> float:
 
 def _flops(timer: _Timer, dtype: torch.dtype) -> float:
     n = 4096 if timer.device.type == "cuda" else 512
-    a, b = (torch.ones(n, n, dtype=dtype, device=timer.device) for _ in range(2))
+    return _flops_of(timer, n, n, n, dtype)
+
+
+def _narrow_products(timer: _Timer) -> tuple[tuple[int, float], ...]:
+    """Return how many times as long products of narrow matrices take as wide ones, for the same number of flops."""
+    n = 4096 if timer.device.type == "cuda" else 512
+    # As many rows as a batch has tokens, which are more than a layer has features.
+    speeds = {width: _flops_of(timer, 2 * n, n, width, torch.float32) for width in (*_WIDTHS, n)}
+    return tuple((width, speeds[n] / speeds[width]) for width in _WIDTHS)
+
+
+def _flops_of(timer: _Timer, rows: int, inner: int, width: int, dtype: torch.dtype) -> float:
+    x, w = (torch.ones(sizes, dtype=dtype, device=timer.device) for sizes in ((rows, inner), (inner, width)))
+    y = x @ w
 
     def work() -> None:  # the three products of a linear layer, with results that are allocated
-        a @ b.t()
-        a @ b
-        a.t() @ b
+        x @ w
+        y @ w.t()
+        x.t() @ y
 
-    return 3 * 2 * n**3 / timer(work)
+    return 3 * 2 * rows * inner * width / timer(work)
 
 
 def _bandwidths(timer: _Timer) -> dict[str, float]:
@@ -110,16 +128,27 @@ def _bandwidths(timer: _Timer) -> dict[str, float]:
     }
 
 
+def _optimizer_bandwidth(timer: _Timer) -> float:
+    size = 2**24 if timer.device.type == "cuda" else 2**18
+    layers = [torch.zeros(size, device=timer.device, requires_grad=True) for _ in range(16)]
+    for layer in layers:
+        layer.grad = torch.ones_like(layer)
+    adam = torch.optim.Adam(layers)
+    return optimizer_bytes(16 * layers[0].nbytes, 2) / timer(adam.step)
+
+
 def _operation_seconds(timer: _Timer) -> float:
-    x = torch.ones(8, device=timer.device, requires_grad=True)
+    """Return the time of an operation of small modules, with what calling them and autograd add."""
+    blocks = [(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(_BLOCKS)]
+    model = nn.Sequential(*(module for block in blocks for module in block)).to(timer.device)
+    x = torch.ones(8, 8, device=timer.device)
 
     def work() -> None:
-        y = x
-        for _ in range(_CALLS // 2):
-            y = y * 1.0
-        y.sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
 
-    return timer(work) / _CALLS
+    # Forward and backward of each, and the bias's sum; a layer has two products in its backward pass.
+    return timer(work) / (8 * _BLOCKS)
 
 
 def _links(local: int, world: int, repetitions: int) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 __all__ = ["ClusterSpec"]
 
+import bisect
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -56,6 +58,11 @@ class ClusterSpec:
     """Bytes per second of operations other than products, which compute too; None is ``memory_bandwidth``."""
     operation_seconds: float = 0.0
     """Time that an operation takes whatever its size; 0 where devices queue operations faster than they run."""
+    optimizer_bandwidth: float | None = None
+    """Bytes per second that the optimizer's step reads and writes; None is ``memory_bandwidth``."""
+    narrow_products: tuple[tuple[float, float], ...] = ()
+    """How many times as long as by ``peak_flops`` products of matrices take whose narrowest size is so small (for a
+    sketched layer it is the sketch size): pairs of a size and a factor, by size. It is interpolated between them."""
     collectives: tuple[tuple[str, float, float], ...] = ()
     """Latency and bandwidth of single operations, for links within nodes (``"intra all_gather"``) and between them;
     without an entry, those above hold."""
@@ -70,6 +77,9 @@ class ClusterSpec:
             value: Any = getattr(self, field.name)
             if field.name == "collectives":
                 self._check_collectives()
+                continue
+            if field.name == "narrow_products":
+                self._check_narrow_products()
                 continue
             if value is None and field.default is None:
                 continue
@@ -87,6 +97,14 @@ class ClusterSpec:
                 raise ValueError(
                     f"collectives has the entry {entry!r}: it must be a name, a latency and a bandwidth above 0"
                 )
+
+    def _check_narrow_products(self) -> None:
+        pairs = [entry for entry in self.narrow_products if len(entry) == 2 and min(entry) > 0]
+        sizes = [entry[0] for entry in pairs]
+        if len(pairs) < len(self.narrow_products) or sizes != sorted(set(sizes)):
+            raise ValueError(
+                f"narrow_products={self.narrow_products} must be pairs of a size and a factor above 0, by size"
+            )
 
     @classmethod
     def preset(cls, name: str, gpus: int, **changes: Any) -> Self:
@@ -162,7 +180,8 @@ class ClusterSpec:
             raise ValueError(f"{path} has fields that ClusterSpec does not have: {', '.join(unknown)}")
         if "gpus" not in kept or "memory_bytes" not in kept:
             raise ValueError(f"{path} must have gpus and memory_bytes")
-        kept["collectives"] = tuple((name, *speeds) for name, *speeds in kept.get("collectives", ()))
+        for name in ("collectives", "narrow_products"):  # JSON has lists
+            kept[name] = tuple(map(tuple, kept.get(name, ())))
         return cls(**{**kept, **({} if gpus is None else {"gpus": gpus}), **changes})
 
     @property
@@ -200,6 +219,23 @@ class ClusterSpec:
     def flops(self, dtype_bytes: int) -> float:
         """Return the assumed flops per second for numbers of ``dtype_bytes`` bytes."""
         return (self.peak_flops if dtype_bytes <= 2 else self.peak_flops_fp32) * self.efficiency
+
+    def slowdown(self, narrowest: int) -> float:
+        """Return how many times as long products of this narrowest size take as by :meth:`flops`; 0 is not known.
+
+        Example:
+            >>> ClusterSpec.preset("cpu", 1, narrow_products=((4, 3.0), (16, 1.5), (64, 1.0))).slowdown(16)
+            1.5
+        """
+        if not self.narrow_products or narrowest == 0:
+            return 1.0
+        sizes, factors = zip(*self.narrow_products, strict=True)
+        place = bisect.bisect_left(sizes, narrowest)
+        if place in (0, len(sizes)):
+            return float(factors[0 if place == 0 else -1])
+        low, high = sizes[place - 1], sizes[place]
+        share = math.log(narrowest / low) / math.log(high / low)
+        return float(factors[place - 1] ** (1 - share) * factors[place] ** share)
 
 
 _FORMAT = "panther-cluster-1"

@@ -2,18 +2,18 @@
 
 __all__ = ["Option", "ParallelismPlan", "plan_parallelism"]
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.distributed.advisor._text import explain
 from panther.distributed.advisor.cluster import ClusterSpec
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
-from panther.distributed.advisor.model_stats import ModelStats
+from panther.distributed.advisor.layouts import possible_layouts
+from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
-from panther.distributed.pipeline._kinds import SCHEDULES, check_schedule
+from panther.distributed.pipeline._kinds import check_schedule
 from panther.errors import DistributedError, ShapeError, check_size
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def plan_parallelism(
         check_schedule(schedule)
     notes: list[str] = []
     estimates = []
-    for layout in _layouts(stats, cluster, batch, schedules, notes):
+    for layout in possible_layouts(stats, cluster, batch, schedules, notes):
         try:
             estimates.append(estimate(stats, cluster, layout, batch, optimizer_states))
         except ShapeError as error:
@@ -302,66 +302,3 @@ def _stats(
     if sample_input is None:
         raise TypeError("a module needs sample_input, an input of its forward, to measure its activations")
     return ModelStats.of(model, sample_input, loss_fn=loss_fn, mixed_precision=mixed_precision)
-
-
-def _layouts(
-    stats: ModelStats, cluster: ClusterSpec, batch: int, schedules: Sequence[str], notes: list[str]
-) -> Iterator[Layout]:
-    # data_parallel implements mixed precision with FSDP2 alone.
-    half = stats.mixed_precision is not None
-    if half:
-        notes.append("ddp and pipelines were not considered: mixed_precision is for fsdp and replicate")
-    elif not stats.is_sequential:
-        notes.append("pipelines were not considered: the model is not an nn.Sequential")
-    longest = len(stats.layers) if stats.is_sequential and not half else 1
-    for tp in _divisors(cluster.gpus):
-        # tp exchanges activations in every layer, for which links between nodes are too slow.
-        if cluster.link(tp) == "inter" or not _can_shard(stats, tp, notes):
-            continue
-        for pp in _divisors(cluster.gpus // tp):
-            dp = cluster.gpus // (tp * pp)
-            # Every rank must get the same number of samples.
-            if pp > longest or batch % dp:
-                continue
-            if pp == 1:
-                yield from _without_pipeline(dp, tp, cluster, half=half)
-                continue
-            # DDP does not go with a pipeline, for which HybridParallelTrainer takes a strategy even if dp is 1.
-            strategies = ("fsdp", "replicate") if dp > 1 else ("fsdp",)
-            fitting = [name for name in schedules if pp * SCHEDULES[name].stages_per_rank <= len(stats.layers)]
-            # More microbatches make the bubble smaller and the messages more.
-            numbers = [m for m in (pp, 2 * pp, 4 * pp) if batch // dp % m == 0]
-            for strategy, schedule, m in product(strategies, fitting, numbers):
-                yield Layout(dp=dp, pp=pp, tp=tp, strategy=strategy, schedule=schedule, num_microbatches=m)
-
-
-def _without_pipeline(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> Iterator[Layout]:
-    if dp == 1:
-        yield Layout(tp=tp, strategy="replicate" if half else None)
-        return
-    # DDP loses the parameters of tensor parallelism, and has no mixed precision.
-    strategies = ("fsdp", "replicate") if tp > 1 or half else ("ddp", "fsdp")
-    for strategy in strategies:
-        yield Layout(dp=dp, tp=tp, strategy=strategy)
-    # HSDP shards within a node, where links are fast, and replicates over nodes.
-    inside = cluster.gpus_per_node // tp
-    if 1 < inside < dp and dp % inside == 0:
-        yield Layout(replicate=dp // inside, dp=inside, tp=tp, strategy="fsdp")
-
-
-def _can_shard(stats: ModelStats, tp: int, notes: list[str]) -> bool:
-    if tp == 1:
-        return True
-    try:
-        sharded = stats.shard(tp)
-    except (ShapeError, ValueError, RuntimeError) as error:  # a forward may fail on sharded layers in many ways
-        notes.append(f"tp={tp} was not considered: {str(error).partition(chr(10))[0]}")
-        return False
-    if not any(layer.tp_calls for layer in sharded.layers):
-        notes.append(f"tp={tp} was not considered: it shards none of the model's layers")
-        return False
-    return True
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

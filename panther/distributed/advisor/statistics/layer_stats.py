@@ -27,6 +27,9 @@ class Product(NamedTuple):
     """Bytes that it reads and writes."""
     times: int
     """How many of them there are."""
+    narrowest: int = 0
+    """Their smallest size, of those that do not depend on the batch; 0 if it is not known. For a sketched layer it is
+    the sketch size."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class LayerStats:
     activations: Line
     """Bytes that autograd saves for the backward pass."""
     output: Line
+    largest: Line
+    """Bytes of the largest tensor that an operation makes, forward or backward, of those that grow with the batch."""
     tp_bytes: Line
     """Bytes that its sharded layers reduce over the tp axis, forward and backward."""
     tp_calls: int

@@ -15,8 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from panther.distributed.advisor._fake_run import Run, fake_inputs, fake_mesh, make_fake_, meta_copy, run
-from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, Product, TensorStats
+from panther.distributed.advisor.statistics._fake_run import (
+    Run,
+    Work,
+    fake_inputs,
+    fake_mesh,
+    make_fake_,
+    meta_copy,
+    run,
+)
+from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.parallelize import tensor_parallel
@@ -145,12 +153,13 @@ def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
         flops=line("flops"),
         activations=line("activations"),
         output=line("output"),
+        largest=_largest(first.made[i], second.made[i], first.batch, second.batch),
         tp_bytes=line("tp_bytes"),
         tp_calls=int(first.tp_calls[i]),
         saves_input=first.saves_input[i],
         products=_products(first.products[i], second.products[i], first.batch, second.batch),
         moved=line("moved"),
-        calls=int(first.calls[i]),
+        calls=len(first.made[i]),
     )
 
 
@@ -159,13 +168,23 @@ def _line(at_first: float, at_second: float, first: int, second: int) -> Line:
     return Line(at_first - slope * first, slope)
 
 
-def _products(
-    at_first: list[tuple[int, int]], at_second: list[tuple[int, int]], first: int, second: int
-) -> tuple[Product, ...]:
+def _largest(at_first: list[int], at_second: list[int], first: int, second: int) -> Line:
+    """Return the largest tensor among those that grow with the batch: others are gradients, or small."""
+    if len(at_first) != len(at_second):
+        at_first, at_second = ([max(made, default=0)] for made in (at_first, at_second))
+    lines = [_line(*made, first, second) for made in zip(at_first, at_second, strict=True)]
+    return max(lines, key=lambda line: line.per_sample, default=Line(0.0, 0.0))
+
+
+def _products(at_first: list[Work], at_second: list[Work], first: int, second: int) -> tuple[Product, ...]:
     """Return the products of two batch sizes as lines, equal ones once."""
     if len(at_first) != len(at_second):  # the forward depends on the batch size: only sums can be compared
-        at_first, at_second = ([(sum(f for f, _ in p), sum(b for _, b in p))] for p in (at_first, at_second))
-    counts: Counter[tuple[Line, Line]] = Counter()
-    for (flops, moved), (more_flops, more_moved) in zip(at_first, at_second, strict=True):
-        counts[_line(flops, more_flops, first, second), _line(moved, more_moved, first, second)] += 1
-    return tuple(Product(flops, moved, count) for (flops, moved), count in counts.items())
+        at_first, at_second = (
+            [Work(sum(p.flops for p in w), sum(p.moved for p in w), ())] for w in (at_first, at_second)
+        )
+    counts: Counter[tuple[Line, Line, int]] = Counter()
+    for one, two in zip(at_first, at_second, strict=True):
+        flops, moved = (_line(getattr(one, n), getattr(two, n), first, second) for n in ("flops", "moved"))
+        fixed = [size for size, other in zip(one.sizes, two.sizes, strict=True) if size == other]
+        counts[flops, moved, min(fixed, default=0)] += 1
+    return tuple(Product(flops, moved, count, narrowest) for (flops, moved, narrowest), count in counts.items())

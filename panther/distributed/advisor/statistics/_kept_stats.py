@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from panther.distributed.advisor.layer_stats import LayerStats, Line, Measured, Product, TensorStats
+from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
 from panther.errors import ShapeError
 
-_LINES = ("flops", "activations", "output", "tp_bytes", "moved")
+_LINES = ("flops", "activations", "output", "largest", "tp_bytes", "moved")
 
 
 def default_folder() -> Path:
@@ -43,12 +43,12 @@ def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measu
 
 def _layer(kept: dict[str, Any]) -> LayerStats:
     lines = {name: Line(*kept[name]) for name in _LINES}
-    products = tuple(Product(Line(*flops), Line(*moved), count) for flops, moved, count in kept["products"])
+    products = tuple(Product(Line(*flops), Line(*moved), *rest) for flops, moved, *rest in kept["products"])
     return LayerStats(**{**kept, **lines, "products": products})
 
 
 def _measured(sizes: dict[str, Any]) -> dict[str, Any]:
-    from panther.distributed.advisor._measured_stats import measure_transformer
+    from panther.distributed.advisor.statistics._measured_stats import measure_transformer
 
     try:
         stats = measure_transformer(**sizes)
@@ -61,7 +61,7 @@ def _measured(sizes: dict[str, Any]) -> dict[str, Any]:
 def _key(sizes: dict[str, Any]) -> str:
     """Return a digest of the sizes and of all code that the statistics depend on."""
     digest = hashlib.sha256(json.dumps([sizes, version("torch")], sort_keys=True).encode())
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     for part in ("distributed", "nn"):
         for source in sorted((root / part).rglob("*.py")):
             digest.update(source.read_bytes())

@@ -4,14 +4,14 @@ A copy of the model on the meta device is sharded by :func:`tensor_parallel` its
 and then runs forward and backward on torch's fake tensors. That needs no memory, and counts what the real code does.
 """
 
-__all__ = ["Run", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
+__all__ = ["Run", "Work", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_", "meta_copy", "run"]
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from panther.errors import DistributedError, ShapeError
 
 _GROUPS = itertools.count()
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ROWS_ONLY = (torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
@@ -128,6 +129,14 @@ def fake_inputs(sample: Any, times: int, mode: FakeTensorMode, compute_dtype: to
         return tree_map_only(Tensor, grown, sample), times * batch
 
 
+class Work(NamedTuple):
+    """One product: its flops, the bytes that it reads and writes, and the sizes of a product of matrices."""
+
+    flops: int
+    moved: int
+    sizes: tuple[int, ...]
+
+
 class WorkCounter(FlopCounterMode):
     """Counts the work of what runs inside it. Views and collectives are none."""
 
@@ -135,13 +144,14 @@ class WorkCounter(FlopCounterMode):
         super().__init__(display=False)
         self.flops = 0
         """Flops since the beginning."""
-        self._products: list[tuple[int, int]] = []
-        self._moved = self._calls = 0
+        self._products: list[Work] = []
+        self._made: list[int] = []
+        self._moved = 0
 
-    def take(self) -> tuple[list[tuple[int, int]], int, int]:
-        """Return the work since the last call: flops and bytes of products, bytes of others, number of both."""
-        taken = self._products, self._moved, self._calls
-        self._products, self._moved, self._calls = [], 0, 0
+    def take(self) -> tuple[list[Work], int, list[int]]:
+        """Return the work since the last call: products, bytes that others move, bytes that each of both makes."""
+        taken = self._products, self._moved, self._made
+        self._products, self._moved, self._made = [], 0, []
         return taken
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
@@ -149,8 +159,13 @@ class WorkCounter(FlopCounterMode):
         if func_packet in self.flop_registry:
             flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
             self.flops += flops
-            self._products.append((flops, sum(map(_bytes, _tensors((args, kwargs, out))))))
-            self._calls += 1
+            given, made = _tensors((args, kwargs)), _tensors(out)
+            sizes: tuple[int, ...] = ()
+            if func_packet in _MATRIX_PRODUCTS:
+                a, b = given[-2:]  # an addend comes first
+                sizes = (*a.shape[-2:], b.shape[-1])
+            self._products.append(Work(flops, sum(map(_bytes, given + made)), sizes))
+            self._made.append(max(map(_bytes, made)))
             return out
         # A name such as "aten::add"; collectives are counted as traffic.
         if func_packet._qualified_op_name.partition("::")[0] in _COLLECTIVES:
@@ -161,7 +176,7 @@ class WorkCounter(FlopCounterMode):
         if made and (in_place or any(tensor.untyped_storage()._cdata not in stored for tensor in made)):
             read = made if func_packet in _ROWS_ONLY else given
             self._moved += sum(map(_bytes, read)) + sum(map(_bytes, made))
-            self._calls += 1
+            self._made.append(max(map(_bytes, made)))
         return out
 
 
@@ -174,10 +189,12 @@ class Run:
         """Flops; bytes that are reduced over the tp axis, and calls of these reductions; bytes that autograd saves
         first in a layer, without parameters and buffers; bytes of its output."""
         self.saves_input = [False] * layers
-        self.products: list[list[tuple[int, int]]] = [[] for _ in range(layers)]
-        """Flops and bytes of each product, in the order in which they run."""
-        self.moved, self.calls = np.zeros((2, layers), dtype=np.int64)
-        """Bytes that other operations read and write, and the number of all operations."""
+        self.products: list[list[Work]] = [[] for _ in range(layers)]
+        """The products, in the order in which they run."""
+        self.moved = np.zeros(layers, dtype=np.int64)
+        """Bytes that other operations read and write."""
+        self.made: list[list[int]] = [[] for _ in range(layers)]
+        """Bytes of the largest tensor that each operation makes."""
 
 
 def run(
@@ -200,10 +217,10 @@ def run(
     def switch_to(layer: int) -> None:
         """Attribute what was done until now to the layer that is left."""
         nonlocal current, before
-        products, moved, calls = work.take()
+        products, moved, made = work.take()
         done.products[current] += products
         done.moved[current] += moved
-        done.calls[current] += calls
+        done.made[current] += made
         now = np.array([work.flops, traffic.bytes, traffic.calls])
         for counts, more in zip((done.flops, done.tp_bytes, done.tp_calls), now - before, strict=True):
             counts[current] += more

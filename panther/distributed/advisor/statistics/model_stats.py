@@ -9,8 +9,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from panther.distributed.advisor._kept_stats import transformer_stats
-from panther.distributed.advisor.layer_stats import LayerStats, Measured, TensorStats
+from panther.distributed.advisor.statistics._kept_stats import transformer_stats
+from panther.distributed.advisor.statistics.layer_stats import LayerStats, Measured, TensorStats
 from panther.errors import ShapeError, check_size
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ModelStats:
         Cost: two forward and backward passes without arithmetic, at one and two times the batch size, and two more for
         every size of the tp axis.
         """
-        from panther.distributed.advisor._measured_stats import measure
+        from panther.distributed.advisor.statistics._measured_stats import measure
 
         _check_precision(mixed_precision)
 

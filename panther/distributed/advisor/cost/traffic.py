@@ -1,0 +1,102 @@
+"""The traffic of one rank along each axis in a step, and the time that it takes."""
+
+__all__ = ["Traffic", "along", "data_parallel"]
+
+from dataclasses import dataclass, replace
+
+from panther.distributed.advisor.cluster import ClusterSpec
+from panther.distributed.advisor.cost.rank import Rank
+
+_BUCKET = 25 * 2**20  # bytes of a gradient bucket, torch's default for DDP
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Traffic of one rank along an axis in one step."""
+
+    axis: str
+    link: str
+    """``"intra"`` (within a node) or ``"inter"`` (between nodes)."""
+    payload: float
+    """Bytes of the tensors that are communicated, as :class:`CommunicationCounter` counts them."""
+    sent: float
+    """Bytes that the rank sends over its link, with ring algorithms."""
+    seconds: float
+
+
+def along(rank: Rank, axis: str, cluster: ClusterSpec) -> Traffic:
+    """Return the traffic along tp or pp."""
+    layout, m = rank.layout, rank.layout.num_microbatches
+    if axis == "tp":
+        payload = m * sum(layer.tp_bytes.at(rank.samples) for layer in rank.layers)
+        # Small messages: latency counts, so the number of calls does.
+        calls = m * sum(layer.tp_calls for layer in rank.layers)
+        return _all_reduce(axis, cluster, layout.tp, layout.tp, payload, calls)
+    # A stage sends its output forward and the gradient of its input back. With V schedules neighbouring stages
+    # can be on one rank, which sends nothing.
+    last, mine = len(rank.stages) - 1, set(rank.mine)
+    messages = [rank.output_of(s) for s in rank.mine if s < last and s + 1 not in mine]
+    messages += [rank.input_of(s) for s in rank.mine if s > 0 and s - 1 not in mine]
+    sent = m * sum(messages)
+    return _traffic(axis, cluster, layout.pp * layout.tp, sent, sent, m * len(messages), "broadcast")
+
+
+def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
+    """Return the traffic along dp and replicate, with the time of filling and emptying buffers."""
+    layout, n, units = rank.layout, rank.layout.dp, rank.units
+    span = n * layout.pp * layout.tp
+    if n == 1:
+        return (_traffic("dp", cluster, 1, 0.0, 0.0, 0),)
+    if layout.strategy == "fsdp":
+        # A block is gathered for its forward and again for its backward pass; the root unit and stages stay.
+        gathers = {name: 2 if name and layout.pp == 1 else 1 for name in units}
+        gathered = sum(gathers[name] * full for name, (full, _) in units.items())
+        reduced = sum(summed for _, summed in units.values())
+        share, calls = (n - 1) / n, sum(gathers.values())
+        gather = _traffic(
+            "dp", cluster, span, gathered / n, share * gathered, (n - 1) * calls, "all_gather", 2 * gathered
+        )
+        scatter = _traffic(
+            "dp", cluster, span, reduced, share * reduced, (n - 1) * len(units), "reduce_scatter", 2 * reduced
+        )
+        dp = Traffic(
+            "dp",
+            gather.link,
+            gather.payload + scatter.payload,
+            gather.sent + scatter.sent,
+            gather.seconds + scatter.seconds,
+        )
+        shard = reduced / n
+        replicas = _all_reduce("replicate", cluster, layout.replicate, layout.world, shard, len(units))
+        return (dp, replicas) if layout.replicate > 1 else (dp,)
+    trained = float(sum(t.nbytes for t in rank.tensors if t.trained))
+    if layout.strategy == "replicate":  # FSDP2's engine sends a unit at a time
+        return (_all_reduce("dp", cluster, n, span, trained, len(units)),)
+    # A bucket is filled, divided by the ranks and read back.
+    dp = _all_reduce("dp", cluster, n, span, trained, -(-int(trained) // _BUCKET), copied=4 * trained)
+    # DDP also broadcasts buffers in every forward, except for sketches.
+    buffers = sum(t.nbytes for t in rank.tensors if t.role == "buffer" and not t.name.endswith("sketch_seed"))
+    return (replace(dp, payload=dp.payload + buffers),)
+
+
+def _all_reduce(
+    axis: str, cluster: ClusterSpec, n: int, span: int, payload: float, calls: int, copied: float = 0.0
+) -> Traffic:
+    sent, rounds = 2 * (n - 1) / n * payload, 2 * (n - 1) * calls
+    return _traffic(axis, cluster, span, payload, sent, rounds, copied=copied)
+
+
+def _traffic(
+    axis: str,
+    cluster: ClusterSpec,
+    span: int,
+    payload: float,
+    sent: float,
+    rounds: float,
+    operation: str = "all_reduce",
+    copied: float = 0.0,
+) -> Traffic:
+    """Return the traffic of calls of one operation; ``copied`` are bytes read and written to fill and empty buffers."""
+    seconds = sent / cluster.bandwidth(span, operation) + rounds * cluster.latency(span, operation)
+    seconds += copied / cluster.memory_bandwidth
+    return Traffic(axis, cluster.link(span), payload, sent, seconds if payload else 0.0)
