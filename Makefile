@@ -72,6 +72,7 @@ trials: .venv/.all-stamp .venv/.trial-stamp
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_frontier.py $(ARGS)
 	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_frontier_speed.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_linearize.py $(ARGS)
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_tune.py $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_train.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_scratch.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_link.py $(filter --quick,$(ARGS))

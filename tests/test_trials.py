@@ -27,6 +27,7 @@ MODULES = (
     "frontier_tasks",
     "trial_frontier",
     "trial_frontier_speed",
+    "trial_tune",
 )
 
 
@@ -143,6 +144,25 @@ def test_the_chosen_forms_keep_more_than_others_of_their_size(monkeypatch, task)
         assert found["low rank"]["rel_error"] < found["SVD"]["rel_error"]
     assert {row["x float32"] for row in speeds if row["form"] == "float32"} == {1.0}
     assert {row["form"] for row in speeds} >= {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("task", ["digits", "retrieval"])
+def test_a_search_finds_what_is_good_enough(monkeypatch, task):
+    for module in ("sklearn", "optuna", *(["transformers"] if task == "retrieval" else [])):
+        pytest.importorskip(module)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows, points = importlib.import_module("trial_tune").run(task, True)
+    finally:
+        torch.set_num_threads(threads)
+        for name in MODULES:
+            sys.modules.pop(name, None)
+    found = {row["method"]: row for row in rows}
+    assert found["tuned"]["enough"]
+    assert found["tuned"]["size_mb"] < found["unchanged"]["size_mb"] / 2
+    assert {point["method"] for point in points} >= {"tuned", "random"}
 
 
 @pytest.mark.torture

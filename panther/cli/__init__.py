@@ -20,6 +20,7 @@ from panther.errors import PantherError
 
 _COMMANDS = {
     "compress": "compress a trained model to a budget",
+    "tune": "search forms and ranks by a metric of yours, from a configuration file",
     "tree": "show a model's modules with parameters, bytes, and what is sketched or quantized",
     "export": "write a model for other programs: ONNX, torch.export, plain layers",
     "train": "train a model of yours, without a script",
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PantherError as error:
         return _explain(error)
     except OSError as error:
-        if args.command in ("profile", "train"):  # may come from the user's code, which needs its traceback
+        if args.command in ("profile", "train", "tune"):  # may come from the user's code, which needs its traceback
             raise
         return _explain(error)
     except KeyboardInterrupt:

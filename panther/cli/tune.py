@@ -1,0 +1,148 @@
+"""``panther tune``: :func:`panther.tune` of a configuration file, whose functions return the model, metric and data."""
+
+__all__ = ["add_parser", "run"]
+
+import argparse
+import difflib
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from panther.cli._arguments import check_folder, note
+from panther.cli._user_function import call, current_folder_importable, explained, find, names_function, wrong_return
+from panther.errors import ConfigError, NumericalWarning, PantherError, PerformanceWarning
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FUNCTIONS = ("model", "evaluate", "calibration", "objective")
+_HELP = """\
+The file is TOML or JSON. Its settings are:
+
+  model = "module:function"        returns an nn.Module, or a pair of one and batches; or a folder of transformers
+  evaluate = "module:function"     a function of a model that returns its metric
+  calibration = "module:function"  returns batches, unless the model's function does
+
+and the arguments of panther.tune: constraint, objective, trials, forms, seed, parallel, storage, ... The table [space]
+has a table of settings for each glob of names, or the text "auto":
+
+  [space]
+  "encoder.*" = "auto"
+  "head" = { bits = [8, 4] }
+  "proj" = { rank = { int = [8, 64], step = 8 } }
+  "joint:type:Linear" = { share = { float = [0.1, 0.9] } }   # all layers of a class, with the same settings
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to an argparse subparsers object."""
+    parser = commands.add_parser("tune", epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="TOML or JSON file with settings")
+    parser.add_argument("--out", metavar="DIR", help="folder for the best model, new or empty")
+    parser.add_argument("--json", metavar="FILE", help="write all trials as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw them, to a .svg, .png or .pdf")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, print the table, and save what was asked for."""
+    from panther.train.config import read_settings
+
+    settings = read_settings(args.config)
+    out = None if args.out is None else check_folder(args.out)
+    if out is not None and out.is_dir() and any(out.iterdir()):
+        raise PantherError(f"--out {out} is not empty, and might hold another model: give a new folder, or clear it")
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise PantherError(f"{flag} {path} cannot be written: name a file in an existing folder")
+    with current_folder_importable():
+        result = _search(settings, args.config)
+        if out is not None:
+            import panther as pr
+
+            pr.save_compressed(result.model, out)
+    if args.json is not None:
+        result.to_json(args.json)
+    if args.plot is not None:
+        result.plot(args.plot)
+    print(result)
+    return 0
+
+
+def _search(settings: dict[str, Any], path: str) -> Any:
+    import panther as pr
+
+    _check(settings, path)
+    functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
+    objective = functions.pop("objective", None)
+    if objective is not None:
+        settings["objective"] = find(objective) if names_function(str(objective)) else objective
+    evaluate = find(functions["evaluate"])
+    model, calibration = _load(functions)
+    if isinstance(settings.get("space"), Mapping):
+        settings["space"] = {_key(name): given for name, given in settings["space"].items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PerformanceWarning)
+        warnings.simplefilter("ignore", NumericalWarning)
+        warnings.showwarning = lambda message, *_, **__: note(message)
+        try:
+            return pr.tune(model, evaluate, calibration, **settings)
+        except PantherError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _check(settings: Mapping[str, Any], path: str) -> None:
+    """Raise for names that are no settings, and for functions that are missing."""
+    from panther.tuning import tune
+
+    known = [*_FUNCTIONS, *(name for name in inspect.signature(tune).parameters if not name.endswith("_fn"))]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(dict.fromkeys(known))}"
+            raise ConfigError(f"{name!r} in {path} is not a setting: {hint}")
+    for name in ("model", "evaluate"):
+        if name not in settings:
+            raise PantherError(f'{name} is missing in {path}: add {name} = "module:function"')
+    for name in ("evaluate", "calibration"):
+        if name in settings and not names_function(str(settings[name])):
+            raise PantherError(f"{name} = {settings[name]!r} in {path} must be of the form module:function")
+
+
+def _load(functions: Mapping[str, str]) -> "tuple[nn.Module, Any]":
+    """Return the model, and its batches if there are any."""
+    from torch import nn
+
+    given = functions["model"]
+    calibration: Any = None
+    if Path(given).is_dir():
+        from panther.cli import _transformers
+
+        model: Any = _transformers.load_model(Path(given))
+    elif names_function(given):
+        made = call(given)
+        model, calibration = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module):
+            raise wrong_return(given, made, "an nn.Module, or a pair of one and a list of batches")
+    else:
+        raise PantherError(f"model = {given!r} is not a folder, and not of the form module:function: give one of them")
+    if "calibration" in functions:
+        with explained(f"{functions['calibration']} failed"):
+            calibration = call(functions["calibration"])
+    return model, calibration
+
+
+def _key(name: str) -> Any:
+    """Return the key of a space: a class is written as ``type:Linear``, and joint settings as ``joint:GLOB``."""
+    from panther.tuning import Group
+
+    found = re.fullmatch(r"(joint:)?(type:)?(.*)", name)
+    assert found is not None
+    if not (found[1] or found[2]):
+        return name
+    return Group(type=found[3], joint=bool(found[1])) if found[2] else Group(found[3], joint=True)
