@@ -60,8 +60,17 @@ def attention(length):
     return values(name, "x better of both", length=length, causal="False", attention="hermite", memory="default")
 
 
+def slow_link(run, column, link="100 Mbit/s"):
+    return one("link-runs-cpu-amd-epyc-threads-1", column, link=link, run=run) / 1e3
+
+
 TOOLS, FIRST, README = "docs/start/which-tool.rst", "docs/index.rst", "README.md"
 QUOTED = [  # page, words with the number in braces, number, digits behind the point
+    (README, "a step takes {} s dense", lambda: slow_link("dense, ddp", "step_ms"), 2),
+    (README, "s dense and {} s sketched", lambda: slow_link("sketched, ddp", "step_ms"), 2),
+    (FIRST, "over 100 Mbit/s {} dense", lambda: slow_link("dense, ddp", "fastest_ms"), 2),
+    (FIRST, "dense, {} sketched, 0.21", lambda: slow_link("sketched, ddp", "fastest_ms"), 2),
+    (FIRST, "sketched, {} sketched with the bf16 hook", lambda: slow_link("sketched, ddp, bf16 hook", "fastest_ms"), 2),
     (
         TOOLS,
         "keeps a correlation of {} with the original",
