@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test test-isa test-all test-engines torture lint docs docs-full bench trials clean
+.PHONY: demo test test-isa test-all test-engines test-engines-slow torture lint docs docs-full bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -33,6 +33,14 @@ test-all: .venv/.all-stamp
 # them.
 test-engines: .venv-engines/.stamp
 	OMP_NUM_THREADS=1 .venv-engines/bin/python tests/support/shards.py -m engine --timeout 900 $(ARGS)
+
+# Horovod, which is built for ten minutes of processor time, and a Slurm of two nodes on this machine, which needs root
+# and apt and is skipped without them. The results are committed.
+test-engines-slow: .venv-horovod/.stamp
+	command -v slurmctld >/dev/null || { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -yq --no-install-recommends slurmctld slurmd slurm-client munge; } || \
+	    echo "Slurm could not be installed" >&2
+	OMP_NUM_THREADS=1 .venv-horovod/bin/python tests/support/engine_results.py $(ARGS)
 
 # The property tests with 2,000 examples each, tests of minutes, and a hundred runs that are killed and resumed: more
 # than an hour.
@@ -89,7 +97,7 @@ TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/word
 	    for package in *.deb; do dpkg -x "$$package" .; done; fi
 	touch $@
 
-# Leaves .venv and .venv-engines, which are only slow to make again; `rm -r .venv*` removes them.
+# Leaves .venv, .venv-engines and .venv-horovod, which are only slow to make again; `rm -r .venv*` removes them.
 clean:
 	rm -rf build dist panther_sketch.egg-info docs/_build docs/examples docs/reference/api/generated \
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
@@ -126,4 +134,12 @@ clean:
 	$(subst .venv/,.venv-engines/,$(INSTALL)) --no-build-isolation \
 	    -e '.[demo,triton,test,torchao,keras,ray,tune,deepspeed]' tensorflow-cpu jax \
 	    kubernetes-validate kubeflow-training kubeflow-trainer-api
+	touch $@
+
+.venv-horovod/.stamp: pyproject.toml constraints.txt docs/howto/scripts/build_horovod.sh
+	test -x .venv-horovod/bin/python || $(PYTHON) -m venv .venv-horovod
+	$(subst .venv/,.venv-horovod/,$(INSTALL)) 'setuptools>=77' wheel
+	$(subst .venv/,.venv-horovod/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
+	$(subst .venv/,.venv-horovod/,$(INSTALL)) --no-build-isolation -e '.[test]' cloudpickle psutil pyyaml packaging
+	.venv-horovod/bin/python -c 'import horovod.torch' 2>/dev/null || docs/howto/scripts/build_horovod.sh .venv-horovod
 	touch $@

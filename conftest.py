@@ -18,6 +18,7 @@ collect_ignore = [
     "docs/examples",  # what sphinx-gallery makes of docs/gallery
     "docs/gallery",
     "docs/howto/scripts",
+    "tests/integrations/horovod_worker.py",  # run by test_horovod.py
     "tests/integrations/keras_on_backend.py",  # run by test_keras.py
     *(
         str(path)

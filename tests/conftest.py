@@ -44,6 +44,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
         if "integrations" in item.path.parts and {item.path.stem, item.path.parent.name} & set(ENGINES):
             item.add_marker("engine")
+        if item.path.name == "horovod.py":  # its examples
+            item.add_marker("engine_slow")
         if module := EXTRA_PAGES.get(item.path.name):
             item.add_marker("engine" if module in ENGINES else "extra")
             item.add_marker(pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}"))

@@ -1,6 +1,6 @@
 """Give every rank the same model: compare the models of all ranks, then broadcast the first one's."""
 
-__all__ = ["broadcast_model", "built", "check_same_model", "send_model", "unfuse_"]
+__all__ = ["broadcast_model", "built", "check_same_model", "describe_tensors", "send_model", "unfuse_"]
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,7 +65,7 @@ def check_same_model(
         }
         return {
             **describe_source(model, ranks[0], group, empty_too=True),
-            **_describe_tensors(model),
+            **describe_tensors(model),
             **given,
             **process,
         }
@@ -95,7 +95,7 @@ def unfuse_(model: nn.Module) -> None:
             module.unfuse_()
 
 
-def _describe_tensors(model: nn.Module) -> dict[str, str]:
+def describe_tensors(model: nn.Module) -> dict[str, str]:
     """Describe a model's tensors by name; sketches have descriptions of their own."""
     described, sketches = {"model": type(model).__name__}, sketch_ids(model)
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):

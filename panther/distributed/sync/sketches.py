@@ -1,6 +1,15 @@
 """Keep the sketches of all ranks equal, by sending one seed a layer."""
 
-__all__ = ["describe_source", "send_sketches", "sketch_ids", "sync_sketches", "verify_sketches"]
+__all__ = [
+    "describe_layer",
+    "describe_source",
+    "drawing_modules",
+    "send_sketches",
+    "sketch_ids",
+    "sketched_layers",
+    "sync_sketches",
+    "verify_sketches",
+]
 
 import torch
 import torch.distributed as dist
@@ -81,7 +90,7 @@ def verify_sketches(model: nn.Module, group: dist.ProcessGroup | None = None) ->
                 contents = " ".join(
                     ["contents", *(f"{_digest(getattr(layer, key)):016x}" for key in layer.sketch_names)]
                 )
-            described[f"{LAYER}{name!r}"] = f"{_describe(layer)}, {contents}"
+            described[f"{LAYER}{name!r}"] = f"{describe_layer(layer)}, {contents}"
         return described
 
     agree("verify_sketches", describe, group, "call sync_sketches(model) on every rank before training")
@@ -104,12 +113,12 @@ def describe_source(
         layer.is_fitted and layer.sketch_like().is_meta for layer in layers.values()
     ):
         raise DistributedError("a fitted layer is on the meta device and has no sketches to send: load it first")
-    sketched = {f"{LAYER}{name!r}": _describe(layer) for name, layer in layers.items()}
-    drawing = {f"{LAYER}{name!r}": type(module).__name__ for name, module in _drawing(model).items()}
+    sketched = {f"{LAYER}{name!r}": describe_layer(layer) for name, layer in layers.items()}
+    drawing = {f"{LAYER}{name!r}": type(module).__name__ for name, module in drawing_modules(model).items()}
     return sketched | drawing | {"src": str(src)}
 
 
-def _drawing(model: nn.Module) -> dict[str, RandMultiHeadAttention | sinSRPE]:
+def drawing_modules(model: nn.Module) -> dict[str, RandMultiHeadAttention | sinSRPE]:
     """Return the modules that draw again while they train, from their seed and a count of draws."""
     return {name: m for name, m in model.named_modules() if isinstance(m, RandMultiHeadAttention | sinSRPE)}
 
@@ -119,7 +128,7 @@ def send_sketches(model: nn.Module, src: int, group: dist.ProcessGroup | None) -
     if is_fake(group):
         return
     device = transport(group)
-    for module in _drawing(model).values():
+    for module in drawing_modules(model).values():
         state = module.get_extra_state().to(device)
         dist.broadcast(state, src, group=group)
         module.set_extra_state(state.cpu())
@@ -157,7 +166,8 @@ def sketch_ids(model: nn.Module) -> set[int]:
     return {id(getattr(layer, name)) for layer in layers for name in (*layer.sketch_names, "sketch_seed")}
 
 
-def _describe(layer: SketchedModule) -> str:
+def describe_layer(layer: SketchedModule) -> str:
+    """Describe what must be equal on all ranks before a layer's sketches are sent."""
     shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in layer.sketch_shapes().items())
     mode = "fitted" if layer.is_fitted else "seeded"
     kind, dtype = type(layer).__name__, layer.sketch_like().dtype
