@@ -57,6 +57,8 @@ class HybridParallelTrainer:
             microbatch, as for :func:`split_stages`.
 
     Attributes:
+        model_config: What was passed.
+        parallelism_config: What was passed, with the defaults of the other settings.
         model: The module, or an nn.ModuleList of this rank's stages. The optimizer is made from
             ``model.parameters()``.
         mesh: The mesh, with the axes dp, pp and tp, and replicate before them if there are several replicas.
@@ -92,6 +94,7 @@ class HybridParallelTrainer:
         parallelism_config: Mapping[str, Any],
     ) -> None:
         config = _checked(parallelism_config)
+        self.model_config, self.parallelism_config = model_config, config
         replicas = config["data_parallel_replicate_size"]
         self.mesh = make_mesh(
             dp=config["data_parallel_size"] // replicas,

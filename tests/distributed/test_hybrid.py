@@ -103,6 +103,8 @@ def test_the_guide_s_configuration():
     def rank():
         torch.manual_seed(0)
         trainer = HybridParallelTrainer(CONFIG, {"tensor_parallel_size": 2})
+        assert trainer.model_config is CONFIG
+        assert trainer.parallelism_config["tensor_parallel_size"] == 2
         optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
         x, y = data()
         losses = [trainer.train_step((x.float(), y), optimizer, nn.CrossEntropyLoss()) for _ in range(20)]
