@@ -50,6 +50,7 @@ _KEPT = (
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
 """The settings of a user's DataLoader that are kept."""
+_MASKS_SIGNALS = hasattr(signal, "pthread_sigmask")  # not on Windows
 
 
 class _SeededDataset(Dataset[Any]):
@@ -82,7 +83,8 @@ class _IgnoreFirstSignal:
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if _MASKS_SIGNALS:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if self.user_function is not None:
             self.user_function(worker)
 
@@ -93,7 +95,7 @@ def _signals_blocked(loader: Any) -> Iterator[None]:
 
     Workers inherit the blocked mask, so no signal reaches them before they can ignore it.
     """
-    if not isinstance(getattr(loader, "worker_init_fn", None), _IgnoreFirstSignal):
+    if not _MASKS_SIGNALS or not isinstance(getattr(loader, "worker_init_fn", None), _IgnoreFirstSignal):
         yield
         return
     if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":

@@ -34,6 +34,7 @@ from panther.distributed import (
 )
 from panther.distributed.advisor.cost_model import Layout
 from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm.nodes import physical_memory
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
 from panther.errors import ConfigError
@@ -194,7 +195,7 @@ def _advised_layout(
         memory = float(torch.cuda.get_device_properties(info.device).total_memory)
         cluster = ClusterSpec(gpus=get_world_size(), memory_bytes=memory, gpus_per_node=local)
     else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local
+        memory = physical_memory() / local
         cluster = ClusterSpec.preset("cpu", get_world_size(), memory_bytes=memory, gpus_per_node=local)
     try:
         stats = ModelStats.of(

@@ -121,7 +121,7 @@ def test_what_cannot_be_run_is_refused(capfd, args, told):
 )
 def test_ranks_without_enough_memory_are_not_started(capfd, monkeypatch, args, told):
     monkeypatch.setattr(_report, "launch", None)
-    monkeypatch.setattr(_report, "_physical_memory", lambda: 3_000_000)
+    monkeypatch.setattr(_report, "physical_memory", lambda: 3_000_000)
     assert main(["simulate", *args]) == 1
     assert f"panther: error: {told}" in capfd.readouterr().err
 

@@ -1,15 +1,24 @@
 """Which ranks share a node, and what is said of tensor parallelism between nodes."""
 
+import os
 import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 
-from panther.distributed import HybridParallelTrainer, make_mesh, tensor_parallel
+from panther.distributed import (
+    ClusterSpec,
+    HybridParallelTrainer,
+    ModelStats,
+    make_mesh,
+    plan_parallelism,
+    tensor_parallel,
+)
 from panther.distributed.comm._handshake import RankInfo, decide
-from panther.distributed.comm.nodes import forget_nodes, nodes_of, note_nodes
+from panther.distributed.comm.nodes import forget_nodes, nodes_of, note_nodes, physical_memory
 
 pytestmark = pytest.mark.distributed
 
@@ -73,3 +82,12 @@ def test_a_group_that_torch_made(local, expected, monkeypatch):
         return nodes_of(range(4))
 
     assert on_ranks(rank, 4, fresh=True) == [expected] * 4
+
+
+def test_plans_where_the_system_does_not_tell_its_memory(monkeypatch):
+    """As on Windows."""
+    monkeypatch.delattr(os, "sysconf")
+    assert physical_memory() == float("inf")
+    cluster = ClusterSpec.preset("cpu", 2, memory_bytes=physical_memory())
+    plan = plan_parallelism(ModelStats.of(model(), torch.ones(4, 16)), cluster, batch=8)
+    assert plan.options[0].fits

@@ -1,15 +1,20 @@
 """Training where the modules of Unix are missing."""
 
+import signal
 import sys
 import types
 
 import torch
 from ranks import on_ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 
 def test_windows_has_a_lock_of_its_own_and_no_peak_memory(tmp_path):
-    """With stand-ins, on Linux: panther.train is imported without fcntl and resource, and locks by msvcrt."""
+    """With stand-ins, on Linux: panther.train is imported without fcntl and resource, and locks by msvcrt.
+
+    Its loaders have workers where signals cannot be blocked.
+    """
 
     def windows():
         calls = []
@@ -23,14 +28,15 @@ def test_windows_has_a_lock_of_its_own_and_no_peak_memory(tmp_path):
             del sys.modules[name]
         sys.modules |= {"fcntl": None, "resource": None}
         sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=locking)
+        del signal.pthread_sigmask
         from panther.errors import TrainingError
         from panther.train import TrainConfig, Trainer
 
-        def fit(**more):
-            config = TrainConfig(batch_size=4, **more)
-            return Trainer(nn.Linear(4, 2), None, nn.MSELoss(), config).fit([(torch.ones(4), torch.ones(2))] * 8)
+        def fit(workers=0, **more):
+            data = DataLoader([(torch.ones(4), torch.ones(2))] * 8, 4, num_workers=workers)
+            return Trainer(nn.Linear(4, 2), None, nn.MSELoss(), TrainConfig(**more)).fit(data)
 
-        assert fit().last["step"] == 2
+        assert fit().last["step"] == fit(workers=1).last["step"] == 2
         assert "memory_bytes" not in fit().last  # None
         assert fit(checkpoint_dir=str(tmp_path)).last["step"] == 2
         try:

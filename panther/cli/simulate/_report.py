@@ -2,7 +2,6 @@
 
 __all__ = ["print_counts", "print_samples", "print_training"]
 
-import os
 import statistics
 import sys
 
@@ -15,6 +14,7 @@ from panther.cli.demo._training import TRAIN_SAMPLES
 from panther.cli.simulate._training import Run, Settings, shard, train
 from panther.distributed import ClusterSpec, ModelStats, launch
 from panther.distributed.advisor.cost_model import Estimate, Layout, estimate
+from panther.distributed.comm.nodes import physical_memory
 from panther.errors import DistributedError
 
 _ROUNDING = 1e-9  # relative; float64 rounds at 1e-16, and 40 epochs of training amplified it to 1e-13 at most
@@ -65,7 +65,7 @@ def print_counts(settings: Settings, processes: int) -> int:
     }
     print("\n2. Counts\n" + format_table([[name, f"{value:,.0f}"] for name, value in counts.items()], align="<>"))
     print("The memory is that of tensors; each process loads torch in addition.", flush=True)
-    needed, available = processes * int(cost.memory.total), _physical_memory()
+    needed, available = processes * int(cost.memory.total), physical_memory()
     if needed > available:
         raise DistributedError(
             f"the tensors of {counted(processes, 'rank')} need {needed:,} bytes of memory, and this machine has "
@@ -82,14 +82,6 @@ def _cost(settings: Settings, kind: str, size: int) -> Estimate:
     layout = Layout(dp=settings.world, strategy="ddp")
     cluster = ClusterSpec.preset("cpu", settings.world)
     return estimate(stats, cluster, layout, size * settings.world, optimizer_states=1)  # SGD with momentum
-
-
-def _physical_memory() -> float:
-    """Return the bytes of memory of this machine, or infinity where the system does not tell."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return float("inf")
 
 
 def print_training(settings: Settings, sent_bytes: int) -> list[str]:

@@ -16,6 +16,7 @@ from torch import nn
 from panther.distributed.advisor.cost.optimizer import optimizer_bytes
 from panther.distributed.comm._ranks import in_process_group, transport
 from panther.distributed.comm.bandwidth import CommunicationProfile, profile_communication_overhead
+from panther.distributed.comm.nodes import physical_memory
 
 _SMALL, _LARGE = 2**12, 2**24  # bytes of messages that show latency, and bandwidth
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}  # in n - 1; None is one round
@@ -84,7 +85,7 @@ class _Timer:
 def _memory(device: torch.device, local: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local
+    return physical_memory() / local
 
 
 def _flops(timer: _Timer, dtype: torch.dtype) -> float:

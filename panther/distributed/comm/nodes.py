@@ -1,6 +1,6 @@
-"""Which ranks share a node, and the warning of what should stay within one."""
+"""Which ranks share a node, the memory of this one, and the warning of what should stay within one."""
 
-__all__ = ["forget_nodes", "nodes_of", "note_nodes", "warn_across_nodes"]
+__all__ = ["forget_nodes", "nodes_of", "note_nodes", "physical_memory", "warn_across_nodes"]
 
 import os
 import warnings
@@ -24,6 +24,14 @@ def note_nodes(nodes: Sequence[int]) -> None:
 def forget_nodes() -> None:
     """Remove them, with the process group."""
     note_nodes(())
+
+
+def physical_memory() -> float:
+    """Return the bytes of memory of this node, or infinity where the system does not tell, as Windows."""
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return float("inf")
 
 
 def nodes_of(ranks: Sequence[int]) -> list[int]:
