@@ -3,7 +3,7 @@
 *digits*: the convolutional net of trial_digits.py. The metric is accuracy, and the search sees half of the held-out
 images: the other half is for the column ``test``. *retrieval*: paraphrase-MiniLM-L3-v2, the 18 linear layers of its
 encoder. A query is the words of an entry of WordNet, and the metric is the mean reciprocal rank of the entry's
-definition among 512 definitions; ``test`` is the same with 512 other entries.
+definition among 256 definitions; ``test`` is the same with 256 other entries.
 
 All searches ask for the smallest model whose metric is at least 99 % of the unchanged model's. *tuned* is pr.tune with
 its automatic space; *random* the same space with ``sampler="random"`` and no trial chosen by pr.compress; *uniform
@@ -16,16 +16,19 @@ __all__ = ["SPACES", "TASKS", "Task", "run"]
 
 import argparse
 import copy
+import json
+import os
+import random
 import re
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import figure, keep_freed_memory, print_table, write_csv
-from pretrained import correlation  # noqa: F401  the module is needed by frontier_tasks
 from torch import Tensor, nn
 
 import panther as pr
@@ -102,11 +105,8 @@ def _retrieval(quick: bool) -> Task:
     return Task(subject.model, subject.calibration, evaluate, test, layers, {"include": "encoder.*"})
 
 
-def _entries(count: int = 512) -> list[Any]:
+def _entries(count: int = 256) -> list[Any]:
     """Return batches of the words of entries, and of their definitions, twice; none is among the calibration's."""
-    import os
-    import random
-
     import transformers
     from pretrained import glosses, package_folder
 
@@ -167,49 +167,69 @@ def SPACES(task: Task) -> dict[str, dict[str, Any]]:
     }
 
 
-def run(name: str, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Search by every method; return the rows, and those of all trials."""
-    import warnings
+def run(
+    name: str, quick: bool, cache: Path | None = None, methods: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Search by every method, or by some; return the rows, and those of all trials.
 
-    task, trials = TASKS[name](quick), QUICK_TRIALS if quick else TRIALS
+    What was computed before is read from the cache.
+    """
+    task = TASKS[name](quick)
     rows: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
-    whole = _layer_bytes(task.model, task)
-    constraint = ">= 50 %" if quick else _KEPT
-    bound = (0.5 if quick else 0.99) * task.evaluate(task.model)
-
-    def add(method: str, model: nn.Module, count: int, seconds: float) -> None:
-        metric = task.evaluate(model)
-        size = _layer_bytes(model, task)
-        rows.append({
-            "task": name, "method": method, "trials": count, "metric": round(metric, 4),
-            "enough": metric >= bound, "size_mb": figure(size / 1e6), "kept": round(size / whole, 4),
-            "test": round(task.test(model), 4), "search_s": figure(seconds) if seconds else 0,
-        })  # fmt: skip
+    plain = {"unchanged": 1.0} | {f"compress, {budget:.1%} of the bytes": budget for budget in BUDGETS}
+    for method in (*plain, *SPACES(task)):
+        file = None if cache is None else cache / f"tune-{name}" / f"{method.replace(' ', '-')}.json"
+        if file is not None and file.exists():
+            found = json.loads(file.read_text(encoding="utf-8"))
+        elif methods and method not in methods:
+            continue
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PerformanceWarning)  # a question of size
+                warnings.simplefilter("ignore", NumericalWarning)
+                found = _compressed(name, task, method, plain[method]) if method in plain else None
+                found = _searched(name, task, method, quick) if found is None else found
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(found), encoding="utf-8")
+        rows.append(found["row"])
+        points += found["points"]
         print_table(rows[-1:])
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # a question of size
-        warnings.simplefilter("ignore", NumericalWarning)
-        add("unchanged", task.model, 0, 0.0)
-        for budget in BUDGETS:
-            model, start = copy.deepcopy(task.model), time.process_time()
-            pr.compress(model, budget, task.calibration, forms=FORMS, seed=0, measure_speed=False, **task.options)
-            add(f"compress, {budget:.1%} of the bytes", model.eval(), 1, time.process_time() - start)
-        for method, options in SPACES(task).items():
-            start = time.process_time()
-            try:
-                result = pr.tune(
-                    task.model, task.evaluate, task.calibration, constraint=constraint, trials=trials, seed=0,
-                    progress=False, **options,
-                )  # fmt: skip
-            except TuningError as error:
-                print(f"{method}: {error}")
-                continue
-            seconds = time.process_time() - start
-            add(method, result.model.eval(), len(result.trials), seconds)
-            points += _points(name, method, result, _layer_bytes(result.model, task))
     return rows, points
+
+
+def _compressed(name: str, task: Task, method: str, budget: float) -> dict[str, Any]:
+    model, start = copy.deepcopy(task.model), time.process_time()
+    if budget < 1:
+        pr.compress(model, budget, task.calibration, forms=FORMS, seed=0, measure_speed=False, **task.options)
+    seconds = time.process_time() - start
+    return {"row": _row(name, task, method, model.eval(), int(budget < 1), seconds), "points": []}
+
+
+def _searched(name: str, task: Task, method: str, quick: bool) -> dict[str, Any]:
+    start = time.process_time()
+    try:
+        result = pr.tune(
+            task.model, task.evaluate, task.calibration, constraint=">= 50 %" if quick else _KEPT,
+            trials=QUICK_TRIALS if quick else TRIALS, seed=0, progress=False, **SPACES(task)[method],
+        )  # fmt: skip
+    except TuningError as error:  # nothing was good enough
+        print(f"{method}: {error}")
+        row = _row(name, task, method, task.model, TRIALS, time.process_time() - start)
+        return {"row": row | dict.fromkeys(("metric", "size_mb", "kept", "test"), "") | {"enough": False}, "points": []}
+    row = _row(name, task, method, result.model.eval(), len(result.trials), time.process_time() - start)
+    return {"row": row, "points": _points(name, method, result, _layer_bytes(result.model, task))}
+
+
+def _row(name: str, task: Task, method: str, model: nn.Module, trials: int, seconds: float) -> dict[str, Any]:
+    metric, size = task.evaluate(model), _layer_bytes(model, task)
+    return {
+        "task": name, "method": method, "trials": trials, "metric": round(metric, 4),
+        "enough": metric >= 0.99 * task.evaluate(task.model), "size_mb": figure(size / 1e6),
+        "kept": round(size / _layer_bytes(task.model, task), 4), "test": round(task.test(model), 4),
+        "search_s": figure(seconds) if trials else 0,
+    }  # fmt: skip
 
 
 def _points(name: str, method: str, result: TuneResult, best: int) -> list[dict[str, Any]]:
@@ -237,13 +257,17 @@ def _layer_bytes(model: nn.Module, task: Task) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=list(TASKS), nargs="+", default=list(TASKS))
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "panther" / "trials"
+    parser.add_argument("--cache", type=Path, default=folder, help="folder of rows that were computed")
+    parser.add_argument("--only", nargs="+", default=[], help="methods to run")
     parser.add_argument("--quick", action="store_true", help="small models and few trials, nothing written")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     for each in arguments.task:
-        found, every = run(each, arguments.quick)
+        found, every = run(each, arguments.quick, None if arguments.quick else arguments.cache, arguments.only)
         print_table(found)
         if not arguments.quick:
             print(f"written to {write_csv(f'tune-{each}', found, device='cpu')}")
-            print(f"written to {write_csv(f'tune-{each}-trials', every, device='cpu')}")
+            if every:
+                print(f"written to {write_csv(f'tune-{each}-trials', every, device='cpu')}")

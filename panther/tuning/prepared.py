@@ -93,6 +93,7 @@ class Prepared:
         seconds: What the preparation took.
         training: Which of the model's modules were in training mode.
         attention: The attention modules that can be replaced.
+        allocations: Choices of :func:`panther.compress` that were made, by budget.
     """
 
     model: nn.Module
@@ -105,6 +106,7 @@ class Prepared:
     seconds: float
     training: Sequence[bool] = ()
     attention: Attention = field(default_factory=lambda: Attention({}, {}))
+    allocations: dict[float, Allocation] = field(default_factory=dict, repr=False)
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -117,10 +119,18 @@ class Prepared:
         return sum(map(self.cost.dense, self.targets))
 
     def allocation(self, budget: float) -> Allocation:
-        """Return the choice of :func:`panther.compress` for a budget, a share of what the layers cost as they are."""
+        """Return the choice of :func:`panther.compress` for a budget, a share of what the layers cost as they are.
+
+        It is made once for each budget, because it runs candidates on the held-out batches.
+        """
+        if budget in self.allocations:
+            return self.allocations[budget]
         kind = "global" if self.survey.gradients else "uniform"
         with torch.inference_mode(False), torch.enable_grad(), calibrating(self.model, self.seed):
-            return allocated(self.runner, self.survey, self.fits, kind, budget * self.dense, None, self.seed, self.cost)
+            limit = budget * self.dense
+            found = allocated(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
+        self.allocations[budget] = found
+        return found
 
     def plan_of(self, choice: Choice) -> Plan:
         """Return the plan of a choice."""
