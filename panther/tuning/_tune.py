@@ -14,27 +14,31 @@ from panther._random_state import preserved_generators
 from panther.compression.config import HealConfig
 from panther.compression.forms.arguments import check_adapters, check_model, checked_forms
 from panther.compression.targets import Selector
-from panther.errors import ConfigError, TuningError, check_size, require_extra
+from panther.errors import ConfigError, check_size, require_extra
 from panther.sketch import check_seed
+from panther.train import TrainConfig
 from panther.tuning.evaluation import Evaluator
-from panther.tuning.goal import Figures, Goal, check_unchanged, make_goal
+from panther.tuning.finish import finished
+from panther.tuning.goal import check_unchanged, make_goal
 from panther.tuning.hashing import identity
-from panther.tuning.prepared import Plan, Prepared, Settings, copied, prepare
-from panther.tuning.result import Trial, TuneResult
+from panther.tuning.prepared import Prepared, Settings, copied, prepare
+from panther.tuning.result import TuneResult
 from panther.tuning.runners import check_parallel, run_trials
+from panther.tuning.scratch import tune_from_scratch
 from panther.tuning.spaces.layers import AUTO, Line, parse_lines, used_forms
 from panther.tuning.spaces.whole import WholeSpace, as_heal
-from panther.tuning.study import Study, check_agrees, open_study, pareto_front
+from panther.tuning.study import Study, check_agrees, open_study
 
 _FIRST = (3, 8)  # trials that are the choices of pr.compress, at least and at most
 _FIRST_SHARE = 1 / 3  # of the trials
 
 
 def tune(
-    model: nn.Module,
+    model: nn.Module | Callable[..., nn.Module],
     evaluate: Callable[[nn.Module], Any],
     calibration: Any = None,
     *,
+    train: Callable[[nn.Module, TrainConfig], Any] | None = None,
     space: Any = "auto",
     objective: str | Callable[[nn.Module], float] = "size",
     constraint: Any = None,
@@ -69,11 +73,16 @@ def tune(
     several budgets, and Optuna draws the others.
 
     Args:
-        model: A trained model. It is only read: trials run on a copy.
+        model: A trained model. It is only read: trials run on a copy. With ``train``, a function that returns a new
+            model.
         evaluate: ``evaluate(model)`` returns how good a model is, or yields it for more and more of the data, so that
             poor trials end early. It must leave the model as it is, and return the same number for the same model;
             torch's, Python's and NumPy's generators are seeded before each call.
         calibration: Batches as for :func:`panther.compress`. None fits weights to themselves alone, which keeps less.
+        train: ``train(model, config)`` trains a new model of a trial in place, by a :class:`panther.train.TrainConfig`.
+            The space is then of layers that start sketched, with settings ``"low_rank"`` and ``"num_terms"``; of
+            ``"train"``, a dict of the configuration's settings; and of ``"model"``, one of the function's arguments.
+            Batches, forms and healing are not for it.
         space: ``"auto"``: a budget, and how much each group of layers counts, from which ranks and forms follow by the
             layers' spectra. Or a dict: keys select layers, by a glob of names, a class, a function of the module and
             its name, or a :class:`Group`; values are dicts of settings, each an :class:`Int`, a :class:`Float`, a
@@ -155,8 +164,10 @@ def tune(
     """
     require_extra("optuna", "tune")
     began = time.perf_counter()
-    check_model(model)
-    check_adapters(model)
+    if train is None:
+        check_model(model)
+        assert isinstance(model, nn.Module)  # for mypy, which does not know it
+        check_adapters(model)
     goal = make_goal(objective, constraint, direction)
     check_size("trials", trials, least=1)
     check_size("repeats", repeats, least=1)
@@ -167,8 +178,14 @@ def tune(
     parallel = check_parallel(parallel)
     if not callable(evaluate):
         raise TypeError(f"evaluate must be a function of a model, not a {type(evaluate).__name__}")
+    if train is not None:
+        return tune_from_scratch(
+            model, evaluate, train, space, goal, trials=trials, first=first, timeout_s=timeout_s, sampler=sampler,
+            pruner=pruner, storage=storage, repeats=repeats, parallel=parallel, seed=seed, progress=progress,
+        )  # fmt: skip
     if goal.timed and calibration is None:
         raise ConfigError("latency needs calibration=, a list of batches, because models are timed on one of them")
+    assert isinstance(model, nn.Module)
     lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
     healing = as_heal(heal)
     if healing is not None and calibration is None:
@@ -210,25 +227,7 @@ def tune(
         search = Study(study, layers, goal, unchanged, sampler, seed, first)
         deadline = None if timeout_s is None else began + timeout_s
         why = run_trials(search, evaluator, prepared, trials, deadline, parallel)
-        best = _best(search, goal)
-        tuned, report = prepared.build(best.plan)
-    return TuneResult(
-        model=tuned,
-        best=best,
-        trials=tuple(search.trials),
-        front=pareto_front(search.trials, goal),
-        unchanged=_unchanged_trial(unchanged, goal, evaluate_s),
-        report=report,
-        objective=goal.name,
-        constraints=tuple(one.text for one in goal.constraints),
-        higher_is_better=goal.higher_is_better,
-        prepare_s=prepared.seconds,
-        seconds=time.perf_counter() - began,
-        seed=seed,
-        notes=_notes(search, trials, why),
-        study=study,
-        prepared=prepared,
-    )
+        return finished(search, prepared, evaluate_s, trials, why, time.perf_counter() - began, seed, study)
 
 
 def _of_model(lines: Sequence[Line], prepared: Prepared) -> list[Line]:
@@ -245,45 +244,3 @@ def _within(lines: Sequence[Line], include: Any) -> Selector:
         raise ConfigError("include= is for space='auto', and this space names its layers: leave it out")
     names = {name for line in lines if line.kind != "attention" for name in line.names}
     return lambda module, name: name in names
-
-
-def _best(search: Study, goal: Goal) -> Trial:
-    """Return the best trial, or raise TuningError if none satisfies the constraints."""
-    complete = [trial for trial in search.trials if trial.state == "complete"]
-    if not complete:
-        reasons = list(dict.fromkeys(trial.reason for trial in search.trials if trial.reason)) or ["all were pruned"]
-        raise TuningError(
-            f"no trial of {len(search.trials)} was completed ({'; '.join(reasons[:3])}): look at evaluate, or give "
-            "more trials"
-        )
-    fine = [trial for trial in complete if trial.feasible]
-    if fine:
-        return min(fine, key=lambda trial: (*goal.order(trial.figures), trial.number))
-
-    def missed(trial: Trial) -> float:
-        return sum(max(one, 0.0) for one in goal.violations(trial.figures, search.unchanged))
-
-    nearest = min(complete, key=missed)
-    wanted = " and ".join(repr(one.text) for one in goal.constraints)
-    raise TuningError(
-        f"no trial of {len(search.trials)} satisfies constraint={wanted}: the best reached is "
-        f"{goal.shown(nearest.figures)} (trial {nearest.number}), and the unchanged model has "
-        f"{goal.shown(search.unchanged)}: ask for less, give more trials, or a larger space"
-    )
-
-
-def _unchanged_trial(unchanged: Figures, goal: Goal, evaluate_s: float) -> Trial:
-    return Trial(
-        number=-1, params={}, state="complete", metric=unchanged.metric, objective=unchanged.objective,
-        size=unchanged.size, latency=unchanged.latency, feasible=goal.feasible(unchanged, unchanged), plan=Plan(),
-        evaluate_s=evaluate_s,
-    )  # fmt: skip
-
-
-def _notes(search: Study, trials: int, why: str) -> tuple[str, ...]:
-    notes = []
-    if len(search.trials) < trials:
-        notes.append(f"ended after {len(search.trials)} of {trials} trials: {why}")
-    failed = [trial for trial in search.trials if trial.state == "failed"]
-    notes += [f"trial {trial.number} failed: {trial.reason}" for trial in failed[:5]]
-    return tuple(notes)

@@ -17,7 +17,7 @@ from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.compression.report import CompressionReport
 from panther.errors import MissingExtraError, require_extra
 from panther.tuning.goal import Figures
-from panther.tuning.prepared import Plan, Prepared
+from panther.tuning.prepared import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class TuneResult:
     """The complete trials of which none is at least as good in metric and objective, and better in one."""
     unchanged: Trial
     """The model as it was given, as trial -1."""
-    report: CompressionReport
-    """What the best model's layers became."""
+    report: CompressionReport | None
+    """What the best model's layers became; None of models that are trained from scratch."""
     objective: str
     constraints: tuple[str, ...]
     higher_is_better: bool
@@ -83,7 +83,7 @@ class TuneResult:
     notes: tuple[str, ...] = ()
     study: Any = None
     """The study, for Optuna's own plots and importances."""
-    prepared: Prepared = None  # type: ignore[assignment]
+    prepared: Any = None
 
     def build(self, trial: int | Trial) -> nn.Module:
         """Return the model of another trial, such as one of the front.
@@ -163,7 +163,7 @@ class TuneResult:
         found = {name: getattr(self, name) for name in plain}
         found |= {"best": self.best.number, "front": [trial.number for trial in self.front]}
         found |= {"unchanged": asdict(self.unchanged), "trials": [asdict(trial) for trial in self.trials]}
-        return _finite(found | {"report": self.report.to_dict()})
+        return _finite(found | {"report": None if self.report is None else self.report.to_dict()})
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write :meth:`to_dict` to a file."""

@@ -29,7 +29,12 @@ class Net(nn.Module):
 
 
 def rows():
-    table = PAGE.read_text().partition(":class: tuner")[2].partition("\n\nWithout a metric")[0]
+    table = (
+        PAGE.read_text()
+        .partition("The tuner\n---")[2]
+        .partition(":class: lookup")[2]
+        .partition("\n\nWithout a metric")[0]
+    )
     found = re.findall(r"\* - (.*?)\n     - (.*?)(?=\n   \* -|\Z)", table, re.DOTALL)[1:]
     return [pytest.param(code, id=re.sub(r"\W+", "-", name)[:60]) for name, code in found]
 

@@ -1,0 +1,198 @@
+"""A search over models that are trained from scratch: sizes of sketched layers, arguments of the model, training."""
+
+__all__ = ["Scratch", "ScratchSpace", "tune_from_scratch"]
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from panther._random_state import preserved_generators, seed_generators
+from panther.compression import SketchConfig, sketch_layers_
+from panther.compression.conversion import Replacement
+from panther.compression.forms.options import Forms
+from panther.compression.runner import Runner
+from panther.errors import CompressionError, ConfigError, TuningError
+from panther.sketch import check_seed
+from panther.train import TrainConfig
+from panther.tuning.evaluation import Evaluator
+from panther.tuning.finish import finished
+from panther.tuning.goal import Goal, check_unchanged
+from panther.tuning.hashing import identity
+from panther.tuning.prepared import Plan, Settings
+from panther.tuning.runners import run_trials
+from panther.tuning.spaces.layers import LayerSpaceBase, Line, parse_lines
+from panther.tuning.spaces.values import Spec, as_spec, grid, suggest
+from panther.tuning.spaces.whole import middle
+from panther.tuning.study import Study, check_agrees, open_study
+
+_FIRST = 5  # random trials before the sampler has enough to learn from
+_LAYERS = {"low_rank", "num_terms"}
+_SKETCHED = "sketched"
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What trials share: the functions that make and train a model, with the interface of ``Prepared``."""
+
+    model_fn: Callable[..., nn.Module]
+    train: Callable[[nn.Module, TrainConfig], Any]
+    runner: Runner
+    seed: int
+    seconds: float = 0.0
+
+    def replacement(self, plan: Plan) -> tuple[Replacement, None]:
+        """Return nothing to replace: each trial has a model of its own."""
+        return {}, None
+
+    @contextmanager
+    def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:
+        """Yield the trained model of a plan."""
+        with preserved_generators():
+            model = self.made(plan, where)
+        yield model
+
+    def build(self, plan: Plan) -> tuple[nn.Module, None]:
+        """Train the model of a plan again, from the same seed."""
+        with preserved_generators():
+            return self.made(plan, "the best trial"), None
+
+    def made(self, plan: Plan, where: str) -> nn.Module:
+        """Make, sketch and train a model.
+
+        Raises:
+            TuningError: If the user's functions raise, or make no model.
+        """
+        seed_generators(self.seed)
+        model = _called(self.model_fn, plan.model, where)
+        for index, (name, sizes) in enumerate(sorted(plan.layers.items())):
+            config = SketchConfig(num_terms=sizes["num_terms"], low_rank=sizes["low_rank"], init="random")
+            try:
+                sketch_layers_(model, config, include=[name], seed=(self.seed + index) % 2**63)
+            except CompressionError:  # it would not shrink
+                continue
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.train(model, TrainConfig(**plan.train))
+        except Exception as error:
+            raise TuningError(f"train raised {type(error).__name__}: {error} for {where}: correct it") from error
+        return model.eval()
+
+
+class ScratchSpace(LayerSpaceBase):
+    """Sizes of layers that start sketched, arguments of the model's function, and settings of training."""
+
+    least = 0.5  # there are no choices by budget: the first trial is the middle of all
+
+    def __init__(self, lines: Sequence[Line], model: Mapping[str, Spec], train: Mapping[str, Spec]) -> None:
+        self.lines, self.model, self.train = lines, model, train
+
+    def draw(self, trial: Any) -> Plan:
+        """Draw the plan of an Optuna trial."""
+        layers: dict[str, Any] = {}
+        for line in self.lines:
+            drawn = {name: suggest(trial, f"{line.label}/{name}", spec) for name, spec in line.specs.items()}
+            if drawn["low_rank"]:  # else the layers stay dense
+                sizes = {"form": _SKETCHED, "num_terms": drawn.get("num_terms", 1), "low_rank": drawn["low_rank"]}
+                layers |= dict.fromkeys(line.names, sizes)
+        parts = {
+            part: {name: suggest(trial, f"{part}/{name}", spec) for name, spec in specs.items()}
+            for part, specs in (("model", self.model), ("train", self.train))
+        }
+        return Plan(layers, **parts)
+
+    def at_budget(self, budget: float) -> dict[str, Any]:
+        """Return the middle of all values."""
+        found = {f"{line.label}/{name}": middle(spec) for line in self.lines for name, spec in line.specs.items()}
+        for part, specs in (("model", self.model), ("train", self.train)):
+            found |= {f"{part}/{name}": middle(spec) for name, spec in specs.items()}
+        return found
+
+
+def tune_from_scratch(
+    model_fn: Any, evaluate: Callable[[nn.Module], Any], train: Any, space: Any, goal: Goal, *, trials: int,
+    first: int | None, timeout_s: float | None, sampler: Any, pruner: Any, storage: Any, repeats: int,
+    parallel: int | str, seed: int | None, progress: bool | None,
+) -> Any:  # fmt: skip
+    """Search as :func:`panther.tune` does, where each trial trains a model of its own.
+
+    Raises:
+        ConfigError: If an argument is not understood, or not for models that are trained.
+        TuningError: As for :func:`panther.tune`, or if ``train`` or the model's function raises.
+    """
+    began = time.perf_counter()
+    if isinstance(model_fn, nn.Module) or not callable(model_fn) or not callable(train):
+        raise ConfigError(
+            "with train= each trial trains a new model: give a function that returns one, and a function of a model "
+            "and a TrainConfig"
+        )
+    if goal.timed:
+        raise ConfigError("latency is not measured of models that are trained: use objective='size' or a function")
+    model_specs, train_specs, layers = _parsed(space)
+    middles = {name: middle(spec) for name, spec in model_specs.items()}
+    plain = Plan(model=middles, train={name: middle(spec) for name, spec in train_specs.items()})
+    drawn = check_seed(seed)
+    with preserved_generators():
+        seed_generators(drawn)
+        fresh = _called(model_fn, middles, "the space")
+    lines = parse_lines(fresh, layers) if layers else []
+    for line in lines:
+        if "low_rank" not in line.specs or not _LAYERS.issuperset(line.specs):
+            raise ConfigError(
+                f"{line.label!r} of the space has {sorted(line.specs)}: a layer that is trained has 'low_rank', and "
+                "'num_terms' if there is more than one"
+            )
+    words = identity(fresh, None, goal, lines, Settings(Forms()), repeats)
+    words["model"] = type(fresh).__name__  # its values depend on the seed
+    words["space"] += f"; model {dict(model_specs)}; train {dict(train_specs)}"
+    study, known = open_study(storage, goal, words, sampler, pruner)
+    seed = known.get("seed", drawn) if seed is None else drawn
+    if known.get("seed", seed) != seed:
+        raise ConfigError(f"storage={storage!r} holds another study (seed {known['seed']} instead of {seed})")
+    with preserved_generators():
+        scratch = Scratch(model_fn, train, Runner(fresh, None, None, None, None, progress), seed)
+        unsketched = scratch.made(plain, "the unchanged model")
+        scratch = Scratch(model_fn, train, Runner(unsketched, None, None, None, None, progress), seed)
+        evaluator = Evaluator(scratch.runner, seed, evaluate, goal, repeats)
+        unchanged, evaluate_s = evaluator.measure_unchanged()
+        check_unchanged(goal, unchanged)
+        check_agrees(study, storage, known, unchanged, seed)
+        chosen = ScratchSpace(lines, model_specs, train_specs)
+        search = Study(study, chosen, goal, unchanged, sampler, seed, _FIRST if first is None else first)
+        deadline = None if timeout_s is None else began + timeout_s
+        why = run_trials(search, evaluator, scratch, trials, deadline, parallel)  # type: ignore[arg-type]
+        return finished(search, scratch, evaluate_s, trials, why, time.perf_counter() - began, seed, study)
+
+
+def _parsed(space: Any) -> tuple[dict[str, Spec], dict[str, Spec], dict[Any, Any]]:
+    """Return what the arguments of the model, the settings of training and the layers may be."""
+    if not isinstance(space, Mapping) or not space:
+        raise ConfigError(
+            f"space={space!r} must be a dict where models are trained, of layers, 'train' and 'model': there are no "
+            "spectra for 'auto'"
+        )
+    layers = dict(space)
+    parts = []
+    for name in ("model", "train"):
+        given = layers.pop(name, {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"space[{name!r}]={given!r} must be a dict of settings and what they may be")
+        parts.append({key: as_spec(f"space[{name!r}][{key!r}]", value) for key, value in given.items()})
+    for key, spec in parts[1].items():
+        for value in grid(spec):
+            TrainConfig(**{key: value})
+    return parts[0], parts[1], layers
+
+
+def _called(model_fn: Callable[..., nn.Module], arguments: Mapping[str, Any], where: str) -> nn.Module:
+    try:
+        model = model_fn(**arguments)
+    except Exception as error:
+        raise TuningError(f"the model's function raised {type(error).__name__}: {error} for {where}") from error
+    if not isinstance(model, nn.Module):
+        raise TuningError(f"the model's function returned a {type(model).__name__}, and must return an nn.Module")
+    return model
