@@ -19,6 +19,7 @@ from panther.train import TrainConfig
 pytest.importorskip("deepspeed")
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.distributed,
     # DeepSpeed 0.19 calls torch 2.13's collectives by their former names.
     pytest.mark.filterwarnings("ignore:`torch.distributed.*` is deprecated:FutureWarning"),
