@@ -103,7 +103,11 @@ def initialize(
 
     world = dist.group.WORLD
     assert world is not None
-    broadcast_model(model, world, "initialize", described)
+    # A model that was built under deepspeed.zero.Init is sharded already, and drawing a sketch needs the shapes of the
+    # factors, which are small.
+    factors = [p for layer in sketched_layers(model).values() for p in layer.parameters(recurse=False)]
+    with _whole(factors):
+        broadcast_model(model, world, "initialize", described)
     # An operator of DeepSpeed's inference on CPUs. It is compiled before the first step, for minutes, and waits for
     # the other processes without a limit. Training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -78,9 +78,9 @@ def steps_of(engine, first, last):
     return losses
 
 
-def plainly():
+def plainly(make=Network):
     """Losses and weights of one process without DeepSpeed."""
-    model, losses = Network(), []
+    model, losses = make(), []
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01, weight_decay=0.1)
     for step in range(2 * STEPS):
         optimizer.zero_grad()
@@ -191,6 +191,35 @@ def test_a_train_config_in_bf16_exports_the_float32_weights(tmp_path):
     factor = model.seeded.S1
     assert factor.dtype is torch.float32
     assert not torch.equal(factor, factor.bfloat16().float())  # not what the model computed with
+
+
+def small(seed=3):
+    torch.manual_seed(0)
+    return nn.Sequential(pr.nn.SKLinear(32, 64, 2, seed=seed), nn.Linear(64, 4))
+
+
+def train_what_was_built_sharded(directory):
+    import deepspeed
+
+    from panther.integrations.deepspeed import export, initialize, load_checkpoint, save_checkpoint
+
+    config = settings(3)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = small(seed=3 + torch.distributed.get_rank())
+    shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+    engine, *_ = initialize(model, config)
+    losses = steps_of(engine, 0, STEPS)
+    save_checkpoint(engine, directory)
+    load_checkpoint(engine, directory)
+    export(engine, directory / "model")
+    return shapes, losses, model[0].seed
+
+
+def test_a_model_that_is_built_sharded(tmp_path):
+    for shapes, losses, seed in launch(train_what_was_built_sharded, tmp_path, nproc=2, start_method="fork"):
+        assert (shapes, seed) == ({(0,)}, 3)
+        torch.testing.assert_close(losses, plainly(small)[0][:STEPS], rtol=1e-4, atol=1e-5)
+    pr.load_compressed(tmp_path / "model", small())
 
 
 REFUSED = [
