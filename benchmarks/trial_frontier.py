@@ -7,9 +7,9 @@ to the nearest code in groups of 128 columns (int8: one scale a row), the range 
 same with error feedback in the metric of the inputs, ``method="activation"``; *SVD* is a truncated SVD of the weights,
 its factors in float32 or int8; *panther* is what pr.compress chooses among all quantized forms, and *low rank* and *low
 rank, int8* are its two-sided fit with such factors, *pivot rows* the same in the form "interpolative", at a higher rank
-in as many bytes; *in sequence* fits layer by layer; *by time* asks for a speed in place of a size; *int8 inputs* rounds
-inputs while the model runs, too. *+ healing* is a distillation: 500 steps on the same batches for quantized layers; for
-low-rank ones, which have more to learn, 640 steps on four times as many others besides. No row uses labels.
+in as many bytes; *by time* asks for a speed in place of a size; *int8 inputs* rounds inputs while the model runs, too.
+*+ healing* is a distillation: 500 steps on the same batches for quantized layers; for low-rank ones, which have more to
+learn, 640 steps on four times as many others besides. No row uses labels.
 
 Times are CPU seconds of compressing, healing included. ``stated_mb`` is the peak memory that is announced
 beforehand, over what the process holds then and with the model's own forward and backward, and ``peak_mb`` by how much
@@ -108,24 +108,7 @@ def _healed(cases: list[Case], names: tuple[str, ...], steps: int = 500, further
     return [replace(case, method=f"{case.method} + healing", heal_steps=steps, further=further) for case in found]
 
 
-def _in_sequence(cases: list[Case], names: tuple[str, ...]) -> list[Case]:
-    """Return those of the cases with such names, fitted layer by layer."""
-    found = [case for case in cases if case.name in names]
-    return [
-        replace(case, method=f"{case.method}, in sequence", options={**case.options, "sequential": True})
-        for case in found
-    ]
-
-
 _ENCODER = [*_quantized(BITS), *_low_rank(FRACTIONS, pivots=True)]
-_SEQUENCE = _in_sequence(
-    _ENCODER,
-    (
-        "panther, 3.25 bits",
-        "low rank, 50% of the numbers",
-        *(f"pivot rows, {each:.0%} of the numbers" for each in FRACTIONS),
-    ),
-)
 _PIVOTS = ("pivot rows, 50% of the numbers", "pivot rows, 25% of the numbers")
 CASES: dict[str, list[Case]] = {
     "encoder": [
@@ -137,8 +120,6 @@ CASES: dict[str, list[Case]] = {
         Case("panther, by time", "1.5 times as fast", {"speedup": 1.5, "forms": None, "measure_speed": True}),
         *_healed(_ENCODER, ("panther, 3.25 bits",)),
         *_healed(_ENCODER, _PIVOTS, 640, 128),
-        *_SEQUENCE,
-        *_healed(_SEQUENCE, ("pivot rows, in sequence, 50% of the numbers",), 640, 128),
     ],
     "encoder-3": _ENCODER,
     "smollm2": _low_rank((0.9, 0.75, 0.5)),
