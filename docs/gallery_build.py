@@ -22,8 +22,15 @@ if not FULL:
 ORDER = {
     "compress": ["encoder.py", "vision.py"],
     "attention": ["linear_attention.py"],
-    "linalg": ["randomized_svd.py"],
-    "distributed": ["data_parallel.py"],
+    "linalg": ["randomized_svd.py", "least_squares.py", "pivoted_qr.py", "custom_sketch.py"],
+    "distributed": [
+        "data_parallel.py",
+        "tensor_parallel.py",
+        "pipeline.py",
+        "hybrid.py",
+        "strategies.py",
+        "advisor.py",
+    ],
 }
 
 

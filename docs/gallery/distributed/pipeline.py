@@ -1,0 +1,123 @@
+"""
+Pipeline stages and microbatches
+================================
+
+In pipeline parallelism every rank has some of the layers, and a batch travels through the stages in microbatches. This
+example splits a model into stages, prints what each rank holds, checks that training ends where one process ends, and
+shows the bubble, the time in which a rank waits, against the number of microbatches.
+"""
+
+import os
+import time
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+import panther as pr
+from panther.distributed import CommunicationCounter, launch, make_schedule, split_stages
+
+QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+width, batch = (256, 32) if QUICK else (1024, 64)
+
+# %%
+# Stages
+# ------
+#
+# Stages have about equal numbers of parameters. With ``inside_sketched_layers=True`` a boundary may be inside a
+# sketched layer, where 2R numbers are sent for each row in place of the width.
+
+
+def build():
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(4):
+        layers += [pr.nn.SKLinear(width, width, 16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+torch.manual_seed(1)
+x, target = torch.randn(batch, width), torch.randint(10, (batch,))
+
+
+def train(inside):
+    stages = split_stages(build(), 2, inside_sketched_layers=inside)
+    schedule = make_schedule("1f1b", stages, 4, nn.CrossEntropyLoss())
+    optimizer = torch.optim.SGD(schedule.parameters(), lr=0.1)
+    losses = []
+    with CommunicationCounter() as traffic:
+        for _ in range(5):
+            optimizer.zero_grad()
+            _, loss = schedule.step(x, target)
+            optimizer.step()
+            losses.append(None if loss is None else round(loss.item(), 5))
+    names = sorted({name.rpartition(".")[0] for name, _ in stages[0].submod.named_parameters()})
+    return names, losses, traffic.bytes // 5
+
+
+for inside in (False, True):
+    print("boundaries inside sketched layers:", inside)
+    for rank, (names, losses, sent) in enumerate(launch(train, inside, nproc=2, start_method="fork")):
+        print(f"  rank {rank} has layers {', '.join(names)}, sends {sent:,} bytes a step, losses {losses}")
+
+# %%
+# Only the rank of the last stage knows the loss. The same five steps in one process:
+
+model = build()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for _ in range(5):
+    loss = nn.functional.cross_entropy(model(x), target)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(round(loss.item(), 5))
+print("one process:", losses)
+
+# %%
+# Microbatches
+# ------------
+#
+# A hook on each stage notes when it computes a microbatch. Rank 1 starts when rank 0 has finished the first one, and
+# the ranks then work at the same time. (On two busy cores the order is exact, and the times are not.)
+
+microbatches = 4
+
+
+def timeline(name):
+    stages = split_stages(build(), 2)
+    schedule = make_schedule(name, stages, microbatches, nn.CrossEntropyLoss())
+    schedule.step(x, target)  # a first step, which prepares buffers
+    spans, begun = [], []
+    stages[0].submod.register_forward_pre_hook(lambda *_: begun.append(time.time()))
+    stages[0].submod.register_forward_hook(lambda *_: spans.append((begun[-1], time.time())))
+    torch.distributed.barrier()
+    schedule.step(x, target)
+    return spans
+
+
+ranks = launch(timeline, "gpipe", nproc=2, start_method="fork")
+origin = ranks[0][0][0]
+figure, (left, right) = plt.subplots(1, 2)
+for rank, spans in enumerate(ranks):
+    print(f"rank {rank} begins its forwards after", [f"{1e3 * (begin - origin):.1f} ms" for begin, _ in spans])
+    for number, (begin, end) in enumerate(spans[:microbatches]):
+        left.barh(rank, 1e3 * (end - begin), left=1e3 * (begin - origin), color=f"C{number}")
+left.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], xlabel="ms", title="forwards of four microbatches (gpipe)")
+left.invert_yaxis()
+
+# %%
+# With p stages and m microbatches, a rank is idle for (p - 1) / (m + p - 1) of an ideal step. More microbatches shrink
+# this bubble, until the products become too small to be efficient.
+
+counts = (1, 2, 4, 8, 16, 32)
+for p in (2, 4, 8):
+    right.plot(counts, [100 * (p - 1) / (m + p - 1) for m in counts], marker="o", label=f"{p} stages")
+right.set(xscale="log", xlabel="microbatches", ylabel="idle part of an ideal step, %")
+right.set_xticks(counts, [str(count) for count in counts])
+right.minorticks_off()
+right.legend()
+plt.show()
+
+# %%
+# :doc:`/howto/pipeline-parallel` has models that are not an ``nn.Sequential``, and the other schedules.

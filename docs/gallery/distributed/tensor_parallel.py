@@ -1,0 +1,104 @@
+"""
+Tensor parallelism of SKLinear
+==============================
+
+In tensor parallelism every rank has a shard of each layer. :func:`~panther.distributed.tensor_parallel` shards a whole
+model, and :class:`~panther.distributed.ColwiseSKParallel` and :class:`~panther.distributed.RowwiseSKParallel` shard
+single layers. A sketched pair sends 2R numbers for each row, a dense pair its full width.
+"""
+
+import os
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+import panther as pr
+from panther.distributed import CommunicationCounter, launch, make_mesh, tensor_parallel
+
+QUICK = "PANTHER_DOCS_QUICK" in os.environ  # smaller sizes, with which the documentation is checked
+width = 256 if QUICK else 1024
+
+# %%
+# What each rank holds
+# --------------------
+#
+# The first layer of a pair is sharded by its outputs, the second by its inputs, so nothing is gathered between them.
+# Parameters are DTensors: each rank has a shard, and knows the full shape. The random sketches are drawn block by block
+# from the seed, so no rank ever has the whole sketch of a sharded axis.
+
+
+def pair(rank_of_sketch):
+    torch.manual_seed(0)
+    if rank_of_sketch is None:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    return nn.Sequential(
+        pr.nn.SKLinear(width, 4 * width, rank_of_sketch), nn.GELU(), pr.nn.SKLinear(4 * width, width, rank_of_sketch)
+    )
+
+
+def shards():
+    report = tensor_parallel(pair(8), make_mesh(tp=2)["tp"])
+    seen = {name: (tuple(p.shape), tuple(p.to_local().shape)) for name, p in report.model.named_parameters()}
+    return str(report), seen
+
+
+ranks = launch(shards, nproc=2, start_method="fork")
+print(ranks[0][0])
+for name in ranks[0][1]:
+    shape, own = ranks[0][1][name]
+    print(f"{name:7} {shape!s:13} rank 0 has {own!s:12} rank 1 has {ranks[1][1][name][1]}")
+
+# %%
+# Equal to one process
+# --------------------
+#
+# The sharded pair has the outputs and the gradients of the unsharded one.
+
+x = torch.randn(32, width)
+
+
+def step():
+    model = tensor_parallel(pair(8), make_mesh(tp=2)["tp"]).model
+    y = model(x)
+    y.square().mean().backward()
+    return y.detach(), model[0].S1.grad.full_tensor()
+
+
+single = pair(8)
+y = single(x)
+y.square().mean().backward()
+for rank, (output, gradient) in enumerate(launch(step, nproc=2, start_method="fork")):
+    difference = (output - y).abs().max().item()
+    print(f"rank {rank}: largest difference of the output {difference:.1e},", end=" ")
+    print(f"of the gradient {(gradient - single[0].S1.grad).abs().max().item():.1e}")
+
+# %%
+# Bytes for each row
+# ------------------
+#
+# :class:`~panther.distributed.CommunicationCounter` counts what a rank passes to collective operations, here in a
+# forward and a backward of 32 rows.
+
+
+def traffic(rank_of_sketch, ranks):
+    model = tensor_parallel(pair(rank_of_sketch), make_mesh(tp=ranks)["tp"]).model
+    inputs = x.clone().requires_grad_()
+    with CommunicationCounter() as counter:
+        model(inputs).sum().backward()
+    return counter.bytes / len(x)
+
+
+sketches = (None, 8, 32) if QUICK else (None, 8, 16, 32, 64)
+sent = [launch(traffic, rank, 2, nproc=2, start_method="fork")[0] for rank in sketches]
+labels = ["dense" if rank is None else f"R = {rank}" for rank in sketches]
+for label, value in zip(labels, sent, strict=True):
+    print(f"{label:7} {value:8,.0f} bytes a row, {sent[0] / value:5.1f} times fewer")
+
+figure, axes = plt.subplots()
+axes.bar(labels, sent, color=["gray"] + ["C0"] * (len(sent) - 1))
+axes.set(yscale="log", ylabel="bytes that a rank sends for a row", title=f"{width} to {4 * width} to {width} features")
+plt.show()
+
+# %%
+# :doc:`/howto/tensor-parallel` has attention by heads, plans of your own, sequence parallelism and checkpointing.
