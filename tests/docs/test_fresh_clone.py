@@ -1,0 +1,74 @@
+"""README and quickstart are followed to the letter in a fresh clone: only what is committed is there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(command, folder, **environment):
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MAKEFLAGS")} | environment
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A clone of HEAD whose .venv sees the libraries of this environment, so that pip has nothing to download."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    folder = tmp_path_factory.mktemp("fresh") / "checkout"
+    run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)], ROOT)
+    run([sys.executable, "-m", "venv", "--without-pip", ".venv"], folder)
+    (site,) = (folder / ".venv/lib").glob("python*/site-packages")
+    (site / "libraries.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    (folder / ".venv/.torch-stamp").touch()  # the one step left out: torch is here
+    return folder
+
+
+def console(text):
+    """Return the commands of the README's console blocks."""
+    blocks = re.findall(r"^```console\n(.*?)^```", text, flags=re.M | re.S)
+    return [re.sub(r"\s+#.*", "", line[2:]) for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.tool
+def test_make_demo_prints_the_table_of_the_readme(clone):
+    readme = (clone / "README.md").read_text()
+    assert console(readme)[0] == "make demo"
+    printed = run(["make", "demo"], clone)
+    labels = re.findall(r"^(?:  )?([a-z][a-z ,0-9]+?)  +\S", re.search(r"```text\n(.*?)```", readme, re.S)[1], re.M)
+    assert "test accuracy, mean of 4 seeds" in labels
+    assert [label for label in labels if label not in printed] == []
+    assert (clone / ".venv/bin/panther").exists()
+    where = run([clone / ".venv/bin/python", "-c", "import panther; print(panther.__file__)"], clone.parent)
+    assert where.startswith(str(clone))
+
+
+@pytest.mark.tool
+def test_the_code_of_the_readme_and_the_quickstart_runs(clone):
+    python = clone / ".venv/bin/python"
+    readme = (clone / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, flags=re.M | re.S)
+    environment = {} if (clone / ".venv/bin/panther").exists() else {"PYTHONPATH": str(clone)}  # this test alone
+    run([python, "-W", "error", "-c", "\n".join(blocks)], clone.parent, **environment)
+    run([python, "-m", "doctest", clone / "docs/start/quickstart.rst"], clone.parent, **environment)
+
+
+@pytest.mark.tool
+def test_links_and_commands_of_the_readme_exist_in_the_clone(clone):
+    readme = (clone / "README.md").read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)|(?:src|srcset)=\"([^\":]+)\"", readme)
+    targets = {one or other for one, other in links}
+    assert [target for target in targets if not (clone / target).exists()] == []
+    makefile = (clone / "Makefile").read_text()
+    wanted = {match for match in re.findall(r"`?make ([a-z-]+)", "\n".join(console(readme)))}
+    assert {"demo", "test"} <= wanted
+    assert [name for name in wanted if not re.search(rf"^{name}:", makefile, re.M)] == []
