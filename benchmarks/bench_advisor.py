@@ -37,7 +37,7 @@ LAYOUTS = {
 SIZES = {"hidden": 256, "layers": 6, "heads": 4, "ffn": 1024, "vocab": 4096, "sequence": 64}
 SMALL = {"hidden": 32, "layers": 4, "heads": 4, "ffn": 64, "vocab": 64, "sequence": 8}
 BATCH, SKETCH = 32, 16
-_WARM_UP = 3
+_WARM_UP, _FEWEST = 2, 4
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
@@ -59,7 +59,7 @@ def rows_of(world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s:
     """Train a model with each layout, and return measured beside predicted figures."""
     stats = ModelStats.transformer(**sizes)
     chosen = chosen_plan(stats, world, layouts)
-    cluster, seconds = launch(seconds_of, chosen, sizes, budget_s, nproc=world)[0]
+    cluster, seconds, least = launch(seconds_of, chosen, sizes, budget_s, nproc=world)[0]
     memory = [max(ranks) for ranks in zip(*launch(_memory, chosen, sizes, nproc=world), strict=True)]
     predictions = {str(option.layout): option.estimate for option in plan_of(stats, cluster).options}
     return [
@@ -70,12 +70,14 @@ def rows_of(world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s:
             "step_ms": figure(1e3 * measured),
             "predicted_ms": figure(1e3 * predictions[layout].step_seconds),
             "time_ratio": figure(predictions[layout].step_seconds / measured),
+            "fastest_ms": figure(1e3 * fastest),
+            "fastest_ratio": figure(predictions[layout].step_seconds / fastest),
             "peak_mb": figure(peak / 1e6),
             "predicted_mb": figure(predictions[layout].memory.total / 1e6),
             "memory_ratio": figure(predictions[layout].memory.total / peak),
             **{f"{part}_ms": round(1e3 * value, 2) for part, value in predictions[layout].seconds.items()},
         }
-        for layout, measured, peak in zip(layouts, seconds, memory, strict=True)
+        for layout, measured, fastest, peak in zip(layouts, seconds, least, memory, strict=True)
     ]
 
 
@@ -121,8 +123,11 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
 
 def seconds_of(
     plan: ParallelismPlan, sizes: dict[str, Any], budget_s: float, repetitions: int = 10
-) -> tuple[ClusterSpec, list[float]]:
-    """Return the speeds of the ranks, and seconds a step of each of the plan's options. Every rank calls it."""
+) -> tuple[ClusterSpec, list[float], list[float]]:
+    """Return the speeds of the ranks, and the median and least seconds a step of each of the plan's options.
+
+    Every rank calls it.
+    """
     cluster = ClusterSpec.measure(repetitions=repetitions)
     trainers = [_Trainer(plan, place, sizes) for place in range(len(plan.options))]
     times: list[list[float]] = [[] for _ in trainers]
@@ -134,14 +139,14 @@ def seconds_of(
             trainer.step()
             taken.append(time.perf_counter() - begin)
         turns += 1
-        going = torch.tensor([float(turns < _WARM_UP + 5 or time.monotonic() < end)])
+        going = torch.tensor([float(turns < _WARM_UP + _FEWEST or time.monotonic() < end)])
         dist.broadcast(going, 0)
     slowest = torch.tensor(times)[:, _WARM_UP:]
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     # Speeds drift with what else the machine does: the mean of those before and after the steps.
-    return _mean(cluster, ClusterSpec.measure(repetitions=repetitions)), [
-        statistics.median(row) for row in slowest.tolist()
-    ]
+    after = ClusterSpec.measure(repetitions=repetitions)
+    steps = slowest.tolist()
+    return _mean(cluster, after), [statistics.median(row) for row in steps], [min(row) for row in steps]
 
 
 def _mean(first: ClusterSpec, second: ClusterSpec) -> ClusterSpec:

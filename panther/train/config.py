@@ -183,6 +183,11 @@ class TrainConfig(Settings):
     ``auto`` builds what :func:`panther.distributed.plan_parallelism` finds best among the strategies that the other
     settings allow, without stages, and with tensor parallelism only if nothing else fits; the first rank prints it."""
 
+    cluster_file: str | None = None
+    """For ``auto``, a file of measured speeds that ``panther advise --measure`` or
+    :meth:`panther.distributed.ClusterSpec.save` wrote, by which the advisor compares layouts. None takes figures of
+    data sheets, which are uncalibrated."""
+
     data_parallel_size: int | None = None
     """Number of data-parallel ranks. None is the world size divided by the sizes of tensor and pipeline parallelism."""
 
@@ -329,6 +334,7 @@ class TrainConfig(Settings):
         if self.epochs is not None and self.max_steps is not None:
             raise ConfigError(f"epochs={self.epochs} and max_steps={self.max_steps} exclude each other: give one")
         for name, needed, value in (
+            ("cluster_file", "strategy", "auto"),
             ("scaler_init_scale", "mixed_precision", "fp16"),
             ("scaler_growth_interval", "mixed_precision", "fp16"),
             ("powersgd_rank", "comm_hook", "powersgd"),

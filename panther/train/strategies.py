@@ -148,13 +148,14 @@ def _with_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample_b
     world, possible = get_world_size(), possible_strategies(config)
     if config.strategy != "auto" or world == 1:
         return config
+    settled = dataclasses.replace(config, cluster_file=None)  # which is for "auto"
     if _is_model_parallel(config):
-        return dataclasses.replace(config, strategy="hybrid")
+        return dataclasses.replace(settled, strategy="hybrid")
     layout, reason = None, "which the other settings ask for"
     if "ddp" in possible and "fsdp" not in possible:
-        chosen = dataclasses.replace(config, strategy="ddp")
+        chosen = dataclasses.replace(settled, strategy="ddp")
     elif "replicate" not in possible:
-        chosen = dataclasses.replace(config, strategy="fsdp")
+        chosen = dataclasses.replace(settled, strategy="fsdp")
     else:
         layout, failure = run_on_first_rank(lambda: _advised_layout(model, config, loss_fn, sample_batch), None)
         if failure is not None:
@@ -163,7 +164,7 @@ def _with_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample_b
                 UserWarning,
                 stacklevel=4,
             )
-        chosen = dataclasses.replace(config, strategy="ddp") if layout is None else _with_layout(config, layout)
+        chosen = dataclasses.replace(settled, strategy="ddp") if layout is None else _with_layout(settled, layout)
         reason = "as the advisor cannot read the model" if layout is None else f"the advisor's choice: {layout}"
     if get_rank() == 0:
         print(f"strategy='auto' uses {chosen.strategy!r}, {reason}", file=sys.stderr)
@@ -191,12 +192,16 @@ def _advised_layout(
     info, batch = get_distributed_info(), sample_batch()
     # Set by torchrun and panther launch; without it all ranks are on one node.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
-    if info.device.type == "cuda":
+    on_gpu = info.device.type == "cuda"
+    if on_gpu:
         memory = float(torch.cuda.get_device_properties(info.device).total_memory)
-        cluster = ClusterSpec(gpus=get_world_size(), memory_bytes=memory, gpus_per_node=local)
     else:
         memory = physical_memory() / local
-        cluster = ClusterSpec.preset("cpu", get_world_size(), memory_bytes=memory, gpus_per_node=local)
+    sizes: dict[str, Any] = {"gpus": get_world_size(), "memory_bytes": memory, "gpus_per_node": local}
+    if config.cluster_file is not None:
+        cluster = _measured_cluster(config.cluster_file, sizes)
+    else:
+        cluster = ClusterSpec(**sizes) if on_gpu else ClusterSpec.preset("cpu", **sizes)
     try:
         stats = ModelStats.of(
             model,
@@ -210,6 +215,18 @@ def _advised_layout(
     options = [option for option in plan.options if option.layout.pp == 1]
     options.sort(key=lambda option: (not option.fits, option.layout.tp > 1))  # stable: the fastest stay first
     return options[0].layout if options else None, None
+
+
+def _measured_cluster(file: str, sizes: dict[str, Any]) -> ClusterSpec:
+    """Return the speeds of a file for the ranks and the memory that there are."""
+    try:
+        return ClusterSpec.load(file, **sizes)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster_file={file!r} cannot be read ({error.strerror}): write it with `panther advise --measure {file}`"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"cluster_file: {error}") from error
 
 
 def _is_model_parallel(config: TrainConfig) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from panther.distributed import CommunicationCounter
+from panther.distributed import ClusterSpec, CommunicationCounter
 from panther.distributed.advisor.cost_model import Layout
 from panther.errors import ConfigError, ShapeError
 from panther.nn import SKLinear
@@ -154,6 +154,28 @@ def test_auto_builds_the_layout_that_the_advisor_chose(capfd):
         assert found[name]["kind"] == kind, name
         assert found[name]["hooks" if kind == "ddp" else "axes"] == wanted_in, name
         assert f"the advisor's choice: {name}\n" in printed
+
+
+def test_auto_plans_with_measured_speeds(capfd, tmp_path):
+    """The file says that gathering is free and reducing all but impossible, and then that memory is tiny."""
+    speeds = {"operation_seconds": 0.0, "measured_gpus": 2, "memory_bytes": 1.0}
+    fast, slow = (0.0, 1e15), (10.0, 1.0)
+    for name, reduced, gathered in (("fsdp", slow, fast), ("ddp", fast, slow)):
+        links = [("all_reduce", reduced), ("all_gather", gathered), ("reduce_scatter", gathered)]
+        collectives = tuple((f"intra {operation}", *speed) for operation, speed in links)
+        ClusterSpec.preset("cpu", 4, collectives=collectives, **speeds).save(tmp_path / f"{name}.json")
+    settings = [{"cluster_file": str(tmp_path / f"{name}.json")} for name in ("fsdp", "ddp", "absent")]
+
+    def run():
+        return [built(each) for each in settings]
+
+    sharded, replicated, refused = on_ranks(run, 2, fresh=True)[0]
+    assert (sharded["kind"], replicated["kind"]) == ("fsdp", "ddp")
+    assert "absent.json" in refused
+    assert "cannot be read (No such file or directory): write it with `panther advise --measure" in refused
+    assert "the advisor's choice: dp=2 fsdp\n" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"cluster_file=speeds\.json needs strategy='auto', not 'ddp'"):
+        TrainConfig(strategy="ddp", cluster_file="speeds.json")
 
 
 @pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}])
