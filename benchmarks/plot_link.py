@@ -4,7 +4,7 @@
 step of four runs, for the first page.
 """
 
-__all__ = ["STYLES", "draw_landing", "draw_losses", "draw_steps"]
+__all__ = ["STYLES", "draw_landing", "draw_losses", "draw_scale", "draw_steps"]
 
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,30 @@ def draw_landing(rows: Rows) -> Path:
     return _save(figure, "landing-link")
 
 
+def draw_scale(device: str, rows: Rows, predicted: Rows) -> Path:
+    """Draw the advisor's seconds a step for more devices, and what the trial measured on two."""
+    pyplot = require_extra("matplotlib.pyplot", "bench")
+    figure, axes = pyplot.subplots(1, 2, figsize=(10.8, 4.4), sharey=True, layout="constrained")
+    for axis, link in zip(axes, LINKS, strict=False):
+        for run in ("dense, ddp", "sketched, ddp", "dense, fsdp", "sketched, fsdp"):
+            label, marker, colour, dash = STYLES[run]
+            here = [row for row in predicted if (row["link"], row["run"]) == (link, run)]
+            devices, seconds = [int(row["devices"]) for row in here], [float(row["step_ms"]) / 1e3 for row in here]
+            axis.plot(devices, seconds, dash, color=colour, label=f"{label}, predicted")
+            (measured,) = (float(row["fastest_ms"]) / 1e3 for row in rows if (row["link"], row["run"]) == (link, run))
+            axis.plot([2], [measured], marker, color=colour, markersize=7, label=f"{label}, measured on two")
+        axis.axvspan(2.3, 5500, color="#888888", alpha=0.08)
+        axis.text(5000, 0.16, "extrapolated", ha="right", color="#555555")
+        axis.set(xscale="log", yscale="log", xlabel="nodes of one device each", xlim=(1.7, 5500))
+        axis.set_xticks((2, 8, 64, 512, 4096), ("2", "8", "64", "512", "4,096"))
+        axis.set_title(link, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("seconds a step")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=9, ncols=4)
+    figure.suptitle(f"8 samples for each device. {device}", fontsize=10)
+    return _save(figure, "link-scale")
+
+
 def _draw_range(
     axis: Any, rows: dict[str, dict[str, str]], place: int, label: str, marker: str, colour: str, dash: str
 ) -> None:
@@ -128,3 +152,4 @@ if __name__ == "__main__":
     print(draw_losses(cpu, by_cpu("link-curves", 1)[cpu]))
     print(draw_steps(cpu, found))
     print(draw_landing(found))
+    print(draw_scale(cpu, found, by_cpu("link-scale", 1)[cpu]))
