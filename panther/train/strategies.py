@@ -193,10 +193,7 @@ def _advised_layout(
     # Set by torchrun and panther launch; without it all ranks are on one node.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
     on_gpu = info.device.type == "cuda"
-    if on_gpu:
-        memory = float(torch.cuda.get_device_properties(info.device).total_memory)
-    else:
-        memory = physical_memory() / local
+    memory = torch.cuda.get_device_properties(info.device).total_memory if on_gpu else physical_memory() / local
     sizes: dict[str, Any] = {"gpus": get_world_size(), "memory_bytes": memory, "gpus_per_node": local}
     if config.cluster_file is not None:
         cluster = _measured_cluster(config.cluster_file, sizes)
