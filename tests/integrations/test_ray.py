@@ -332,7 +332,7 @@ result = trainer.fit(samples())
 print(result.checkpoint.path, result.return_value.last["step"], ray.is_initialized())
 """
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while "Ray runtime started" not in (tmp_path / "head.txt").read_text():
         assert time.monotonic() < deadline, (tmp_path / "head.txt").read_text()
         time.sleep(0.1)
