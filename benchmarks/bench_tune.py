@@ -55,8 +55,8 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     for layers, width, sentences in CASES[:1] if quick else CASES:
         rows.append(_case(transformers, layers, width, sentences, 3 if quick else TRIALS))
         print_table(rows[-1:])
-    if not quick:
-        print(f"written to {write_csv('tune', rows, device=device)}")
+        if not quick:
+            print(f"written to {write_csv('tune', rows, device=device)}")
 
 
 def _case(transformers: Any, layers: int, width: int, sentences: int, trials: int) -> dict[str, Any]:
