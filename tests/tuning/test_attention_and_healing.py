@@ -146,7 +146,8 @@ def test_trials_are_healed(block):
     assert healed.best.plan.heal["max_steps"] == 40
     assert Accuracy(x, labels)(healed.model) == healed.best.metric >= plain.best.metric
     assert 0 < healed.report.healed.steps <= 40
-    fixed = pr.tune(net, Accuracy(x, labels), batches(x), heal=pr.HealConfig(max_steps=2), **{**options, "trials": 1})
+    options |= {"trials": 1, "constraint": None}
+    fixed = pr.tune(net, Accuracy(x, labels), batches(x), heal=pr.HealConfig(max_steps=2), **options)
     assert fixed.trials[0].plan.heal == {"max_steps": 2}
 
 
