@@ -583,7 +583,7 @@ def test_failures_name_the_rank_and_end_the_others(how, message, capfd):
     start = time.monotonic()
     with pytest.raises(DistributedError, match=message) as caught:
         fork(fail, how)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100  # not by the timeout of gloo, which is of minutes
     if "IndexError" in message:
         assert "return f" not in str(caught.value)
         assert "in <lambda>" in str(caught.value)
@@ -601,7 +601,7 @@ def test_all_ranks_wait_for_one_that_was_killed():
     start = time.monotonic()
     with pytest.raises(DistributedError, match="rank 2 of 3 was ended by SIGKILL"):
         fork(work, nproc=3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100
 
 
 def test_result_that_cannot_be_pickled():

@@ -27,6 +27,7 @@ VALUES = {
     "gradient_accumulation_steps": (4, [0, None]),
     "gradient_clipping": (0.5, [0.0, -1.0, float("nan"), float("inf"), "1"]),
     "strategy": ("fsdp", ["dp", None, 1]),
+    "cluster_file": ("cluster.json", [1]),
     "data_parallel_size": (2, [0, 1.0]),
     "tensor_parallel_size": (2, [0, "2"]),
     "pipeline_parallel_size": (2, [0, False]),
@@ -80,6 +81,8 @@ def with_directory(name, value):
         return {name: value, "comm_hook": "powersgd"}
     if name.startswith("topk"):
         return {name: value, "comm_hook": "topk"}
+    if name == "cluster_file":
+        return {name: value, "strategy": "auto"}
     if name in ("pipeline_layers", "num_microbatches", "pipeline_schedule"):
         return {name: value, "strategy": "pp"}
     needs = name.startswith("checkpoint_every") or name in ("profile", "trackers")
