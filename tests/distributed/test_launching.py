@@ -601,7 +601,7 @@ def test_all_ranks_wait_for_one_that_was_killed():
     start = time.monotonic()
     with pytest.raises(DistributedError, match="rank 2 of 3 was ended by SIGKILL"):
         fork(work, nproc=3)
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 40
 
 
 def test_result_that_cannot_be_pickled():
