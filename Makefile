@@ -10,7 +10,8 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test test-isa test-all test-engines test-engines-slow torture lint docs docs-full bench trials clean
+.PHONY: demo test test-isa test-all test-engines test-engines-slow torture lint docs docs-full release-check bench \
+    trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -58,11 +59,27 @@ lint: .venv/.all-stamp
 # figures in docs/_static/gallery. Generated pages are removed first, because those of names that are gone would be warned of.
 docs: .venv/.all-stamp
 	rm -rf docs/reference/api/generated docs/examples
-	.venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 docs-full: .venv/.all-stamp
 	rm -rf docs/reference/api/generated docs/examples
-	PANTHER_DOCS_FULL=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 PANTHER_DOCS_FULL=1 .venv/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+# What a release is made of: both archives, their description as a package index shows it, and the wheel in an empty
+# environment, outside of the checkout.
+release-check: .venv/.all-stamp
+	rm -rf build dist
+	.venv/bin/python -m build --no-isolation --outdir dist .
+	.venv/bin/python -m twine check --strict dist/*
+	.venv/bin/python tests/support/release_check.py $(if $(TORCH_INDEX),--torch-index '$(TORCH_INDEX)')
+
+# The checker of accessibility that tests of the built site use, from npm, where its checksum is compared.
+AXE = axe-core-4.14.1.tgz
+.venv/axe/axe.min.js:
+	rm -rf .venv/axe && mkdir -p .venv/axe
+	cd .venv/axe && npm pack --silent axe-core@4.14.1 && \
+	    echo "e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745  $(AXE)" | sha256sum --check --quiet && \
+	    tar xzf $(AXE) --strip-components=1 package/axe.min.js
 
 bench: .venv/.all-stamp
 	.venv/bin/python benchmarks/run.py $(ARGS)

@@ -1,5 +1,6 @@
 """Sphinx configuration. Neither the build nor the built pages need the network: mathematics is MathML."""
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,6 +75,7 @@ html_title = f"Panther {release}"
 html_static_path = ["_static"]
 html_favicon = "_static/logo-light.svg"
 html_css_files = ["panther.css"]
+html_search_scorer = str(Path(__file__).parent / "search_scorer.js")  # Sphinx looks in the current folder otherwise
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
@@ -92,6 +94,17 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 html_sidebars = {"index": [], "sharp-bits": []}
+
+# The switcher between versions needs the address at which all of them are published: see docs/switcher.py.
+if _address := os.environ.get("PANTHER_DOCS_URL", "").rstrip("/"):
+    _version = "dev" if "dev" in release else release
+    html_baseurl = f"{_address}/{_version}/"
+    html_theme_options |= {
+        "switcher": {"json_url": f"{_address}/switcher.json", "version_match": _version},
+        "check_switcher": False,  # which would ask the network
+        "show_version_warning_banner": True,
+        "navbar_end": ["version-switcher", "theme-switcher"],
+    }
 
 # Napoleon takes what stands before a colon in a property's first line for its type; types are in the annotations here.
 GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end
