@@ -2,9 +2,11 @@
    it all pages with one of the words in their title have equal scores, and the first by the alphabet wins. */
 var Scorer = {
   score: ([, title, , , score]) => {
-    const words = (new URLSearchParams(window.location.search).get("q") || "").toLowerCase().split(/\s+/).filter(Boolean);
-    const found = words.filter((word) => title.toLowerCase().includes(word)).length;
-    return score + (words.length > 1 && found === words.length ? 30 : 0);
+    const query = (new URLSearchParams(window.location.search).get("q") || "").toLowerCase().trim();
+    const words = query.split(/\s+/);
+    const name = title.toLowerCase();
+    if (words.length < 2 || !words.every((word) => name.includes(word))) return score;
+    return score + 30 + (name.includes(query) ? 30 : 0) - name.length / 100;
   },
   objNameMatch: 11,
   objPartialMatch: 6,
