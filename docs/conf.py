@@ -75,6 +75,7 @@ html_title = f"Panther {release}"
 html_static_path = ["_static"]
 html_favicon = "_static/logo-light.svg"
 html_css_files = ["panther.css"]
+html_js_files = ["summaries.js"]
 html_search_scorer = str(Path(__file__).parent / "search_scorer.js")  # Sphinx looks in the current folder otherwise
 html_copy_source = False
 html_show_sourcelink = False
