@@ -19,6 +19,12 @@ number = attrgetter("number")
 QUICK = {"trials": 8, "seed": 0, "progress": False, "constraint": ">= 90 %"}
 
 
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Other processes import this module as ``tests.tuning.test_parallel``."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+
+
 @pytest.fixture(scope="module")
 def trained():
     return classifier()
