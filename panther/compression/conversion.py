@@ -2,7 +2,7 @@
 
 __all__ = [
     "Replacement", "convert", "convert_all", "convert_in_sequence", "convert_interpolative", "convert_quantized",
-    "convert_seeded", "inherit_flags", "random_layer",
+    "convert_seeded", "convert_target", "inherit_flags", "random_layer",
 ]  # fmt: skip
 
 import copy
@@ -36,12 +36,18 @@ def convert_all(survey: Survey, fits: Fits, choice: Choice, seed: int) -> Replac
     """Make the new layers of the chosen forms: fitted ones, or seeded sketches where nothing was fitted."""
     new: Replacement = {}
     for target, own in survey.seeds(seed).items():
-        option = choice[target]
-        if target in fits.fits:
-            found = None if option.bits is None else fits.quantized[target][option.bits]
-            new |= _convert_fitted(target, option, fits.fits[target], found, fits.group_size, own)
-        elif option.rank is not None:
-            new |= convert_seeded(target, 1, option.rank // 2, "random", own)
+        new |= convert_target(target, fits, choice[target], own)
+    return new
+
+
+def convert_target(target: Target, fits: Fits, option: Option, seed: int) -> Replacement:
+    """Make the new layers of one weight; ``seed`` is its own."""
+    new: Replacement = {}
+    if target in fits.fits:
+        found = None if option.bits is None else fits.quantized[target][option.bits]
+        new = _convert_fitted(target, option, fits.fits[target], found, fits.group_size, seed)
+    elif option.rank is not None:
+        new = convert_seeded(target, 1, option.rank // 2, "random", seed)
     return _rounding_inputs(new, fits.activations)
 
 
@@ -252,13 +258,14 @@ def _nonzero(left: Tensor) -> Tensor:  # (groups, outer, r) -> (groups, r)
 def _linear(module: nn.Module, left: Tensor, right: Tensor, seed: int) -> SKLinear:
     weight, bias = module.get_parameter("weight"), getattr(module, "bias", None) is not None
     inner, out, R = right.shape[2], left.shape[1], -(-left.shape[2] // 2)
-    layer = SKLinear(inner, out, 1, R, bias=bias, dtype=weight.dtype, device=weight.device, seed=seed)
+    # Made without values, which would only be drawn and then replaced.
+    layer = SKLinear(inner, out, 1, R, bias=bias, dtype=weight.dtype, device="meta", seed=seed)
     # Columns that stay zero would never learn; split_factors gives them zero S and random signs in U.
     kept = _nonzero(left)[0]
     S1, U1, S2, U2 = split_factors(right[0, kept].mT, left[0][:, kept].mT, R, seed)
-    with torch.no_grad():
-        layer.S1.copy_(S1)
-        layer.S2.copy_(S2)
+    layer.S1, layer.S2 = nn.Parameter(S1.to(weight.dtype)), nn.Parameter(S2.to(weight.dtype))
+    if bias:
+        layer.bias = nn.Parameter(weight.new_zeros(out))
     layer.set_fitted_({"U1": U1.to(weight.dtype), "U2": U2.to(weight.dtype)})
     return layer
 

@@ -124,11 +124,13 @@ def split_factors(
 
     rows, cols = left.shape[0], right.shape[1]
     S1, S2 = left.new_zeros(rows, R), left.new_zeros(R, cols)
-    U1 = level * signs(seed, 0, range(R), range(cols), dtype=left.dtype, device=left.device)
-    U2 = level * signs(seed, 1, range(rows), range(R), dtype=left.dtype, device=left.device)
+    U1, U2 = left.new_empty(R, cols), left.new_empty(rows, R)
     first, second = (r + 1) // 2, r // 2
     S1[:, :first], U1[:first] = left[:, 0::2], right[0::2]
     U2[:, :second], S2[:second] = left[:, 1::2], right[1::2]
+    # Only the signs of unused columns are drawn: mostly there are none or one.
+    U1[first:] = level * signs(seed, 0, range(first, R), range(cols), dtype=left.dtype, device=left.device)
+    U2[:, second:] = level * signs(seed, 1, range(rows), range(second, R), dtype=left.dtype, device=left.device)
     return S1, U1, S2, U2
 
 

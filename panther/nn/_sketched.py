@@ -202,8 +202,8 @@ class SketchedModule(CompressedModule):
             type(self).__name__, f"nn.{self.dense_class.__name__}", self.num_terms, self.low_rank, sketched,
             self.fan_in, outputs, stacklevel=3,
         )  # fmt: skip
-        self.set_seeded_(seed)
-        self.reset_parameters()
+        self.seed = seed
+        self.reset_parameters()  # which draws the sketches
 
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of factors and sketches."""

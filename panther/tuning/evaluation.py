@@ -114,7 +114,7 @@ class Evaluator:
         assert self.unchanged is not None
         began = time.perf_counter()
         with preserved_generators():  # making layers draws numbers, which are then replaced
-            replacement, _ = prepared.replacement(plan)
+            replacement = prepared.trial_layers(plan)
         latency = self._latency(replacement)
         with prepared.applied(plan, replacement, where) as model:
             size = model_bytes(model)

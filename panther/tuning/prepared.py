@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from panther.compression.config import HealConfig
-from panther.compression.conversion import Replacement, convert_all
+from panther.compression.conversion import Replacement, convert_all, convert_target
 from panther.compression.forms.allocation import Allocation, allocated
 from panther.compression.forms.choice import BYTES, Cost, seconds
 from panther.compression.forms.fitting import Fits, fit_targets
@@ -35,6 +35,7 @@ from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.tuning.attention import Attention, calibrated, find, must_be_called, replacement_of
 
 _MIDDLE = 0.25  # share of the bytes at which losses are measured: that of int8 in float32
+_KEPT = 4.0  # bytes of kept layers over those of the dense ones; the decompositions take as much
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Prepared:
     training: Sequence[bool] = ()
     attention: Attention = field(default_factory=lambda: Attention({}, {}))
     allocations: dict[float, Allocation] = field(default_factory=dict, repr=False)
+    _layers: dict[Any, tuple[int, Replacement]] = field(default_factory=dict, repr=False)
+    """Bytes and new layers by target, form and rank, those of the last trials last."""
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -156,6 +159,27 @@ class Prepared:
             )
         return found
 
+    def trial_layers(self, plan: Plan) -> Replacement:
+        """Return the new modules of a plan for a trial; they are shared with other trials, and must not be changed."""
+        if plan.heal:
+            return self.replacement(plan)[0]
+        new: Replacement = {}
+        seeds = self.survey.seeds(self.seed)
+        for target, option in self.choice_of(plan).items():
+            # Trials draw the same few ranks of a layer again and again: after ten trials most of them are here.
+            key = target, option.form, option.rank
+            if (found := self._layers.pop(key, None)) is None:
+                found = option.bytes, convert_target(target, self.fits, option, seeds[target])
+            self._layers[key] = found
+            new |= found[1]
+        most = _KEPT * sum(target.dense_bytes for target in self.targets)
+        kept = sum(size for size, _ in self._layers.values())
+        for key in list(self._layers):
+            if kept <= most:
+                break
+            kept -= self._layers.pop(key)[0]
+        return new | self._attention(plan, new)
+
     def replacement(self, plan: Plan) -> tuple[Replacement, HealResult | None]:
         """Make the new modules of a plan, healed if it says so.
 
@@ -163,14 +187,7 @@ class Prepared:
             TuningError: If attention by features does not run in the model, or the model does not call it.
         """
         new = convert_all(self.survey, self.fits, self.choice_of(plan), self.seed)
-        if plan.attention:
-            attention = replacement_of(self.attention.modules, plan.attention, self.seed)
-            attention = calibrated(self.runner, attention, self.attention_names)
-            for module in attention.values():  # copies have their own table of children
-                for name, child in module._modules.items():
-                    if child is not None and child in new:
-                        module._modules[name] = new[child]
-            new |= attention
+        new |= self._attention(plan, new)
         if not plan.heal or not new:
             return new, None
         from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
@@ -185,6 +202,18 @@ class Prepared:
             healed, write_ = healing.heal(self.runner, new, HealConfig(**plan.heal), seed=self.seed)
         write_()
         return new, healed
+
+    def _attention(self, plan: Plan, new: Replacement) -> Replacement:
+        """Make the attention modules of a plan, which hold the new layers in the place of their own."""
+        if not plan.attention:
+            return {}
+        attention = replacement_of(self.attention.modules, plan.attention, self.seed)
+        attention = calibrated(self.runner, attention, self.attention_names)
+        for module in attention.values():  # copies have their own table of children
+            for name, child in module._modules.items():
+                if child is not None and child in new:
+                    module._modules[name] = new[child]
+        return attention
 
     @property
     def attention_names(self) -> Mapping[nn.Module, str]:

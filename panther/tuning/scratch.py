@@ -45,9 +45,9 @@ class Scratch:
     seed: int
     seconds: float = 0.0
 
-    def replacement(self, plan: Plan) -> tuple[Replacement, None]:
+    def trial_layers(self, plan: Plan) -> Replacement:
         """Return nothing to replace: each trial has a model of its own."""
-        return {}, None
+        return {}
 
     @contextmanager
     def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:

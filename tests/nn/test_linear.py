@@ -13,7 +13,8 @@ from torch import nn
 
 from panther.errors import DTypeError, PerformanceWarning, ShapeError
 from panther.nn import SKLinear
-from panther.sketch import SignSketch
+from panther.nn._fitting import split_factors
+from panther.sketch import SignSketch, signs
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -203,6 +204,25 @@ def test_to_linear_copies():
     assert not linear.training
     assert linear.bias.data_ptr() != layer.bias.data_ptr()
     assert SKLinear(64, 48, 4, bias=False).to_linear().bias is None
+
+
+def test_signs_are_drawn_once_and_only_those_that_stay(monkeypatch):
+    drawn = []
+
+    def counted(seed, stream, rows, cols, **options):
+        drawn.append(len(rows) * len(cols))
+        return signs(seed, stream, rows, cols, **options)
+
+    for place in ("_sketched", "_fitting"):
+        monkeypatch.setattr(f"panther.nn.{place}.signs", counted)
+    SKLinear(64, 48, 4)
+    assert drawn == [4 * 48, 64 * 4]
+    drawn.clear()
+    weight = torch.randn(48, 64)
+    _, _, S2, U2 = split_factors(weight.mT[:, :7], torch.randn(7, 48), 4, 0)  # one column of U2 is unused
+    assert sum(drawn) == 64
+    assert torch.equal(U2[:, 3].sign(), signs(0, 1, range(64), range(3, 4))[:, 0])
+    assert not S2[3].any()
 
 
 def test_reset_parameters_keeps_the_seed_and_redraws_the_rest():

@@ -60,6 +60,24 @@ def test_it_finds_a_small_model_that_is_good_enough_and_leaves_the_given_one(net
         result.build(99)
 
 
+def test_trials_share_layers_which_the_results_do_not(net, accuracy, data, monkeypatch):
+    result = pr.tune(net, accuracy, data, constraint=">= 95 %", **QUICK)
+    prepared, plan = result.prepared, result.best.plan
+    first, again = prepared.trial_layers(plan), prepared.trial_layers(plan)
+    assert first
+    assert all(again[old] is new for old, new in first.items())
+    made = {id(new) for new in first.values()}
+    assert not any(
+        id(module) in made for model in (result.model, result.build(result.best)) for module in model.modules()
+    )
+    fresh, _ = prepared.replacement(plan)
+    for old, new in fresh.items():
+        assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), first[old].state_dict().values()))
+    monkeypatch.setattr("panther.tuning.prepared._KEPT", 0.05)  # of the dense bytes
+    prepared.trial_layers(plan)
+    assert sum(size for size, _ in prepared._layers.values()) <= 0.05 * prepared.dense
+
+
 def test_the_first_trials_are_choices_of_compress(net, accuracy, data):
     options = {"forms": ("dense", "low_rank", "int8", "int4"), "seed": 3}
     result = pr.tune(net, accuracy, data, constraint=">= 0.75", trials=4, first=4, progress=False, **options)
