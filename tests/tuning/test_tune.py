@@ -66,13 +66,12 @@ def test_trials_share_layers_which_the_results_do_not(net, accuracy, data, monke
     first, again = prepared.trial_layers(plan), prepared.trial_layers(plan)
     assert first
     assert all(again[old] is new for old, new in first.items())
-    made = {id(new) for new in first.values()}
-    assert not any(
-        id(module) in made for model in (result.model, result.build(result.best)) for module in model.modules()
-    )
+    for model in (result.model, result.build(result.best)):
+        assert not set(first.values()) & set(model.modules())
     fresh, _ = prepared.replacement(plan)
     for old, new in fresh.items():
-        assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), first[old].state_dict().values()))
+        state = first[old].state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in new.state_dict().items())
     monkeypatch.setattr("panther.tuning.prepared._KEPT", 0.05)  # of the dense bytes
     prepared.trial_layers(plan)
     assert sum(size for size, _ in prepared._layers.values()) <= 0.05 * prepared.dense
