@@ -23,17 +23,15 @@ LONGEST_PAGE = 330  # lines without what is folded
 def prose(path):
     """The text without code, literals, tables' options and what a program printed."""
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)  # Markdown's blocks
-    lines, block = [], None
+    lines, block, doctest = [], None, False
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
-        if block is not None and (not line.strip() or indent > block):
+        doctest = bool(line.strip()) and (doctest or line.lstrip().startswith(">>>"))  # with its output, to a blank line
+        if doctest or (block is not None and (not line.strip() or indent > block)):
             continue
         block = None
         if re.match(r"\s*\.\. (code-block|literalinclude|math|image|include|command-help)::", line):
             block = indent
-            continue
-        if line.lstrip().startswith((">>>", "...")):
-            block = indent - 1  # until a line without indentation: the output follows
             continue
         if line.rstrip().endswith("::"):
             block = indent
