@@ -1,6 +1,6 @@
 """``panther advise``: :func:`panther.plan_parallelism` for a module:function or a transformer of a known size."""
 
-__all__ = ["add_parser", "run"]
+__all__ = ["SEQUENCE", "SIZES", "VOCABULARY", "add_parser", "run"]
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from panther.cli._user_function import call, current_folder_importable, explaine
 from panther.errors import PantherError
 
 # Table 2.1 of T. Brown et al., "Language models are few-shot learners", 2020, arXiv:2005.14165: layers, hidden, heads.
-_SIZES = {
+SIZES = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),
     "760m": (24, 1536, 16),
@@ -25,7 +25,8 @@ _SIZES = {
     "13b": (40, 5120, 40),
     "175b": (96, 12288, 96),
 }
-_VOCABULARY = 50257
+VOCABULARY = 50257
+SEQUENCE = 2048
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SHOWN = 10
 _MEASURE = (
@@ -41,7 +42,7 @@ def add_parser(commands: Any) -> None:
         description="Predict memory, bytes sent and time of every way to train a model on a cluster, and rank them.",
     )
     models = (
-        f"transformer/SIZE, one of {', '.join(_SIZES)}; a folder of transformers, compressed or not; or "
+        f"transformer/SIZE, one of {', '.join(SIZES)}; a folder of transformers, compressed or not; or "
         "module:function, which returns a model and a batch"
     )
     parser.add_argument("--model", metavar="MODEL", help=models)
@@ -55,7 +56,7 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--batch", positive, "samples per step (default: one for each device)")
     parser.add_argument("--objective", choices=("time", "memory"), default="time", help=f"what to minimise {default}")
     add_option(parser, "--sketch", positive, "sketch size of a transformer's linear layers", metavar="R")
-    add_option(parser, "--sequence", positive, "tokens per sample", 2048)
+    add_option(parser, "--sequence", positive, "tokens per sample", SEQUENCE)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
     add_option(parser, "--efficiency", positive_float, "share of the peak speed that is reached", metavar="X")
     lengths = parser.add_mutually_exclusive_group()
@@ -150,14 +151,14 @@ def _stats(args: argparse.Namespace) -> Any:
     half = "bf16" if args.bf16 else None
     kind, _, size = args.model.lower().partition("/")
     if kind == "transformer":
-        if size not in _SIZES:
-            raise PantherError(f"--model {args.model} is unknown: use transformer/ and one of {', '.join(_SIZES)}")
-        layers, hidden, heads = _SIZES[size]
+        if size not in SIZES:
+            raise PantherError(f"--model {args.model} is unknown: use transformer/ and one of {', '.join(SIZES)}")
+        layers, hidden, heads = SIZES[size]
         return ModelStats.transformer(
             hidden=hidden,
             layers=layers,
             heads=heads,
-            vocab=_VOCABULARY,
+            vocab=VOCABULARY,
             sequence=args.sequence,
             sketch=args.sketch,
             mixed_precision=half,

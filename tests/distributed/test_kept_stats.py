@@ -1,9 +1,13 @@
 """Statistics of plain transformers: one layer stands for all, and files keep what was measured."""
 
+import gzip
+import json
 import subprocess
 import sys
+from itertools import product
 
 import pytest
+import shipped_stats
 import torch
 
 from panther.distributed import ModelStats
@@ -30,15 +34,49 @@ def test_layers_have_the_figures_of_the_first(layers, sketch, tp):
 def test_files_keep_what_was_measured(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     measured = [ModelStats.transformer(**SIZES, layers=3, cache_dir=folder).shard(tp) for tp in (1, 2)]
-    monkeypatch.setattr(_kept_stats, "_measured", lambda sizes: pytest.fail("measured again"))
+    monkeypatch.setattr(_kept_stats, "measured_values", lambda sizes: pytest.fail("measured again"))
     assert [ModelStats.transformer(**SIZES, layers=3, cache_dir=folder).shard(tp) for tp in (1, 2)] == measured
     # Another number of layers has the same layer.
     assert len(ModelStats.transformer(**SIZES, layers=7, cache_dir=folder).layers) == 10
 
 
+def shipped():
+    return json.loads(gzip.decompress(_kept_stats.SHIPPED.read_bytes()))
+
+
+def test_the_named_sizes_come_with_the_package(monkeypatch):
+    monkeypatch.setattr(_kept_stats, "measured_values", lambda sizes: pytest.fail("measured"))
+    sizes = {"hidden": 2048, "layers": 24, "heads": 16, "vocab": 50257, "sequence": 2048}
+    for sketch, precision in product(shipped_stats.SKETCHES, shipped_stats.PRECISIONS):
+        stats = ModelStats.transformer(**sizes, sketch=sketch, mixed_precision=precision)
+        assert [stats.shard(tp).tp for tp in (1, 2, 4, 8)] == [1, 2, 4, 8]
+
+
+def test_another_version_of_torch_measures_for_itself(monkeypatch):
+    monkeypatch.setattr(_kept_stats, "version", lambda name: "2.12.1+cu130")
+    _kept_stats._shipped.cache_clear()
+    assert _kept_stats._shipped() == {}
+    _kept_stats._shipped.cache_clear()
+
+
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_shipped_statistics_are_those_of_the_code(part):
+    entries = shipped()
+    assert entries["torch"] == torch.__version__.partition("+")[0]
+    every = list(shipped_stats.entries())
+    assert entries["measured"].keys() == {_kept_stats.shipped_name(sizes) for sizes in every}
+    few = every[:: len(every) // 5]
+    outdated = [
+        sizes
+        for sizes in (every if part else few)
+        if entries["measured"][_kept_stats.shipped_name(sizes)] != shipped_stats.measured(sizes)
+    ]
+    assert not outdated, "run python tests/support/shipped_stats.py"
+
+
 def test_a_refusal_is_kept(tmp_path, monkeypatch):
     stats = ModelStats.transformer(**SIZES, layers=1, cache_dir=tmp_path)
-    monkeypatch.setattr(_kept_stats, "_measured", lambda sizes: {"refused": "five ranks cannot share it"})
+    monkeypatch.setattr(_kept_stats, "measured_values", lambda sizes: {"refused": "five ranks cannot share it"})
     with pytest.raises(ShapeError, match="five ranks cannot share it"):
         stats.shard(5)
     monkeypatch.undo()

@@ -1,11 +1,17 @@
-"""Keep the statistics of plain transformers in files, because measuring them takes longer than planning with them."""
+"""Keep the statistics of plain transformers in files, because measuring them takes longer than planning with them.
 
-__all__ = ["default_folder", "transformer_stats"]
+Those of the sizes that ``panther advise`` names come with the package, in ``transformers.json.gz``, for the version of
+torch that they were measured with. ``tests/support/shipped_stats.py`` writes that file, and a test compares it.
+"""
 
+__all__ = ["SHIPPED", "default_folder", "measured_values", "shipped_name", "transformer_stats"]
+
+import gzip
 import hashlib
 import json
 import os
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ from typing import Any
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
 from panther.errors import ShapeError
 
+SHIPPED = Path(__file__).with_name("transformers.json.gz")
 _LINES = ("flops", "activations", "output", "largest", "tp_bytes", "moved")
 
 
@@ -23,22 +30,34 @@ def default_folder() -> Path:
 
 
 def transformer_stats(folder: str | Path | None, sizes: dict[str, Any]) -> Measured:
-    """Return what ``measure_transformer(**sizes)`` measures, from the folder if it is there, else measured and kept.
+    """Return what ``measure_transformer(**sizes)`` measures: shipped, from the folder, or measured and kept there.
 
     Raises:
         ShapeError: If the layer cannot be sharded over this number of ranks.
     """
     file = None if folder is None else Path(folder) / f"transformer-{_key(sizes)}.json"
-    found = None if file is None else _read(file)
+    found = _shipped().get(shipped_name(sizes)) or (None if file is None else _read(file))
     if found is None:
-        found = _measured(sizes)
+        found = measured_values(sizes)
         if file is not None:
             _write(file, found)
     if "refused" in found:
         raise ShapeError(found["refused"])
-    tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in found.pop("tensors"))
-    layers = tuple(map(_layer, found.pop("layers")))
-    return Measured(tensors, layers, **found)
+    tensors = tuple(TensorStats(**{**t, "shape": tuple(t["shape"])}) for t in found["tensors"])
+    rest = {name: value for name, value in found.items() if name not in ("tensors", "layers")}
+    return Measured(tensors, tuple(map(_layer, found["layers"])), **rest)
+
+
+def shipped_name(sizes: dict[str, Any]) -> str:
+    """Return the name of an entry of the shipped file."""
+    return json.dumps(sizes, sort_keys=True)
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    """Return the shipped entries; none for another version of torch, whose operations may save other tensors."""
+    entries: dict[str, Any] = json.loads(gzip.decompress(SHIPPED.read_bytes()))
+    return entries["measured"] if entries["torch"] == version("torch").partition("+")[0] else {}
 
 
 def _layer(kept: dict[str, Any]) -> LayerStats:
@@ -47,7 +66,8 @@ def _layer(kept: dict[str, Any]) -> LayerStats:
     return LayerStats(**{**kept, **lines, "products": products})
 
 
-def _measured(sizes: dict[str, Any]) -> dict[str, Any]:
+def measured_values(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``measure_transformer(**sizes)`` measures, as plain values, or why it refuses."""
     from panther.distributed.advisor.statistics._measured_stats import measure_transformer
 
     try:
