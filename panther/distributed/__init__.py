@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .advisor.statistics.model_stats import ModelStats
     from .advisor.training_run import TrainingRun
     from .comm.bandwidth import CommunicationProfile, profile_communication_overhead
-    from .comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+    from .comm.collectives import ReduceOp, all_gather, all_reduce, broadcast, reduce_scatter
     from .comm.mesh import DistributedInfo, get_distributed_info, get_rank, get_world_size, make_mesh
     from .comm.metrics import DeviceUtilization, DistributedMetricsCollector
     from .comm.process_group import cleanup_distributed, init, setup_distributed, shutdown
@@ -43,7 +43,7 @@ _MODULES = {
     "advisor.rules": ("choose_parallelism_strategy",),
     "advisor.training_run": ("TrainingRun",),
     "comm.bandwidth": ("CommunicationProfile", "profile_communication_overhead"),
-    "comm.collectives": ("all_gather", "all_reduce", "broadcast", "reduce_scatter"),
+    "comm.collectives": ("ReduceOp", "all_gather", "all_reduce", "broadcast", "reduce_scatter"),
     "comm.mesh": ("DistributedInfo", "get_distributed_info", "get_rank", "get_world_size", "make_mesh"),
     "comm.metrics": ("DeviceUtilization", "DistributedMetricsCollector"),
     "comm.process_group": ("cleanup_distributed", "init", "setup_distributed", "shutdown"),
@@ -88,6 +88,7 @@ __all__ = [
     "ParallelismPlan",
     "PipelineParallelSketchedModel",
     "PipelineSchedule",
+    "ReduceOp",
     "RowwiseSKParallel",
     "TensorParallelModel",
     "TensorParallelReport",

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from panther.distributed import (
+    ReduceOp,
     all_gather,
     all_reduce,
     broadcast,
@@ -128,6 +129,27 @@ def test_all_ranks_continue_with_equal_results(name):
         torch.testing.assert_close(gradient, right)
 
 
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_may_take_the_place_of_the_dimension(name):
+    """As in reduce_scatter(tensor, ReduceOp.AVERAGE)."""
+    value, combine = REDUCTIONS[name]
+
+    def rank():
+        x = given(dist.get_rank(), 4, 3)
+        return [reduce_scatter(x, second) for second in (value, name)] + [reduce_scatter(x, 0, op=value)]
+
+    chunks = combine([given(0, 4, 3), given(1, 4, 3)]).chunk(2)
+    for found, wanted in zip(on_ranks(rank), chunks, strict=True):
+        for one in found:
+            torch.testing.assert_close(one, wanted, rtol=1e-12, atol=0)
+
+
+def test_the_reductions_are_those_of_torch():
+    assert ReduceOp.AVERAGE is ReduceOp.AVG is dist.ReduceOp.AVG
+    for name in ("SUM", "MAX", "MIN", "PRODUCT"):
+        assert getattr(ReduceOp, name) is getattr(dist.ReduceOp, name)
+
+
 @pytest.mark.parametrize("rows", [6, 7])
 @pytest.mark.parametrize("dim", [0, -1])
 def test_reduce_scatter_by_chunks(rows, dim):
@@ -175,7 +197,7 @@ def test_what_is_refused():
 
     for messages in on_ranks(rank):
         assert messages[0] == "all_gather along dim=0 takes shapes that differ only there, not [(2, 3), (3, 4)]"
-        assert messages[1].startswith("op='median' is unknown: use one of 'sum', 'mean', 'max', 'min', 'product', or a")
+        assert messages[1].startswith("op='median' is unknown: use one of 'sum', 'mean', 'max', 'min', 'product', or R")
         assert messages[2].startswith("grad='sum' is unknown: use 'replicate' or 'partial'")
         assert messages[3].startswith("a dimension of 1 cannot be split into 2 chunks")
     with pytest.raises(DistributedError, match=r"call panther.distributed.init\(\) first"):
@@ -263,7 +285,15 @@ def test_what_collectives_cannot_take_is_said():
             lambda: reduce_scatter(torch.ones(2, 4), -3),
             lambda: all_gather(torch.ones(())),
             lambda: all_reduce(torch.ones(2, dtype=torch.bool)),
+            lambda: all_reduce(torch.ones(2, dtype=torch.bool), "max"),
+            lambda: reduce_scatter(torch.ones(2, dtype=torch.bool), op="mean"),
             lambda: broadcast(torch.ones(2), 7),
+            lambda: broadcast(torch.ones(2), "0"),
+            lambda: all_gather(torch.ones(2), "0"),
+            lambda: all_reduce(torch.ones(2), ["sum"]),
+            lambda: all_reduce(torch.ones(2), ReduceOp.BAND),
+            lambda: reduce_scatter(torch.ones(2), ReduceOp.MAX, op="mean"),
+            lambda: reduce_scatter(torch.ones(2), "median"),
             lambda: all_reduce(3.0),
         ):
             with pytest.raises(Exception) as caught:  # noqa: PT011 (each has a class of its own)
@@ -272,12 +302,22 @@ def test_what_collectives_cannot_take_is_said():
         return messages
 
     messages, _ = on_ranks(run)
+    reductions = "use one of 'sum', 'mean', 'max', 'min', 'product', or ReduceOp.SUM, AVG, MAX, MIN or PRODUCT"
     assert messages == [
         "ShapeError: all_gather along dim=5 needs a tensor with this dimension, and x has 2 dimensions",
         "ShapeError: reduce_scatter along dim=-3 needs a tensor with this dimension, and x has 2 dimensions",
         "ShapeError: all_gather along dim=0 needs a tensor with this dimension, and x has 0 dimensions: "
         "use x.unsqueeze(0)",
-        "DTypeError: all_reduce sums numbers, and x is torch.bool: convert it, for example by x.int()",
+        "DTypeError: all_reduce with op='sum' takes integers and floating numbers, and x is torch.bool: use x.int()",
+        "DTypeError: all_reduce with op='max' takes integers and floating numbers, and x is torch.bool: use x.int()",
+        "DTypeError: reduce_scatter with op='mean' takes integers and floating numbers, and x is torch.bool: "
+        "use x.int()",
         "DistributedError: src=7 must be a global rank of the group, one of [0, 1]",
+        "TypeError: src must be an integer, not str",
+        "TypeError: dim must be an integer, not str",
+        f"ValueError: op=['sum'] is unknown: {reductions}",
+        f"ValueError: op={ReduceOp.BAND!r} is unknown: {reductions}",
+        f"TypeError: reduce_scatter has two reductions, {ReduceOp.MAX!r} and op='mean': give one",
+        f"ValueError: op='median' is unknown: {reductions}",
         "TypeError: all_reduce takes a tensor, not a float",
     ]

@@ -73,8 +73,8 @@ def in_a_group(work):
 def summed():
     x = torch.ones(2)
     return all(
-        distributed.all_reduce(x, op=op).tolist() == [1, 1] for op in (torch.distributed.ReduceOp.SUM, "sum", "max")
-    )
+        distributed.all_reduce(x, op=op).tolist() == [1, 1] for op in (distributed.ReduceOp.SUM, "sum", "max")
+    ) and distributed.reduce_scatter(x, distributed.ReduceOp.AVERAGE).tolist() == [1, 1]
 
 
 def joined():

@@ -7,8 +7,9 @@ a term of the gradient. The names are those of torch's DTensor placements. Takin
 wrong by a factor of the number of ranks, and nothing else shows it.
 """
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = ["ReduceOp", "all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import Group, is_fake, ranks_of
 from panther.distributed.comm.mesh import chunk_sizes, get_world_size
-from panther.errors import DistributedError, DTypeError, ShapeError
+from panther.errors import DistributedError, DTypeError, ShapeError, check_size
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "product")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -37,6 +38,20 @@ _agreed: WeakKeyDictionary[Any, set[tuple[str, ...]]] = WeakKeyDictionary()
 """Calls on which the ranks of a group were found to agree: names, shapes, dtypes and settings."""
 
 
+class ReduceOp(dist.ReduceOp):
+    """torch's own reductions, which torch's functions take too: ``SUM``, ``AVG``, ``MAX``, ``MIN`` and ``PRODUCT``.
+
+    Attributes:
+        AVERAGE: Another name of ``AVG``.
+
+    Example:
+        >>> ReduceOp.SUM is torch.distributed.ReduceOp.SUM
+        True
+    """
+
+    AVERAGE = dist.ReduceOp.AVG
+
+
 def all_reduce(
     x: Tensor, op: str | dist.ReduceOp.RedOpType = "sum", group: Group = None, *, grad: str = "replicate"
 ) -> Tensor:
@@ -46,8 +61,7 @@ def all_reduce(
 
     Args:
         x: A tensor of the same shape and dtype on every rank; it is not changed.
-        op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``; or torch's ``ReduceOp.SUM``, ``AVG``, ``MAX``,
-            ``MIN`` or ``PRODUCT``.
+        op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``; or a value of :class:`ReduceOp`.
         group: Process group; None means all ranks.
         grad: ``"replicate"`` or ``"partial"``; see the module.
 
@@ -111,23 +125,33 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, grad: str = "rep
 
 
 def reduce_scatter(
-    x: Tensor, dim: int = 0, group: Group = None, *, op: str | dist.ReduceOp.RedOpType = "sum"
+    x: Tensor,
+    dim: int | str | dist.ReduceOp.RedOpType = 0,
+    group: Group = None,
+    *,
+    op: str | dist.ReduceOp.RedOpType = "sum",
 ) -> Tensor:
     """Reduce a tensor over ranks, and return to each rank its chunk along ``dim``, by :func:`torch.chunk`.
 
     Args:
         x: A tensor of the same shape and dtype on every rank.
-        dim: Dimension to shard.
+        dim: Dimension to shard. A reduction in this place, as in other libraries, is ``op``, with dimension 0.
         group: Process group; None means all ranks.
         op: As for :func:`all_reduce`.
 
     Raises:
         ShapeError: If ``dim`` is not a dimension of ``x``, or has fewer chunks than ranks.
+        TypeError: If there are two reductions.
         DistributedError: As :func:`all_reduce`.
 
     Cost: the bytes of ``x``; the same in backward, which gathers the gradients of all chunks. A maximum, minimum or
     product costs an :func:`all_reduce`.
     """
+    if isinstance(dim, str | dist.ReduceOp.RedOpType):
+        if op != "sum":
+            raise TypeError(f"reduce_scatter has two reductions, {dim!r} and op={op!r}: give one")
+        op = dim
+        dim = 0
     dim = _dimension("reduce_scatter", x, dim)
     op = _reduction(op)
     n = _check("reduce_scatter", x, group, dim=dim, op=op)
@@ -153,6 +177,7 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None, *, grad: str = "repl
         ValueError: If ``grad`` is unknown.
         DistributedError: As :func:`all_reduce`.
     """
+    src = check_size("src", src, least=0)
     if src not in (ranks := ranks_of(group)):
         raise DistributedError(f"src={src} must be a global rank of the group, one of {ranks}")
     _check("broadcast", x, group, grad, src=src)
@@ -229,11 +254,11 @@ class _Extremum(torch.autograd.Function):
 
 def _reduction(op: Any) -> str:
     """Return the name of a reduction."""
-    name = op if isinstance(op, str) else _NAMES.get(op)
-    if name not in _REDUCTIONS:
+    name = _NAMES.get(op, "") if isinstance(op, dist.ReduceOp.RedOpType) else op
+    if not isinstance(name, str) or name not in _REDUCTIONS:
         raise ValueError(
-            f"op={op!r} is unknown: use one of {', '.join(map(repr, _REDUCTIONS))}, or a value of "
-            "torch.distributed.ReduceOp"
+            f"op={op!r} is unknown: use one of {', '.join(map(repr, _REDUCTIONS))}, or ReduceOp.SUM, AVG, MAX, MIN or "
+            "PRODUCT"
         )
     return name
 
@@ -291,6 +316,7 @@ def _keep_at(x: Tensor, src: int) -> Tensor:
 def _dimension(name: str, x: Tensor, dim: int) -> int:
     """Return the dimension, counted from the front."""
     _check_tensor(name, x)
+    dim = check_size("dim", dim, least=-sys.maxsize)  # for its type; the bounds are the tensor's
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(
             f"{name} along dim={dim} needs a tensor with this dimension, and x has {x.dim()} dimensions"
@@ -299,18 +325,18 @@ def _dimension(name: str, x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _check_tensor(name: str, x: Tensor) -> None:
+def _check_tensor(name: str, x: Tensor, op: str | None = None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} takes a tensor, not a {type(x).__name__}")
-    if x.dtype is torch.bool and name in ("all_reduce", "reduce_scatter"):
-        raise DTypeError(f"{name} sums numbers, and x is torch.bool: convert it, for example by x.int()")
+    if op is not None and x.dtype is torch.bool:
+        raise DTypeError(f"{name} with op={op!r} takes integers and floating numbers, and x is torch.bool: use x.int()")
 
 
 def _check(name: str, x: Tensor, group: Group, grad: str = "replicate", **settings: Any) -> int:
     """Return the world size of the group, if this rank is in it and the others pass the same, compared once a case."""
     if grad not in ("replicate", "partial"):
         raise ValueError(f"grad={grad!r} is unknown: use 'replicate' or 'partial'")
-    _check_tensor(name, x)
+    _check_tensor(name, x, settings.get("op"))
     ranks = ranks_of(group)
     shape = f"{x.dim()} dimensions" if name == "all_gather" else str(tuple(x.shape))
     case = {"the tensor": f"{x.dtype} {shape}", **in_words({**settings, "grad": grad})}
