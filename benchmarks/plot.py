@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from figures import by_cpu, panel_grid, save
+from figures import by_cpu, panel_grid, save, start
 
 from panther.errors import require_extra
 
@@ -138,7 +138,7 @@ def _draw_panel(axis: Any, plot: Plot, panel: tuple[str, ...], rows: list[dict[s
         axis.plot(times, [max(error, plot.floor) for error in errors], "o-", label=plot.families[family], markersize=5)
     axis.set(xscale="log", yscale="log", xlabel="time, ms")
     title = (value if key == "case" else f"{key} {value}" for key, value in zip(plot.panels, panel, strict=True))
-    axis.set_title(", ".join(title), fontsize=10)
+    axis.set_title(", ".join(title).replace(", condition", "\ncondition"), fontsize=9)
     axis.grid(alpha=0.3, which="both")
     axis.xaxis.set_minor_formatter(require_extra("matplotlib.ticker", "bench").NullFormatter())
 
@@ -282,9 +282,7 @@ def draw_sklinear(threads: int = 1) -> Path:
 
 
 if __name__ == "__main__":
-    matplotlib = require_extra("matplotlib", "bench")
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
+    start()
     for wanted in PLOTS:
         print(draw(wanted, wanted.threads or (int(sys.argv[1]) if len(sys.argv) > 1 else 2)))
     print(draw_attention())

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from figures import OUTPUT, merged
+from figures import WIDTH, merged, start, write
 from harness import RESULTS
 
 from panther.errors import require_extra
@@ -33,14 +33,14 @@ LOW_RANK = {
     "low rank": QUANTIZED["low rank, int8"],
     "SVD": QUANTIZED["SVD, int8"],
 }
-BITS = ("bits", "bits a weight, scales and factors included (dense: 32)", (2.9, 8.4))
+BITS = ("bits", "bits a weight (dense: 32)", (2.9, 8.4))
 KEPT = ("kept", "fraction of the numbers (float32)", (0.2, 0.8))
 PANELS: tuple[tuple[str, str, Any, tuple[str, str, tuple[float, float]], float], ...] = (
-    ("encoder-3", "paraphrase-MiniLM-L3-v2: similarities", QUANTIZED, BITS, 0.85),
-    ("encoder-3", "paraphrase-MiniLM-L3-v2: similarities", LOW_RANK, KEPT, 0.5),
-    ("images", "EfficientNet-lite0: logits on photographs", QUANTIZED, BITS, 0.5),
-    ("images", "EfficientNet-lite0: logits on photographs", LOW_RANK, KEPT, 0.3),
-    ("smollm2", "SmolLM2-135M, rounded to 4 bits before: text", LOW_RANK, KEPT, 0.0),
+    ("encoder-3", "paraphrase-MiniLM-L3-v2:\nsimilarities", QUANTIZED, BITS, 0.85),
+    ("encoder-3", "paraphrase-MiniLM-L3-v2:\nsimilarities", LOW_RANK, KEPT, 0.5),
+    ("images", "EfficientNet-lite0:\nlogits on photographs", QUANTIZED, BITS, 0.5),
+    ("images", "EfficientNet-lite0:\nlogits on photographs", LOW_RANK, KEPT, 0.3),
+    ("smollm2", "SmolLM2-135M, rounded to 4 bits before:\ntext", LOW_RANK, KEPT, 0.0),
 )
 _TICKS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9998, 0.9999, 0.99999)
 _APART = 0.045  # of the axis, between two ticks
@@ -55,9 +55,10 @@ def draw_encoder(device: str, rows: Rows) -> Path:
     draw_correlation(right, rows, LOW_RANK, KEPT, 0.5)
     right.set_title("faster: low rank in float32", fontsize=10)
     figure.suptitle(
-        "all-MiniLM-L6-v2, its 36 linear layers compressed: how the cosine similarities of 130,816 pairs of held-out\n"
-        f"sentences correlate with the original model's (1 is the original; higher is better). {device}",
-        fontsize=10,
+        "all-MiniLM-L6-v2, its 36 linear layers compressed: how the cosine similarities\n"
+        "of 130,816 pairs of held-out sentences correlate with the original model's\n"
+        f"(1 is the original; higher is better). {device}",
+        fontsize=9,
     )
     return _save(figure, "frontier")
 
@@ -80,7 +81,7 @@ def draw_models(found: dict[str, Rows]) -> Path:
 
 def _panels(rows: int, columns: int) -> tuple[Any, Any]:
     pyplot = require_extra("matplotlib.pyplot", "bench")
-    size = (5 * columns, 3.4 * rows + 1.6)
+    size = (WIDTH, 3.1 * rows + 1.6)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     return figure, axes.flatten()
 
@@ -129,17 +130,12 @@ def _save(figure: Any, name: str) -> Path:
     for axis in figure.axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels[::-1], handles[::-1], strict=True))
-    figure.legend(entries.values(), entries, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    path = OUTPUT / f"{name}.svg"
-    figure.savefig(path, metadata={"Date": None})
-    return path
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=1, frameon=False, fontsize=9)
+    return write(figure, name)
 
 
 if __name__ == "__main__":
-    matplotlib = require_extra("matplotlib", "bench")
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
+    start()
     files = sorted({path.name.partition("-cpu-")[0] for path in RESULTS.glob("frontier-*-cpu-*.csv")})
     subjects = [name for name in files if "-speed" not in name]
     found = {name.removeprefix("frontier-"): merged(name, 1, ("method", "size")) for name in subjects}

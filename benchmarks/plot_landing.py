@@ -8,7 +8,7 @@ __all__ = ["draw_quality"]
 
 from pathlib import Path
 
-from figures import OUTPUT, merged
+from figures import merged, start, write
 from plot_frontier import BITS, QUANTIZED, draw_correlation
 
 from panther.errors import require_extra
@@ -27,14 +27,9 @@ def draw_quality() -> Path:
     axis.set(xlabel="bits a weight (dense: 32)", ylabel="correlation with the original model")
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", frameon=False, fontsize=9)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    path = OUTPUT / "landing-quality.svg"
-    figure.savefig(path, metadata={"Date": None})
-    return path
+    return write(figure, "landing-quality")
 
 
 if __name__ == "__main__":
-    matplotlib = require_extra("matplotlib", "bench")
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
+    start()
     print(draw_quality())

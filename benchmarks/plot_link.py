@@ -9,7 +9,7 @@ __all__ = ["STYLES", "draw_landing", "draw_losses", "draw_scale", "draw_steps"]
 from pathlib import Path
 from typing import Any
 
-from figures import OUTPUT, by_cpu
+from figures import WIDTH, by_cpu, start, write
 
 from panther.errors import require_extra
 
@@ -31,13 +31,13 @@ _AVERAGED = 3  # points of a curve, whose losses are means of a few steps
 
 
 def draw_losses(device: str, curves: Rows) -> Path:
-    """Draw losses over time: data parallelism above, sharded parameters and tensor parallelism below."""
+    """Draw losses over time: data parallelism on the left, sharded parameters and tensor parallelism on the right."""
     pyplot = require_extra("matplotlib.pyplot", "bench")
     figure, axes = pyplot.subplots(
-        2, len(LINKS), figsize=(10.8, 7), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        len(LINKS), 2, figsize=(WIDTH, 8.4), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    for line, runs in zip(axes, (FIRST, tuple(STYLES)[4:]), strict=True):
-        for axis, link in zip(line, LINKS, strict=True):
+    for column, runs in zip(axes.T, (FIRST, tuple(STYLES)[4:]), strict=True):
+        for axis, link in zip(column, LINKS, strict=True):
             for run in runs:
                 points = [row for row in curves if (row["link"], row["run"]) == (link, run)]
                 label, _, colour, dash = STYLES[run]
@@ -45,17 +45,12 @@ def draw_losses(device: str, curves: Rows) -> Path:
                 axis.plot(seconds, _smooth(losses), dash, color=colour, label=label)
             axis.set(xlim=(0, 90), ylim=(1.9, 3.6))
             axis.grid(alpha=0.3)
-        line[0].set_ylabel("loss, nats a character")
-        handles, labels = line[0].get_legend_handles_labels()
-        line[-1].legend(handles, labels, frameon=False, fontsize=8)
-    for axis, link in zip(axes[0], LINKS, strict=True):
-        axis.set_title(link, fontsize=10)
-    for axis in axes[-1]:
-        axis.set_xlabel("seconds")
-    figure.suptitle(
-        f"Two nodes, one process each; 3.2 million parameters dense, 0.86 million sketched. {device}", fontsize=10
-    )
-    return _save(figure, "link-loss")
+        column[0].legend(frameon=False, fontsize=9)
+        column[-1].set_xlabel("seconds")
+    for axis, link in zip(axes[:, 0], LINKS, strict=True):
+        axis.set_ylabel(f"{link}\nloss, nats a character")
+    figure.suptitle(f"Two nodes, one process each. {device}", fontsize=10)
+    return write(figure, "link-loss")
 
 
 def _smooth(values: list[float]) -> list[float]:
@@ -66,7 +61,7 @@ def _smooth(values: list[float]) -> list[float]:
 def draw_steps(device: str, rows: Rows) -> Path:
     """Draw seconds a step and bytes a step of every run over every link."""
     pyplot = require_extra("matplotlib.pyplot", "bench")
-    figure, (steps, sent) = pyplot.subplots(1, 2, figsize=(10.8, 4.6), layout="constrained")
+    figure, (steps, sent) = pyplot.subplots(2, 1, figsize=(WIDTH, 7.6), layout="constrained", height_ratios=(3, 2))
     for place, (run, (label, marker, colour, dash)) in enumerate(STYLES.items()):
         here = {row["link"]: row for row in rows if row["run"] == run}
         _draw_range(steps, here, place, label, marker, colour, dash)
@@ -78,10 +73,9 @@ def draw_steps(device: str, rows: Rows) -> Path:
     sent.invert_yaxis()
     sent.set(xscale="log", xlabel="MB a step that a node sends, by its interface's counter")
     sent.grid(alpha=0.3, axis="x", which="both")
-    figure.legend(*steps.get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=9, ncols=4)
-    steps.set_title("the fastest of three rounds, bars to their median", fontsize=10)
-    figure.suptitle(device, fontsize=10)
-    return _save(figure, "link-steps")
+    figure.legend(*steps.get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=9, ncols=3)
+    steps.set_title(f"the fastest of three rounds, bars to their median. {device}", fontsize=10)
+    return write(figure, "link-steps")
 
 
 def draw_landing(rows: Rows) -> Path:
@@ -99,13 +93,13 @@ def draw_landing(rows: Rows) -> Path:
     axis.grid(alpha=0.3, axis="y")
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=9)
-    return _save(figure, "landing-link")
+    return write(figure, "landing-link")
 
 
 def draw_scale(device: str, rows: Rows, predicted: Rows) -> Path:
     """Draw the advisor's seconds a step for more devices, and what the trial measured on two."""
     pyplot = require_extra("matplotlib.pyplot", "bench")
-    figure, axes = pyplot.subplots(1, 2, figsize=(10.8, 4.4), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(WIDTH, 4.8), sharey=True, layout="constrained")
     for axis, link in zip(axes, LINKS, strict=False):
         for run in ("dense, ddp", "sketched, ddp", "dense, fsdp", "sketched, fsdp"):
             label, marker, colour, dash = STYLES[run]
@@ -121,9 +115,9 @@ def draw_scale(device: str, rows: Rows, predicted: Rows) -> Path:
         axis.set_title(link, fontsize=10)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("seconds a step")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=9, ncols=4)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=9, ncols=2)
     figure.suptitle(f"8 samples for each device. {device}", fontsize=10)
-    return _save(figure, "link-scale")
+    return write(figure, "link-scale")
 
 
 def _draw_range(
@@ -137,17 +131,8 @@ def _draw_range(
     axis.errorbar(x, low, yerr=([0] * len(x), above), fmt="none", color=colour, alpha=0.5, capsize=2)
 
 
-def _save(figure: Any, name: str) -> Path:
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    path = OUTPUT / f"{name}.svg"
-    figure.savefig(path, metadata={"Date": None})
-    return path
-
-
 if __name__ == "__main__":
-    matplotlib = require_extra("matplotlib", "bench")
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
+    start()
     (cpu, found), *_ = by_cpu("link-runs", 1).items()
     print(draw_losses(cpu, by_cpu("link-curves", 1)[cpu]))
     print(draw_steps(cpu, found))

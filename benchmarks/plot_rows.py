@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench_quantized import PAGE_BATCHES, PAGE_FORMS, PAGE_LAYERS
-from figures import OUTPUT, by_cpu
+from figures import WIDTH, by_cpu, start, write
 
 from panther.errors import require_extra
 
@@ -230,7 +230,7 @@ FIGURES: dict[str, Callable[[], Rows]] = {
 def draw(name: str, rows: Rows) -> Path:
     """Write a figure and return its file."""
     pyplot = require_extra("matplotlib.pyplot", "bench")
-    figure, axis = pyplot.subplots(figsize=(7.6, 1.4 + 0.27 * len(rows.rows)), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(WIDTH, 1.4 + 0.27 * len(rows.rows)), layout="constrained")
     series = list(dict.fromkeys(name for line in rows.rows.values() for name in line))
     for at, (column, marker, colour) in enumerate(zip(series, _MARKERS, _COLOURS, strict=False)):
         offset = 0.14 * (at - (len(series) - 1) / 2)
@@ -257,18 +257,12 @@ def draw(name: str, rows: Rows) -> Path:
     axis.grid(alpha=0.3)
     if len(series) > 1:
         figure.legend(loc="outside lower center", ncols=min(len(series), 4), frameon=False, fontsize=9)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    path = OUTPUT / f"rows-{name}.svg"
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return path
+    return write(figure, f"rows-{name}")
 
 
 def main(names: Iterable[str]) -> None:
     """Draw the figures of these names, all if there are none."""
-    matplotlib = require_extra("matplotlib", "bench")
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
+    start()
     for name in names or FIGURES:
         print(draw(name, FIGURES[name]()))
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from figures import by_cpu, panel_grid, save
+from figures import by_cpu, panel_grid, save, start
 from harness import RESULTS
 
 from panther.errors import require_extra
@@ -86,9 +86,7 @@ def _mean(rows: list[dict[str, str]], column: str) -> float:
 
 
 if __name__ == "__main__":
-    matplotlib = require_extra("matplotlib", "bench")
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "panther"  # the same figure is the same file
+    start()
     for path in sorted(RESULTS.glob("scratch-*-cpu-*.csv")):
         if "-curves-" not in path.name:
             print(draw_scratch(path.name.partition("-cpu-")[0]))

@@ -9,7 +9,7 @@ __all__ = ["draw_tune"]
 from pathlib import Path
 from typing import Any
 
-from figures import by_cpu, panel_grid, save
+from figures import by_cpu, panel_grid, save, start
 
 COLOURS = {"tuned": "C0", "random": "C1", "uniform ranks": "C2", "uniform forms": "C4"}
 TASKS = ("digits", "retrieval")
@@ -53,4 +53,5 @@ def _panel(axis: Any, task: str, rows: list[dict[str, str]], points: list[dict[s
 
 
 if __name__ == "__main__":
+    start()
     print(draw_tune())
