@@ -79,8 +79,8 @@ A_ROW = NUMBER * ROWS
 BYTES = {
     ("block", "dense"): (2 * A_ROW * WIDTH, 2 * A_ROW * WIDTH),
     ("block", "sketched"): (2 * A_ROW * 2 * R, A_ROW * 2 * R * (3 + 2)),
-    # A gather counts what a rank gives. Backward: biases of o and down; S1 of five layers, S2 of two.
-    ("sequence", "dense"): (3 * A_ROW * WIDTH, 3 * A_ROW * WIDTH + NUMBER * 2 * WIDTH),
+    # A gather counts what a rank gives. Backward: S1 of five layers, S2 and bias of two; dense biases send nothing.
+    ("sequence", "dense"): (3 * A_ROW * WIDTH, 3 * A_ROW * WIDTH),
     ("sequence", "sketched"): (
         A_ROW * 2 * R * (3 + 2 + 4) // 2,
         A_ROW * 2 * R * (3 + 2 + 1) + NUMBER * (5 * WIDTH * R + 2 * WIDTH * (R + 1)),
@@ -95,7 +95,7 @@ BYTES = {
 CALLS = {
     ("block", "dense"): (2, 2),  # was (2, 5)
     ("block", "sketched"): (2, 2),  # was (2, 5)
-    ("sequence", "dense"): (6, 6),  # was (12, 9); two of the six exchange shapes
+    ("sequence", "dense"): (6, 4),  # was (12, 9); two of the six exchange shapes
     ("sequence", "sketched"): (6, 8),  # was (12, 16)
     ("encoder", "dense"): (2, 3),  # was (2, 8)
     ("encoder", "sketched"): (2, 3),  # was (2, 8)

@@ -16,6 +16,7 @@ from panther.distributed import (
     make_mesh,
     reduce_scatter,
 )
+from panther.distributed.comm.collectives import on_first_rank
 from panther.distributed.comm.mesh import chunk_sizes
 from panther.errors import DistributedError, ShapeError
 
@@ -179,6 +180,23 @@ def test_double_backward():
         x = given(number, 3, 2)
         torch.testing.assert_close(first, 2 * 3 * x**2)  # two ranks' losses
         torch.testing.assert_close(second, 2 * 6 * x**2 * 12 * x)
+
+
+def test_a_term_of_one_rank_has_its_whole_gradient_on_all_of_them():
+    """A bias that one rank adds before a reduce_scatter: first and second derivatives are those of one process."""
+
+    def derivatives(y, bias):
+        (first,) = torch.autograd.grad(y.pow(3).sum(), bias, create_graph=True)
+        return first.detach(), torch.autograd.grad(first.square().sum(), bias)[0]
+
+    def rank():
+        bias = given(7, 4).requires_grad_()
+        return derivatives(reduce_scatter(given(dist.get_rank(), 5, 4) + on_first_rank(bias), 0), bias)
+
+    bias = given(7, 4).requires_grad_()
+    expected = derivatives(given(0, 5, 4) + given(1, 5, 4) + bias, bias)
+    for found in on_ranks(rank):
+        torch.testing.assert_close(found, expected)
 
 
 def test_what_is_refused():

@@ -194,6 +194,14 @@ def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
     return _Collective.apply(x, _view, partial(_sum, group=group))
 
 
+def on_first_rank(x: Tensor, group: Group = None) -> Tensor:
+    """Return the tensor, equal on all ranks, on the first of them, and zeros on the others; nothing is sent.
+
+    For a term of a sum over ranks of which each rank gets the gradient of all, so that it is the term's on every rank.
+    """
+    return _Collective.apply(x, partial(_keep_at, src=ranks_of(group)[0]), _view)
+
+
 def sum_together_in_backward(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
     """Return tensors as :func:`sum_in_backward` does, with one collective for those of a dtype that need a gradient."""
     results = list(tensors)

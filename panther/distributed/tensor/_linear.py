@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from panther.distributed.comm.collectives import on_first_rank
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._layouts import Layouts
 from panther.distributed.tensor._module import (
@@ -103,13 +104,18 @@ class RowwiseLinear(ShardedLayer, nn.Linear):
     placements: ClassVar[Mapping[str, Placement]] = {"weight": Shard(1)}
     action = "inputs sharded"
     size_name = "in_features"
-    seen_in_parts = ("bias",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to the output."""
-        partial = F.linear(self.layouts.take_columns(input, self.local_range), self.local("weight"))
+        x, weight, bias = self.layouts.take_columns(input, self.local_range), *self.locals("weight", "bias")
+        if bias is not None and self.layouts.output_dim is not None:
+            # Before the sum, on one rank: backward gathers the gradient of the whole sequence there, which the bias
+            # needs. Added to a rank's part of the sequence, it would need a sum of its own.
+            partial, bias = F.linear(x, weight, on_first_rank(bias, self.layouts.group)), None
+        else:
+            partial = F.linear(x, weight)
         y = self.layouts.scatter_or_sum(partial)
-        return self.layouts.give(y if self.bias is None else y + self.local("bias").to(y.dtype), partial.shape)
+        return self.layouts.give(y if bias is None else y + bias.to(y.dtype), partial.shape)
 
 
 class VocabularyEmbedding(ShardedLayer, nn.Embedding):

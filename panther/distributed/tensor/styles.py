@@ -135,7 +135,7 @@ class RowwiseSKParallel(ColwiseSKParallel):
 
     Cost: an all-reduce of 2R numbers a row in forward, or of a dense layer's outputs or an embedding's features;
         nothing is sent in backward. With ``Shard(dim)`` the sum is scattered instead, and gathered in backward, and the
-        gradients of S2, the bias, and a fitted U1, are summed.
+        gradients of a sketched layer's S2, bias and fitted U1 are summed.
 
     Example:
         >>> import torch, panther as pr
