@@ -7,3 +7,13 @@ document.addEventListener("DOMContentLoaded", () => {
         }
     }
 });
+
+// The keyboard reaches what scrolls by itself, which depends on the window's width and on images that are loaded.
+function reachScrolledBoxes() {
+    for (const box of document.querySelectorAll(".bd-article figure, .math-block")) {
+        if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+        else box.removeAttribute("tabindex");
+    }
+}
+window.addEventListener("load", reachScrolledBoxes);
+window.addEventListener("resize", reachScrolledBoxes);
