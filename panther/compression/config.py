@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from panther._settings import Settings
 from panther.errors import ConfigError, check_size
-from panther.train.config import Settings, TrainConfig
+from panther.train.config import TrainConfig
 
 _WARM_UP = 0.1  # of all steps of healing
 _CHECKS = 0.05  # of the cost of healing are for checks on the held-out batches

@@ -1,6 +1,7 @@
 """Data, tensor and pipeline parallelism together, on one mesh.
 
-The order is fixed: plan the stages while layers are full, shard layers along tp, make the stages, shard them along dp.
+The order is fixed: plan the stages while layers are full, shard layers along tp, wrap the blocks that are recomputed in
+backward, make the stages, shard them along dp.
 """
 
 __all__ = ["HybridParallelTrainer"]
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from panther._setting_names import name_hint, value_hint
 from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.comm.mesh import get_world_size, make_mesh
+from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import STRATEGIES, check_model, compute_dtype, fully_shard_, wrap_in_ddp
 from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
@@ -29,9 +32,10 @@ from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, 
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._plan import Plan, plan_automatically, plan_by_names
+from panther.distributed.tensor.activation_checkpoint import CHECKPOINTED, checkpoint_blocks_
 from panther.distributed.tensor.parallelize import TensorParallelReport, plan_in_words, shard_model_
 from panther.distributed.tensor.styles import ColwiseSKParallel
-from panther.errors import DistributedError, ShapeError, check_size
+from panther.errors import ConfigError, DistributedError, ShapeError, check_size
 from panther.nn import SKLinear
 
 
@@ -52,7 +56,8 @@ class HybridParallelTrainer:
             rest of the world), ``data_parallel_replicate_size`` (1: the number of replicas that these ranks form, each
             sharded in itself, with ``"fsdp"``), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``),
             ``gradient_clipping`` (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``),
-            ``mixed_precision`` (None, as for :func:`data_parallel`). For the stages of a model other than
+            ``mixed_precision`` (None, as for :func:`data_parallel`), ``activation_checkpointing`` (``"none"``; or
+            ``"selective"``, ``"full"``, as in :class:`panther.train.TrainConfig`). For the stages of a model other than
             an nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of one
             microbatch, as for :func:`split_stages`.
 
@@ -69,7 +74,8 @@ class HybridParallelTrainer:
         tp_rank: The place of this rank among those of ``tp_group``.
 
     Raises:
-        ValueError: If a key or a value is unknown.
+        ConfigError: If a key or the kind of data parallelism is unknown.
+        ValueError: If another value is unknown or out of range.
         TypeError: If a value has the wrong type.
         ShapeError: If the product of the sizes is not the world size, or the model cannot be split into stages.
         DistributedError: If there is no process group, the model is wrapped or sharded already, or torch does not
@@ -136,6 +142,7 @@ class HybridParallelTrainer:
         # Before data parallelism: FSDP can shard a shard again, and tensor parallelism cannot.
         if config["tensor_parallel_size"] > 1:
             self.report = shard_model_(model, self.mesh["tp"], layer_plan)
+        checkpoint_blocks_(model, fsdp_blocks(model), config["activation_checkpointing"])
         self.stages: list[Any] = stage_plans[0].stages(model, self.mesh["pp"].get_group()) if stage_plans else []
         for stage in self.stages:
             fully_shard_(stage.submod, data, strategy, precision, one_block=True)
@@ -269,15 +276,15 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_clipping": None,
         "data_parallel": "fsdp",
         "mixed_precision": None,
+        "activation_checkpointing": "none",
         "pipeline_layers": None,
         "sample_input": None,
     }
     if not isinstance(given, Mapping):
         raise TypeError(f"parallelism_config must be a mapping of names to values, not {type(given).__name__}")
-    if unknown := sorted(set(given) - set(known)):
-        raise ValueError(
-            f"parallelism_config has the unknown keys {', '.join(unknown)}: use some of {', '.join(known)}"
-        )
+    if unknown := [key for key in given if key not in known]:
+        hint = name_hint(str(unknown[0]), known, "parallelism_config")
+        raise ConfigError(f"{unknown[0]!r} is not a setting of parallelism_config: {hint}")
     config: dict[str, Any] = known | dict(given)
     tp = check_size("tensor_parallel_size", config["tensor_parallel_size"], least=1)
     pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
@@ -294,9 +301,12 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if clipping is not None and not clipping > 0:
         raise ValueError(f"gradient_clipping={clipping} must be positive, or None")
     if config["data_parallel"] not in STRATEGIES:
-        raise ValueError(
-            f"data_parallel={config['data_parallel']!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}"
-        )
+        hint = value_hint("data_parallel", config["data_parallel"], STRATEGIES, "parallelism_config")
+        raise ConfigError(f"data_parallel={config['data_parallel']!r} is unknown: {hint}")
+    recomputed, kinds = config["activation_checkpointing"], ("none", *CHECKPOINTED)
+    if recomputed not in kinds:
+        hint = value_hint("activation_checkpointing", recomputed, kinds, "parallelism_config")
+        raise ConfigError(f"activation_checkpointing={recomputed!r} is unknown: {hint}")
     replicas = check_size("data_parallel_replicate_size", config["data_parallel_replicate_size"], least=1)
     if config["data_parallel_size"] % replicas:
         raise ShapeError(

@@ -1,146 +1,20 @@
 """The settings of a training run, from Python, JSON or TOML."""
 
-__all__ = ["Settings", "TrainConfig"]
+__all__ = ["TrainConfig"]
 
 import dataclasses
-import difflib
-import functools
 import json
 import math
 import os
 import tomllib
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
+from panther._settings import Settings, kinds
 from panther.errors import ConfigError
 from panther.train.strategy_rules import check_settings
-
-# The fields that replace a setting's name in other libraries, where spelling alone does not lead to it.
-_NAMES_ELSEWHERE = {
-    "lr": "learning_rate",
-    "amp": "mixed_precision",
-    "use_amp": "mixed_precision",
-    "bf16": "mixed_precision",
-    "fp16": "mixed_precision",
-    "max_norm": "gradient_clipping",
-    "max_grad_norm": "gradient_clipping",
-    "clip_grad_norm": "gradient_clipping",
-    "output_dir": "checkpoint_dir",
-    "save_dir": "checkpoint_dir",
-    "checkpoint_interval": "checkpoint_every_n_steps",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "gradient_checkpointing": "activation_checkpointing",
-    "checkpoint_frequency": "checkpoint_every_n_epochs",
-    "resume_from_checkpoint": "resume",
-    "mlflow_tracking": "trackers",
-    "tensorboard": "trackers",
-    "tensorboard_dir": "checkpoint_dir",
-    "mlflow_experiment": "run_name",
-    "bucket_size_mb": "bucket_cap_mb",
-    "compression": "comm_hook",
-    "compression_ratio": "topk_fraction",
-    "matrix_approximation_rank": "powersgd_rank",
-    "start_powerSGD_iter": "powersgd_start_step",
-    "chunks": "num_microbatches",
-    "num_stages": "pipeline_parallel_size",
-    "sharding_strategy": "strategy",
-    "tp_size": "tensor_parallel_size",
-    "pp_size": "pipeline_parallel_size",
-    "dp_size": "data_parallel_size",
-    "timeout": "timeout_s",
-}
-
-_ZERO_STAGES = "use strategy='zero1' for stage 1, 'fsdp' for 3, and that with reshard_after_forward=False for 2"
-_LAUNCHER = "the launcher decides it, in panther launch"
-_SENTENCES_ELSEWHERE = {
-    "num_gpus": f"{_LAUNCHER} --nproc-per-node and --nnodes",
-    "gpus_per_node": f"{_LAUNCHER} --nproc-per-node",
-    "nproc_per_node": f"{_LAUNCHER} --nproc-per-node",
-    "num_nodes": f"{_LAUNCHER} --nnodes",
-    "nnodes": f"{_LAUNCHER} --nnodes",
-    "world_size": f"{_LAUNCHER} --nproc-per-node and --nnodes",
-    "nprocs": f"{_LAUNCHER} --nproc-per-node",
-    "num_processes": f"{_LAUNCHER} --nproc-per-node and --nnodes",
-    "node_rank": f"{_LAUNCHER} --node-rank",
-    "master_addr": f"{_LAUNCHER} --rdzv-endpoint HOST:PORT",
-    "master_port": f"{_LAUNCHER} --rdzv-endpoint HOST:PORT",
-    "init_method": f"{_LAUNCHER} --rdzv-endpoint HOST:PORT; or call panther.distributed.init(init_method=...) first",
-    "max_restarts": f"{_LAUNCHER} --max-restarts",
-    "monitor_interval": f"{_LAUNCHER} --monitor-interval",
-    "start_timeout": f"{_LAUNCHER} --rdzv-conf timeout=SECONDS",
-    "rank": "leave it out, the launcher tells each process its rank",
-    "local_rank": "leave it out, the launcher tells each process its rank",
-    "device": "leave it out, each process takes the GPU of its rank, or the CPU",
-    "device_ids": "leave it out, each process takes the GPU of its rank, or the CPU",
-    "accelerator": "leave it out, each process takes the GPU of its rank, or the CPU",
-    "communication_backend": f"{_LAUNCHER} --backend",
-    "backend": f"use strategy='ddp' for pytorch-ddp; for nccl or gloo {_LAUNCHER} --backend",
-    "zero_stage": _ZERO_STAGES,
-    "stage": _ZERO_STAGES,
-    "zero_optimization": "use strategy='zero1' for stage 1, 'fsdp' for 2 and 3; cpu_offload=True to offload",
-    "deepspeed_config": "write its settings here: strategy, mixed_precision, batch_size, cpu_offload",
-    "train_batch_size": "set batch_size, that of one process in one of the gradient_accumulation_steps",
-    "per_gpu_batch_size": "set batch_size, which is that of one process",
-    "min_num_params": "leave it out, the modules of ModuleLists are sharded one by one",
-    "auto_wrap_policy": "leave it out, the modules of ModuleLists are sharded one by one",
-    "gradient_as_bucket_view": "use panther.distributed.data_parallel(model, gradient_as_bucket_view=True)",
-    "process_group": "set the sizes of the axes: data_parallel_size, tensor_parallel_size, pipeline_parallel_size",
-    "warmup_epochs": "set warmup_steps: the epochs times the steps of an epoch",
-    "fp16_opt_level": "use mixed_precision='fp16'",
-    "offload_optimizer": "use strategy='fsdp' and cpu_offload=True",
-    "offload_param": "use strategy='fsdp' and cpu_offload=True",
-    "num_workers": "pass a DataLoader that has it to fit",
-    "pin_memory": "pass a DataLoader that has it to fit",
-    "train_loader": "pass it to fit",
-    "training_data": "pass it to fit",
-    "val_loader": "pass it to fit as the second argument",
-    "validation_data": "pass it to fit as the second argument",
-    "num_replicas": "leave it out, a Trainer divides the samples among the ranks",
-    "sampler": "pass a DataLoader that has it to fit",
-    "shuffle": "pass a DataLoader that has it to fit",
-    "model": "pass it to Trainer",
-    "optimizer": "pass it to Trainer",
-    "loss_fn": "pass it to Trainer",
-    "criterion": "pass it to Trainer as loss_fn",
-    "callbacks": "pass them to Trainer",
-    "metrics": "pass them to Trainer",
-}
-"""What to do in place of a setting of other libraries that a TrainConfig has no field for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Base of dataclasses of settings, which are given by name and checked against their types."""
-
-    _sentences: ClassVar[Mapping[str, str]] = {}
-    """What to do in place of a setting that exists elsewhere only, by its name."""
-
-    def __new__(cls, *values: Any, **settings: Any) -> Self:
-        """Refuse unknown names before ``__init__`` does, which could not suggest the right one."""
-        known = [entry.name for entry in dataclasses.fields(cls)]
-        if values:
-            named = ", ".join(f"{name}={value!r}" for name, value in zip(known, values, strict=False))
-            raise ConfigError(f"{cls.__name__} takes its settings by name: write {cls.__name__}({named})")
-        for name in settings:
-            if name not in known:
-                near = [_NAMES_ELSEWHERE.get(name, ""), *difflib.get_close_matches(name, known, 1)]
-                suggestion = next((one for one in near if one in known), None)
-                if name in cls._sentences:
-                    raise ConfigError(f"{name!r} is not a setting of {cls.__name__}: {cls._sentences[name]}")
-                hint = f"did you mean {suggestion!r}?" if suggestion else f"use some of {', '.join(known)}"
-                raise ConfigError(f"{name!r} is not a setting of {cls.__name__}: {hint}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        """Convert and check every value."""
-        for name, (kind, optional) in _kinds(type(self)).items():  # type: ignore[arg-type]
-            value = getattr(self, name)
-            if not (optional and value is None):
-                # The only way to set a value of a frozen dataclass.
-                object.__setattr__(self, name, _checked(name, value, kind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +31,6 @@ class TrainConfig(Settings):
         Traceback (most recent call last):
         panther.errors.ConfigError: 'lr' is not a setting of TrainConfig: did you mean 'learning_rate'?
     """
-
-    _sentences = _SENTENCES_ELSEWHERE
 
     epochs: int | None = None
     """Number of passes over the training data. Set either this or ``max_steps``; with neither it is 1."""
@@ -324,7 +196,7 @@ class TrainConfig(Settings):
     def __post_init__(self) -> None:
         """Convert and check every value, and refuse settings that contradict each other."""
         super().__post_init__()
-        for name, (kind, _) in _kinds(TrainConfig).items():
+        for name, (kind, _) in kinds(TrainConfig).items():
             value = getattr(self, name)
             minimum = 0 if name in ("warmup_steps", "seed") else 1
             if kind is int and value is not None and value < minimum:
@@ -409,46 +281,5 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def asks_for_text(name: str) -> bool:
     """Return whether a setting is, or may be, a string; the command line then does not parse it."""
-    kind, _ = _kinds(TrainConfig).get(name, (None, False))
+    kind, _ = kinds(TrainConfig).get(name, (None, False))
     return kind is str
-
-
-_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-
-
-@functools.cache
-def _kinds(settings: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type of each setting, and whether it may be None."""
-    kinds = {}
-    hints = typing.get_type_hints(settings)
-    for name in (entry.name for entry in dataclasses.fields(settings)):
-        hint = hints[name]
-        options = typing.get_args(hint)
-        optional = type(None) in options
-        kinds[name] = (options[0] if optional else hint, optional)
-    return kinds
-
-
-def _checked(name: str, value: Any, kind: Any) -> Any:
-    """Return a value as the type of its setting, or raise ConfigError."""
-    options = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        # The command line gives "a,b"; JSON and TOML have lists and no tuples.
-        items = value.split(",") if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ConfigError(f"{name}={value!r} must be a list")
-        return tuple(_checked(name, item, options[0]) for item in items)
-    if options:  # of a Literal
-        if value not in options:
-            raise ConfigError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, options))}")
-        return value
-    if kind is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if value == "":
-        raise ConfigError(f"{name} must not be empty")
-    if kind is float and type(value) is int:
-        return float(value)
-    # A bool is an int to Python.
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name}={value!r} must be {_WORDS[kind]}, not {type(value).__name__}")
-    return value

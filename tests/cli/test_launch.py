@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import socket
 import textwrap
@@ -463,7 +464,7 @@ def test_config_and_its_arguments():
     assert (args.monitor_interval, args.rdzv_backend) == (0.5, "c10d")
     with pytest.raises(TypeError, match=r"pass config or its fields \(nnodes\), not both"):
         launch_distributed_training("x.py", config=config, nnodes=2)
-    with pytest.raises(TypeError, match="nproc"):
+    with pytest.raises(ConfigError, match="'nproc' is not a setting of LaunchConfig: did you mean 'nproc_per_node'"):
         launch_distributed_training("x.py", nproc=2)
     with pytest.raises(ConfigError, match=r"the script x.py does not exist"):
         launch_distributed_training("x.py")
@@ -474,7 +475,43 @@ def test_the_names_of_guides():
     config = LaunchConfig(nproc_per_node=2, monitor_interval=1.0, start_timeout=600, max_restarts=3)
     assert config == LaunchConfig(nproc_per_node=2, monitor_interval_s=1.0, rdzv_timeout_s=600, max_restarts=3)
     assert LaunchConfig(start_timeout=60).arguments() == ["--rdzv-conf=timeout=60,join_timeout=60"]
-    assert dataclasses.replace(config, max_restarts=0).monitor_interval_s == 1.0
-    with pytest.raises(TypeError, match="start_timeout and rdzv_timeout_s are the same setting: give one"):
+    assert (config.monitor_interval, config.start_timeout) == (1.0, 600)
+    assert (LaunchConfig().monitor_interval, LaunchConfig().start_timeout) == (0.1, 600)
+    assert dataclasses.replace(config, max_restarts=0).monitor_interval == 1.0
+    assert dataclasses.replace(config, monitor_interval_s=3).monitor_interval == 3.0
+    with pytest.raises(ConfigError, match="start_timeout and rdzv_timeout_s are the same setting: give one"):
         LaunchConfig(start_timeout=60, rdzv_timeout_s=50)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.monitor_interval = 2.0
+    assert pickle.loads(pickle.dumps(config)) == config
     assert DistributedLauncher(config).config is config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"monitor_interval": -1}, "monitor_interval_s=-1.0 must be positive and finite"),
+        ({"monitor_interval": "x"}, "monitor_interval_s='x' must be a number, not str"),
+        ({"monitor_interval_s": 0}, "monitor_interval_s=0.0 must be positive and finite"),
+        ({"start_timeout": 0}, "rdzv_timeout_s=0.0 must be at least 1 and finite"),
+        ({"rdzv_timeout_s": float("inf")}, "rdzv_timeout_s=inf must be at least 1 and finite"),
+        ({"nproc_per_node": 0}, "nproc_per_node=0 must be at least 1 and finite"),
+        ({"nproc_per_node": 1.5}, "nproc_per_node=1.5 must be a whole number or a string, not float"),
+        ({"nnodes": -1}, "nnodes=-1 must be at least 1 and finite"),
+        ({"node_rank": -1}, "node_rank=-1 must be at least 0 and finite"),
+        ({"max_restarts": -1}, "max_restarts=-1 must be at least 0 and finite"),
+        ({"max_restarts": True}, "max_restarts=True must be a whole number, not bool"),
+        ({"shutdown_timeout_s": -1}, "shutdown_timeout_s=-1.0 must be at least 0 and finite"),
+        ({"module": "yes"}, "module='yes' must be true or false, not str"),
+        ({"log_dir": 3}, "log_dir=3 must be a string, not int"),
+        ({"nproc_per_nod": 2}, "'nproc_per_nod' is not a setting of LaunchConfig: did you mean 'nproc_per_node'?"),
+        ({"num_gpus": 2}, "'num_gpus' is not a setting of LaunchConfig: did you mean 'nproc_per_node'?"),
+        ({"master_addr": "a"}, "'master_addr' is not a setting of LaunchConfig: did you mean 'rdzv_endpoint'?"),
+        ({"lr": 1}, "learning_rate is a setting of panther.train.TrainConfig, for a Trainer"),
+        ({"zzz": 1}, "'zzz' is not a setting of LaunchConfig: use some of nproc_per_node, nnodes, node_rank"),
+    ],
+)
+def test_a_wrong_setting_is_named(given, message):
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig(**given)
+    assert message in str(caught.value)

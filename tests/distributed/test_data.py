@@ -1,4 +1,5 @@
 import copy
+import re
 import subprocess
 import sys
 import warnings
@@ -197,9 +198,19 @@ def test_the_guides_plain_ddp_works_too():
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
-def test_unknown_strategy_lists_the_known():
-    with pytest.raises(ValueError, match="strategy='fsdp3' is unknown: use one of 'ddp'"):
-        data_parallel(network(0), strategy="fsdp3")
+@pytest.mark.parametrize(
+    ("strategy", "hint"),
+    [
+        ("sharded", "use one of 'ddp', 'fsdp', 'replicate'"),
+        ("FSDP", "did you mean 'fsdp'?"),
+        ("zero2", "use strategy='fsdp' with reshard_after_forward=False"),
+        ("hsdp", "use strategy='fsdp' and a mesh of make_mesh"),
+        ("tp", "use panther.distributed.tensor_parallel"),
+    ],
+)
+def test_an_unknown_strategy_leads_to_the_known(strategy, hint):
+    with pytest.raises(ValueError, match=re.escape(f"strategy={strategy!r} is unknown: {hint}")):
+        data_parallel(network(0), strategy=strategy)
 
 
 def test_a_model_that_cannot_be_trained_is_refused():

@@ -1,5 +1,6 @@
 """Several axes at once against one process."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from ranks import on_ranks, take_steps, weights_of
 from torch import nn
 
 from panther.distributed import CommunicationCounter, HybridParallelTrainer
-from panther.errors import DistributedError, ShapeError
+from panther.errors import ConfigError, DistributedError, ShapeError
 from panther.nn import SKLinear
 
 WIDTHS = [40, 48, 36, 44, 32, 5]
@@ -189,6 +190,46 @@ def test_a_key_that_is_neither_true_nor_false():
     on_ranks(rank, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("tp_size", "did you mean 'tensor_parallel_size'?"),
+        ("num_stages", "did you mean 'pipeline_parallel_size'?"),
+        ("chunks", "did you mean 'num_microbatches'?"),
+        ("max_norm", "did you mean 'gradient_clipping'?"),
+        ("fp16", "did you mean 'mixed_precision'?"),
+        ("strategy", "did you mean 'data_parallel'?"),
+        ("lr", "pass it to the optimizer, which is made of trainer.model.parameters()"),
+        ("weight_decay", "pass it to the optimizer"),
+        ("criterion", "pass it to train_step"),
+        ("scheduler", "make it of the optimizer"),
+        ("num_gpus", "the launcher decides it, in panther launch --nproc-per-node and --nnodes"),
+        ("rank", "leave it out, the launcher tells each process its rank"),
+        ("zero_stage", "use data_parallel='fsdp'"),
+        ("tp_group", "set the sizes of the axes"),
+        ("layers", "it is a key of the first argument, model_config"),
+        ("sketch_size", "it is a key of each layer"),
+        ("epochs", "epochs is a setting of panther.train.TrainConfig, for a Trainer"),
+        ("checkpoint_frequency", "checkpoint_every_n_epochs is a setting of panther.train.TrainConfig"),
+        ("tensorboard", "trackers is a setting of panther.train.TrainConfig"),
+        ("wait", "use some of tensor_parallel_size, pipeline_parallel_size"),
+        (3, "use some of tensor_parallel_size, pipeline_parallel_size"),
+    ],
+)
+def test_a_name_of_other_libraries_leads_to_the_right_one(name, hint):
+    with pytest.raises(ConfigError) as caught:
+        HybridParallelTrainer(CONFIG, {name: 2})
+    assert str(caught.value).startswith(f"{name!r} is not a setting of parallelism_config: {hint}")
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"), [("FSDP", "did you mean 'fsdp'?"), ("hsdp", "use data_parallel='fsdp' with data_parallel_repl")]
+)
+def test_a_kind_of_data_parallelism_of_other_libraries_leads_to_the_right_one(value, hint):
+    with pytest.raises(ConfigError, match=re.escape(f"data_parallel={value!r} is unknown: {hint}")):
+        HybridParallelTrainer(CONFIG, {"data_parallel": value})
+
+
 def test_what_is_refused():
     def rank():
         messages = []
@@ -216,11 +257,13 @@ def test_what_is_refused():
         return messages
 
     messages = on_ranks(rank)[0]
-    assert messages[0].startswith("parallelism_config has the unknown keys tensor_parallel: use some of tensor_")
+    assert messages[0] == (
+        "'tensor_parallel' is not a setting of parallelism_config: did you mean 'tensor_parallel_size'?"
+    )
     assert messages[1].startswith("dp * pp * tp = 1 * 1 * 3 = 3 must equal the world size (2)")
     assert messages[2].startswith("data_parallel='ddp' and tensor_parallel_size > 1 do not go together")
     assert messages[3].startswith("data_parallel='ddp' and pipeline_parallel_size > 1 do not go together")
-    assert messages[4].startswith("data_parallel='zero' is unknown")
+    assert messages[4] == "data_parallel='zero' is unknown: use data_parallel='fsdp', which is ZeRO-3"
     assert messages[5] == "gradient_clipping=0 must be positive, or None"
     assert messages[6] == "model_config must be a module or have the key 'layers', and has sizes"
     assert messages[7].startswith("schedule 'nonsense' is unknown: use one of 'gpipe', '1f1b'")

@@ -10,6 +10,8 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
+from panther import _setting_names
+from panther.distributed import LaunchConfig
 from panther.distributed.pipeline.schedules import SCHEDULES
 from panther.errors import ConfigError
 from panther.train import TrainConfig
@@ -164,6 +166,7 @@ def test_an_unknown_key_names_the_nearest(key, near):
         TrainConfig(**{key: 1})
 
 
+LISTED = "use some of epochs, max_steps"
 # Every keyword of the trainers and configurations in the guides to distributed training that we follow.
 NAMES_OF_GUIDES = {
     "batch_size": None, "epochs": None, "learning_rate": None, "checkpoint_dir": None, "max_steps": None,
@@ -207,6 +210,28 @@ NAMES_OF_GUIDES = {
     "stage": "strategy='zero1' for stage 1", "sharding_strategy": "'strategy'", "clip_grad_norm": "'gradient_clipping'",
     "use_amp": "'mixed_precision'", "save_dir": "'checkpoint_dir'", "training_data": "pass it to fit",
     "checkpoint_interval": "'checkpoint_every_n_steps'",
+    "weight_decay": "to the optimizer", "betas": "to the optimizer", "eps": "to the optimizer", "verbose": "'progress'",
+    "input_size": "build the model with it", "hidden_sizes": "build the model", "output_size": "build the model",
+    "hidden_size": "build the model", "sketch_ratios": "build the model", "sketch_size": "build the model",
+    "deepspeed": "panther.integrations.deepspeed", "horovod": "strategy='ddp'",
+    "model_parameters": "leave it out", "named_parameters": "leave it out", "params": "leave it out",
+    "train_dataset": "to fit", "dataset": "to fit", "dataloader": "to fit", "num_epochs": "'epochs'",
+    "total_epochs": "'epochs'", "fp16": "'mixed_precision'", "max_norm": "'gradient_clipping'",
+    "device_id": "the GPU of its rank", "multi_gpu": "panther launch --nproc", "nodes": "panther launch --nnodes",
+    "ntasks_per_node": "panther launch --nproc-per-node", "address": "--rdzv-endpoint", "script": "to panther launch",
+    "job_name": "'run_name'", "logdir": "'checkpoint_dir'", "name": "'run_name'", "config": "write its settings here",
+    "T_max": "schedule='cosine'", "start_factor": "warmup_steps", "total_iters": "warmup_steps",
+    "warmup": "warmup_steps",
+    "milestones": "schedule='callback'", "schedulers": "schedule='callback'", "loss": "to Trainer as loss_fn",
+    "microbatch_size": "num_microbatches", "num_samples": "panther.tune", "search_space": "panther.tune",
+    "train_fn": "panther.tune", "trials_per_gpu": "panther.tune", "resources_per_trial": "panther.tune",
+    "record_shapes": "panther profile", "with_stack": "panther profile", "activities": "panther profile",
+    "on_trace_ready": "panther profile", "group": "tensor_parallel_size", "dp_group": "tensor_parallel_size",
+    "schedule": None,
+    # Of these nothing is like a setting, and a guess would be wrong.
+    "wait": LISTED, "active": LISTED, "enabled": LISTED, "type": LISTED, "op": LISTED, "src": LISTED, "gpu": LISTED,
+    "root_rank": LISTED, "async_op": LISTED, "size": LISTED, "join": LISTED, "args": LISTED, "target": LISTED,
+    "sort_by": LISTED, "accuracy": LISTED, "activation": LISTED, "batch": LISTED,
     "loss_fn": "pass it to Trainer", "criterion": "pass it to Trainer as loss_fn", "metrics": "pass them to Trainer",
 }  # fmt: skip
 
@@ -219,6 +244,45 @@ def test_a_name_of_a_guide_is_a_setting_or_leads_to_the_right_one(name):
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**{name: 1})
     assert NAMES_OF_GUIDES[name] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "hint"),
+    [
+        ("strategy", "FSDP", "did you mean 'fsdp'?"),
+        ("strategy", "DDP", "did you mean 'ddp'?"),
+        ("strategy", "zero-1", "did you mean 'zero1'?"),
+        ("strategy", "zero2", "use strategy='fsdp' with reshard_after_forward=False"),
+        ("strategy", "ZeRO-3", "use strategy='fsdp'"),
+        ("strategy", "hsdp", "use strategy='fsdp' with data_parallel_replicate_size, the number of nodes"),
+        ("strategy", "pytorch-ddp", "use strategy='ddp'"),
+        ("strategy", "data_parallel", "use strategy='ddp'"),
+        ("strategy", "model_parallel", "use strategy='tp' or 'pp'"),
+        ("strategy", "tensor_parallel", "use strategy='tp'"),
+        ("strategy", "hybrid_parallel", "use strategy='hybrid' with tensor_parallel_size"),
+        ("strategy", "horovod", "use strategy='ddp', or panther.integrations.horovod"),
+        ("strategy", "ray", "use panther.integrations.ray"),
+        ("mixed_precision", True, "use mixed_precision='bf16' or 'fp16'"),
+        ("mixed_precision", "float16", "use mixed_precision='fp16'"),
+        ("mixed_precision", "BF16", "did you mean 'bf16'?"),
+        ("mixed_precision", "int8", "use one of 'bf16', 'fp16'"),
+        ("pipeline_schedule", "GPipe", "did you mean 'gpipe'?"),
+        ("comm_hook", "powerSGD", "did you mean 'powersgd'?"),
+        ("schedule", "cosin", "did you mean 'cosine'?"),
+        ("schedule", "step", "use one of 'constant', 'linear', 'cosine', 'callback'"),
+    ],
+)
+def test_a_value_of_other_libraries_leads_to_the_right_one(setting, value, hint):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**with_directory(setting, value))
+    assert str(caught.value).startswith(f"{setting}={value!r} is unknown: {hint}")
+
+
+def test_the_settings_that_other_owners_are_sent_here_for_exist():
+    assert set(_setting_names._OF_A_TRAINER.split()) <= FIELDS
+    assert set(_setting_names._EQUALS) <= FIELDS | {field.name for field in dataclasses.fields(LaunchConfig)} | {
+        "data_parallel"
+    }
 
 
 def test_a_key_near_to_nothing_lists_all():

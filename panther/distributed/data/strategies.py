@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from panther._setting_names import value_hint
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
@@ -172,7 +173,8 @@ def _check_options(
     mesh: Any, strategy: str, comm_hook: str | None, mixed_precision: str | None, cpu_offload: bool
 ) -> None:
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}")
+        hint = value_hint("strategy", strategy, STRATEGIES, "data_parallel")
+        raise ValueError(f"strategy={strategy!r} is unknown: {hint}")
     if comm_hook is not None and strategy != "ddp":
         raise ValueError(f"comm_hook={comm_hook!r} is for strategy='ddp': with {strategy!r} use mixed_precision")
     compute_dtype(mixed_precision)

@@ -2,14 +2,23 @@
 
 __all__ = ["LOG_DIR", "LaunchConfig"]
 
-from dataclasses import InitVar, dataclass, fields
+import functools
+import math
+from dataclasses import dataclass, fields
 from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from panther._settings import Settings
+from panther.errors import ConfigError
 
 LOG_DIR = "panther-logs"
+_LEAST = {
+    "nproc_per_node": 1, "nnodes": 1, "node_rank": 0, "rdzv_timeout_s": 1, "max_restarts": 0, "shutdown_timeout_s": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Settings):
     """How to start a script: torchrun's options, under the same names.
 
     Attributes:
@@ -18,7 +27,7 @@ class LaunchConfig:
         node_rank: Number of this node, from 0. Node 0 hosts the rendezvous. None lets torch number the nodes.
         rdzv_backend: ``"static"``, or ``"c10d"``, which restarts all nodes together; None means static if there is a
             node_rank.
-        rdzv_endpoint: ``"HOST:PORT"`` of node 0, the same on every node. One node needs none.
+        rdzv_endpoint: ``"HOST:PORT"`` of node 0, the same on every node. None is for one node.
         rdzv_id: A name of the run, the same on every node, for runs that share an endpoint.
         rdzv_timeout_s: How long to wait for the other nodes, in whole seconds.
         max_restarts: How often to start all processes again after a failure.
@@ -32,7 +41,8 @@ class LaunchConfig:
         start_timeout: Another name of rdzv_timeout_s.
 
     Raises:
-        TypeError: If a setting is given by both of its names.
+        ConfigError: If a name is unknown, a value has the wrong type or is out of range, or a setting is given by both
+            of its names.
 
     Example:
         >>> LaunchConfig(nproc_per_node=4, backend="gloo").arguments()
@@ -43,7 +53,7 @@ class LaunchConfig:
     nnodes: int | str = 1
     node_rank: int | None = None
     rdzv_backend: str | None = None
-    rdzv_endpoint: str = ""
+    rdzv_endpoint: str | None = None
     rdzv_id: str = "none"
     rdzv_timeout_s: float = 600
     max_restarts: int = 0
@@ -52,19 +62,24 @@ class LaunchConfig:
     log_dir: str | PathLike[str] = LOG_DIR
     shutdown_timeout_s: float = 30
     module: bool = False
-    monitor_interval: InitVar[float | None] = None
-    start_timeout: InitVar[float | None] = None
+    if TYPE_CHECKING:  # __init__ takes these names too
+        monitor_interval: float = 0.1
+        start_timeout: float = 600
+    else:
+        monitor_interval = property(lambda self: self.monitor_interval_s)
+        start_timeout = property(lambda self: self.rdzv_timeout_s)
 
-    def __post_init__(self, monitor_interval: float | None, start_timeout: float | None) -> None:
-        """Take a setting that is given by its other name."""
-        given = {"monitor_interval": monitor_interval, "start_timeout": start_timeout}
-        for other, name in (("monitor_interval", "monitor_interval_s"), ("start_timeout", "rdzv_timeout_s")):
-            if given[other] is None:
-                continue
-            if getattr(self, name) != getattr(type(self), name):
-                raise TypeError(f"{other} and {name} are the same setting: give one")
-            # The only way to set a value of a frozen dataclass.
-            object.__setattr__(self, name, given[other])
+    _other_names = {"monitor_interval": "monitor_interval_s", "start_timeout": "rdzv_timeout_s"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        """Convert and check every value."""
+        super().__post_init__()
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                raise ConfigError(f"{name}={value} must be at least {least} and finite")
+        if not 0 < self.monitor_interval_s < math.inf:
+            raise ConfigError(f"monitor_interval_s={self.monitor_interval_s} must be positive and finite")
 
     def arguments(self) -> list[str]:
         """Return these options as ``panther launch`` takes them, without those that have their default."""
@@ -81,3 +96,20 @@ class LaunchConfig:
                 value = int(value) if field.name == "shutdown_timeout_s" else value
                 found.append(f"--{field.name.removesuffix('_s').replace('_', '-')}={value}")
         return found
+
+
+_init = LaunchConfig.__init__
+
+
+@functools.wraps(_init)
+def _init_by_either_name(self: LaunchConfig, **settings: Any) -> None:
+    for other, name in LaunchConfig._other_names.items():
+        if other in settings:
+            if name in settings:
+                raise ConfigError(f"{other} and {name} are the same setting: give one")
+            settings[name] = settings.pop(other)
+    _init(self, **settings)
+
+
+# Not fields, because dataclasses.replace would then give the old value of one name with the new one of the other.
+LaunchConfig.__init__ = _init_by_either_name  # type: ignore[method-assign]

@@ -37,8 +37,8 @@ def launch_distributed_training(
 
     Raises:
         DistributedError: If the script failed, with the traceback of the rank that failed first; if a node is missing.
-        ConfigError: If the options cannot be met.
-        TypeError: If ``options`` has a name that LaunchConfig has not, or there is a ``config`` too.
+        ConfigError: If the options are not valid, or cannot be met.
+        TypeError: If there are both ``options`` and a ``config``.
 
     Cost: the import of torch in each process, about three seconds of a core.
 

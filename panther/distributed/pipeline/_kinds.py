@@ -5,6 +5,8 @@ __all__ = ["SCHEDULES", "ScheduleKind", "check_schedule"]
 from dataclasses import dataclass
 from typing import Any
 
+from panther._setting_names import value_hint
+
 
 @dataclass(frozen=True)
 class ScheduleKind:
@@ -39,4 +41,4 @@ SCHEDULES = {
 def check_schedule(name: str) -> None:
     """Raise ValueError unless there is a schedule of this name."""
     if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown: use one of {', '.join(map(repr, SCHEDULES))}")
+        raise ValueError(f"schedule {name!r} is unknown: {value_hint('schedule', name, tuple(SCHEDULES))}")
