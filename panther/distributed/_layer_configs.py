@@ -18,11 +18,20 @@ def check_configs(
     layer_configs: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()
 ) -> list[tuple[int, int, int]]:
     """Return every layer's three sizes, or raise if one is missing or an input is not as wide as the last output."""
+    if isinstance(layer_configs, str) or not isinstance(layer_configs, Sequence):
+        raise TypeError(f"layer_configs must be a list of mappings, not {type(layer_configs).__name__}")
     if not layer_configs:
         raise ShapeError("layer_configs is empty and must have at least one layer")
     for index, config in enumerate(layer_configs):
-        if set(config) - {*optional} != set(_KEYS):
-            raise ShapeError(f"layer_configs[{index}] must have the keys {', '.join(_KEYS)}, not {', '.join(config)}")
+        if not isinstance(config, Mapping):
+            raise TypeError(f"layer_configs[{index}] must be a mapping, not {type(config).__name__}")
+        for key in config:
+            if key not in (*_KEYS, *optional):
+                raise ShapeError(
+                    f"layer_configs[{index}] has the unknown key {key!r}: use {', '.join((*_KEYS, *optional))}"
+                )
+        if missing := [key for key in _KEYS if key not in config]:
+            raise ShapeError(f"layer_configs[{index}] lacks {', '.join(missing)}: add it")
     for index, (before, after) in enumerate(pairwise(layer_configs)):
         if before["out_features"] != after["in_features"]:
             raise ShapeError(

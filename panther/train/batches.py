@@ -10,7 +10,7 @@ __all__ = ["Batch", "Feed", "count_samples"]
 
 import multiprocessing
 import signal
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -278,10 +278,16 @@ def _check_samples(data: Any, batch_size: int | None, name: str) -> None:
     by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     # Not a tensor or a tuple (inputs, targets), whose rows and items would be taken for samples without targets.
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple | str) or not (by_number or isinstance(data, Dataset)):
-        raise ConfigError(
-            f"the data must be a DataLoader, a Dataset or a list of samples, not a {type(data).__name__}: for tensors, "
-            "pass TensorDataset(inputs, targets)"
-        )
+        kind = type(data).__name__
+        if isinstance(data, Iterator):
+            fault = f"not a {kind}, which ends after one pass: pass list(data), with batch_size"
+        elif isinstance(data, Iterable) and not by_number and not isinstance(data, Mapping):
+            fault = f"not a {kind}, whose samples have no numbers: pass list(data), with batch_size"
+        else:
+            fault = f"not a {kind}: for tensors, pass TensorDataset(inputs, targets)"
+        if isinstance(data, Iterable) and not by_number:
+            fault += "; or, to read samples as a stream, an IterableDataset, whose __iter__ begins anew in every epoch"
+        raise ConfigError(f"the data must be a DataLoader, a Dataset or a list of samples, {fault}")
     if batch_size is None:
         raise ConfigError(
             f"a {type(data).__name__} needs batch_size in the configuration: set it, or pass DataLoader(data, size)"

@@ -219,6 +219,11 @@ def test_what_is_refused():
             lambda: TensorParallelModel(
                 [{"in_features": n, "out_features": 4, "sketch_size": 1} for n in (3, 5)], mesh
             ),
+            lambda: TensorParallelModel(
+                [{"in_features": 3, "out_features": 4, "sketch_size": 1, "activation": "relu"}], mesh
+            ),
+            lambda: TensorParallelModel({"in_features": 3}, mesh),
+            lambda: TensorParallelModel([3], mesh),
         ):  # fmt: skip
             with pytest.raises((ShapeError, TypeError)) as caught:
                 call()
@@ -229,8 +234,13 @@ def test_what_is_refused():
     assert messages[0] == "ColwiseSKParallel shards SKLinear or Linear, not a ReLU: name its layers"
     assert messages[1].startswith("a dimension of 1 cannot be split into 2 chunks")
     assert messages[2] == "layer_configs is empty and must have at least one layer"
-    assert messages[3] == "layer_configs[0] must have the keys in_features, out_features, sketch_size, not in_features"
+    assert messages[3] == "layer_configs[0] lacks out_features, sketch_size: add it"
     assert messages[4].startswith("layer_configs[0] gives 4 features and layer_configs[1] takes 5")
+    assert messages[5:] == [
+        "layer_configs[0] has the unknown key 'activation': use in_features, out_features, sketch_size",
+        "layer_configs must be a list of mappings, not dict",
+        "layer_configs[0] must be a mapping, not int",
+    ]
 
 
 def test_second_derivatives_are_those_of_one_process():

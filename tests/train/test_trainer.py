@@ -431,6 +431,18 @@ def test_what_cannot_be_trained_is_said():
     assert "must be a DataLoader, a Dataset or a list of samples, not a tuple: for tensors, pass TensorDataset" in (
         message(nn.Linear(2, 2), samples().tensors)
     )
+    stream = "; or, to read samples as a stream, an IterableDataset, whose __iter__ begins anew in every epoch"
+    for data, fault in (
+        ((one for one in samples()), "not a generator, which ends after one pass: pass list(data), with batch_size"),
+        (
+            zip(*samples().tensors, strict=True),
+            "not a zip, which ends after one pass: pass list(data), with batch_size",
+        ),
+        ({1, 2}, "not a set, whose samples have no numbers: pass list(data), with batch_size"),
+    ):
+        assert message(nn.Linear(2, 2), data).endswith(f"a list of samples, {fault}{stream}")
+    assert message(nn.Linear(2, 2), 3).endswith("not a int: for tensors, pass TensorDataset(inputs, targets)")
+    assert message(nn.Linear(2, 2), {"x": 1}).endswith("not a dict: for tensors, pass TensorDataset(inputs, targets)")
     assert "a TensorDataset needs batch_size" in message(nn.Linear(2, 2), samples())
     assert "a list needs batch_size" in message(nn.Linear(2, 2), [1])
     sized = TrainConfig(batch_size=4)
