@@ -90,11 +90,14 @@ def _apart(rank: Rank, trained: list[TensorStats], memory: MemoryEstimate) -> fl
     before, after, peak = 0.0, sum(made), 0.0
     for i, layer in enumerate(rank.layers):
         before += kept[i]
-        sent = memory.communication
+        workspace, sent = 2 * layer.largest.at(rank.samples), memory.communication
         if is_sharded:
             # Besides its own, the next block is gathered, and the gradients of the one before are being reduced.
             sent = root + at_once + (2 * rank.units[blocks[i]][1] if blocks[i] else root_summed)
-        peak = max(peak, before + after + sent + 2 * layer.largest.at(rank.samples))
+            if i == len(kept) - 1:
+                # The loss makes two tensors of the output's size; blocks are gathered when one of them is left.
+                sent = max(root, sent - workspace / 2)
+        peak = max(peak, before + after + sent + workspace)
         after -= made[i]
     if is_sharded:
         peak = max(peak, sum(made) + root + 2 * root_summed)
