@@ -107,7 +107,8 @@ class TrainConfig(Settings):
     ``callback`` leaves it to a scheduler in a callback."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes to save memory: nothing, everything except matrix products, or whole blocks."""
+    """What the backward pass recomputes to save memory: nothing; everything except for products of dense layers and the
+    2R inner numbers a row of sketched layers, by :func:`panther.distributed.inner_product_policy`; or whole blocks."""
 
     compile: bool = False
     """Whether the model is compiled by ``torch.compile``."""

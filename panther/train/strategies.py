@@ -13,12 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from panther.distributed import (
     ClusterSpec,
@@ -36,7 +31,9 @@ from panther.distributed.advisor.cost_model import Layout
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.distributed.comm.nodes import physical_memory
 from panther.distributed.data.blocks import fsdp_blocks
+from panther.distributed.data.gradient_compression import follow_loss_scale
 from panther.distributed.data.strategies import compute_dtype
+from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
 from panther.train.batches import count_samples
 from panther.train.config import TrainConfig
@@ -46,7 +43,6 @@ from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
 from panther.train.strategy_rules import possible_strategies
 
 _MODEL_PARALLEL = ("tp", "pp", "hybrid")
-_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
 
 
 def set_up(
@@ -84,7 +80,8 @@ def set_up(
         model.to(device)
     elif not fills_shards:
         fill(model, device=device)
-    _checkpoint_activations(model, config.activation_checkpointing)
+    if not divided:  # else after layers are sharded, which looks for pairs of them
+        checkpoint_blocks_(model, fsdp_blocks(model), config.activation_checkpointing)
     common: dict[str, Any] = {
         "loss_fn": loss_fn,
         "device": device,
@@ -130,6 +127,7 @@ def set_up(
             growth_interval=config.scaler_growth_interval or 2000,
             enabled=config.mixed_precision == "fp16",
         )
+        follow_loss_scale(model, partial(scaler.scale, torch.ones((), device=device)))
         engine = ModelEngine(model=model, rank=get_rank(), size=world, scaler=scaler, **common)
     made = make_optimizer(optimizer, groups, _named_parameters(engine), shard_state=strategy == "zero1")
     if isinstance(made, torch.optim.LBFGS):
@@ -279,6 +277,7 @@ def _model_parallel_engine(
         "data_parallel_replicate_size": config.data_parallel_replicate_size or 1,
         "data_parallel": "replicate" if strategy == "replicate" else "fsdp",
         "mixed_precision": config.mixed_precision,
+        "activation_checkpointing": config.activation_checkpointing,
         "schedule": config.pipeline_schedule,
     }
     if pp > 1:
@@ -313,23 +312,3 @@ def _named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
         for name, parameter in inner.named_parameters():
             named[name.replace("_checkpoint_wrapped_module.", "")] = parameter  # of activation checkpointing
     return named
-
-
-def _checkpoint_activations(model: nn.Module, kind: str) -> None:
-    """Recompute blocks in the backward pass: whole blocks, or everything in them except matrix products."""
-    if kind == "none":
-        return
-    blocks = set(fsdp_blocks(model))
-    if not blocks:
-        raise ConfigError(
-            f"activation_checkpointing={kind!r} needs blocks, the modules of a ModuleList or nn.Sequential, and the "
-            "model has none"
-        )
-    options: dict[str, Any] = {}
-    if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, **options),
-        check_fn=lambda module: module in blocks,
-    )

@@ -7,11 +7,23 @@ import torch
 from blocks import block
 from ranks import gradients_of, on_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from panther.distributed import CommunicationCounter, inner_product_policy, make_mesh, tensor_parallel
+from panther.distributed import (
+    CommunicationCounter,
+    HybridParallelTrainer,
+    inner_product_policy,
+    make_mesh,
+    tensor_parallel,
+)
+from panther.distributed.tensor import activation_checkpoint
+from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
+from panther.errors import ConfigError
 from panther.nn import SKLinear
+from panther.train import TrainConfig, Trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
 R, ROWS = 3, 14
@@ -108,3 +120,95 @@ def test_attention_to_another_sequence(how):
         for gradients in (*found, plain):
             for name, gradient in expected.items():
                 torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Feedforward(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.inner = nn.Sequential(make(24, 48), nn.GELU(), make(48, 24))
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+def saved_by_the_policy(block, **options):
+    """The policy, and bytes and widths of what it saves."""
+    policy, saved = inner_product_policy(block, **options), []
+
+    def recorded(context, operation, *args, **kwargs):
+        choice = policy(context, operation, *args, **kwargs)
+        if choice is CheckpointPolicy.MUST_SAVE and not context.is_recompute:
+            saved.append(context.op_output)
+        return choice
+
+    return recorded, saved
+
+
+@pytest.mark.parametrize(
+    ("make", "calls", "saved"),
+    [
+        # Six sums over ranks in three blocks, and those of the forward again where everything is recomputed.
+        (sketched, {"none": 6, "selective": 6, "full": 9}, 3 * (2 * R + 2 * 2 * R)),
+        # The first product and the sum of the second; full stops before the sum, which no gradient needs.
+        (nn.Linear, {"none": 6, "selective": 6, "full": 6}, 3 * (48 // 2 + 24)),
+    ],
+    ids=["sketched", "dense"],
+)
+def test_what_three_sharded_blocks_of_a_trainer_send_and_keep(make, calls, saved, monkeypatch):
+    """TrainConfig's "selective" sends nothing again; of sketched layers it keeps the 2R numbers a row and no more."""
+    x = batch().flatten(0, 1).float()
+    kept = []
+
+    def policy(block, **options):
+        recorded, some = saved_by_the_policy(block, **options)
+        kept.append(some)
+        return recorded
+
+    def rank(kind):
+        monkeypatch.setattr(activation_checkpoint, "inner_product_policy", policy)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Feedforward(make) for _ in range(3)))
+        config = TrainConfig(max_steps=2, batch_size=ROWS, strategy="tp", activation_checkpointing=kind)
+        trainer = Trainer(model, torch.optim.SGD, nn.MSELoss(), config)
+        with CommunicationCounter() as traffic:
+            trainer.fit(TensorDataset(x, x.flip(0)))
+        loss = [p.detach().to_local() for p in trainer.model.parameters()]
+        return traffic.calls_by_operation["all_reduce"], sum(t.nbytes for some in kept for t in some), loss
+
+    found = {kind: on_ranks(rank, 2, kind, fresh=True)[0] for kind in calls}
+    assert {kind: one[0] for kind, one in found.items()} == {kind: 2 * count for kind, count in calls.items()}
+    assert {kind: one[1] for kind, one in found.items()} == {"none": 0, "selective": 2 * 4 * ROWS * saved, "full": 0}
+    for _, _, parameters in found.values():
+        assert all(map(torch.equal, parameters, found["none"][2]))
+
+
+def test_hybrid_parallelism_recomputes_blocks_too():
+    """The layers of a pair are blocks of their own here: they are sharded first, and then wrapped."""
+    x, y = batch().flatten(0, 1), torch.zeros(ROWS, 24, dtype=torch.float64)
+
+    def rank(kind, sizes):
+        torch.manual_seed(0)
+        layers = [SKLinear(24, 48, R), nn.GELU(), SKLinear(48, 24, R), nn.Tanh(), Feedforward(sketched)]
+        config = {**sizes, "activation_checkpointing": kind}
+        trainer = HybridParallelTrainer(nn.Sequential(*layers).double(), config)
+        optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
+        losses = [trainer.train_step((x, y), optimizer, nn.MSELoss()) for _ in range(3)]
+        modules = [module for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
+        return losses, len(modules), trainer.report and [entry.action for entry in trainer.report.placements]
+
+    expected, _, _ = on_ranks(rank, 1, "none", {})[0]
+    for sizes, wrapped in (({"tensor_parallel_size": 2}, [3, 3]), ({"pipeline_parallel_size": 2}, [2, 1])):
+        for kind in ("selective", "full"):
+            found = on_ranks(rank, 2, kind, sizes)
+            assert [count for _, count, _ in found] == wrapped
+            for losses, _, actions in found:
+                assert losses == pytest.approx(expected, rel=1e-12)
+                assert actions is None or actions[:2] == ["outputs sharded", "inputs sharded"]
+    with pytest.raises(ConfigError, match="activation_checkpointing='all' is unknown"):
+        HybridParallelTrainer(nn.Linear(2, 2), {"activation_checkpointing": "all"})
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ConfigError, match="activation_checkpointing='full' needs blocks, the modules of a ModuleList"):
+        checkpoint_blocks_(nn.Linear(2, 2), [], "full")

@@ -5,39 +5,52 @@ of a sketched layer, x [S1 | U2], are few, and half of the layer's products and 
 et al., "BOOST", 2025, arXiv:2512.12131, does so with low-rank layers).
 """
 
-__all__ = ["inner_product_policy"]
+__all__ = ["CHECKPOINTED", "checkpoint_blocks_", "inner_product_policy"]
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from panther.distributed.tensor._linear import ColwiseLayer
-from panther.distributed.tensor._module import local_tensor
+from panther.distributed.tensor._attention import HeadwiseAttention
+from panther.distributed.tensor._linear import ColwiseLayer, RowwiseLinear, RowwiseSKLinear
+from panther.errors import ConfigError
 from panther.nn import SKLinear
 
-_PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
+CHECKPOINTED = ("selective", "full")
+"""Kinds of activation checkpointing."""
+
+_PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2, torch.ops.aten.bmm.default: 1}
 """Matrix products, with the position of their right factor."""
 
 
-def inner_product_policy(model: nn.Module) -> Callable[..., CheckpointPolicy]:
+def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> Callable[..., CheckpointPolicy]:
     """Return a policy for torch's selective activation checkpointing that saves the inner products of sketched layers.
 
     For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. In a region that is checkpointed with it, the
     2R numbers a row of each SKLinear are saved, before and after their sum over ranks, and all else is computed again.
 
     Args:
-        model: The model, after :func:`tensor_parallel`; plain sketched layers are served too.
+        model: The model; it may be sharded until the policy is used. Plain sketched layers are served too.
+        dense_products: Whether the products of dense layers are saved too, as torch's own selective policy does. Where
+            :func:`tensor_parallel` has sharded the inputs of a dense layer, or heads, the sum over ranks is saved in
+            place of the product, so that it is not sent again either.
 
     Returns:
         The policy, which a policy of your own can call.
 
     Cost: memory for 2R numbers a row of each layer, twice for layers whose inputs are sharded, beside the region's
-        input; half of the layers' products again. No sum of 2R numbers is sent again; the sums of dense layers are, and
-        gathers and scatters of a sharded sequence. On a GPU the kernel of a plain layer is one operation, which is run
-        again.
+        input; half of the layers' products again. No sum of 2R numbers is sent again; the sums of dense layers are,
+        unless ``dense_products`` saves them, and gathers and scatters of a sharded sequence. On a GPU the kernel of a
+        plain layer is one operation, which is run again.
 
     Example:
         >>> import functools, panther as pr
@@ -48,24 +61,95 @@ def inner_product_policy(model: nn.Module) -> Callable[..., CheckpointPolicy]:
         >>> y = checkpoint(block, torch.randn(8, 64), use_reentrant=False, context_fn=contexts)
         >>> y.sum().backward()
     """
-    widest: dict[int, int] = {}
-    for layer in model.modules():
-        if isinstance(layer, SKLinear):
-            features, rank = local_tensor(layer.S1).shape
-            shared = layer.shared_input if isinstance(layer, ColwiseLayer) else None
-            ranks = [rank] if shared is None else [other.S1.shape[1] for other in shared.layers]
-            widest[features] = max(widest.get(features, 0), 2 * sum(ranks))
-    most = max(widest.values(), default=0)
+    found: list[_Shapes] = []
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not found:  # at the first use, when layers have the shapes that they keep
+            found.append(_Shapes.of(model))
+        return CheckpointPolicy.MUST_SAVE if saved(found[0], operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def saved(shapes: _Shapes, operation: Any, args: tuple[Any, ...]) -> bool:
         if operation in _PRODUCTS:
             # Known by its factor, which may be a copy: joined with others, or cast.
-            features, columns = args[_PRODUCTS[operation]].shape
-            saved = columns <= widest.get(features, 0)
-        elif operation is torch.ops._c10d_functional.all_reduce.default:
-            saved = args[0].dim() > 0 and args[0].shape[-1] <= most
-        else:
-            saved = operation is torch.ops.panther.sketched_inner.default
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+            factor = tuple(args[_PRODUCTS[operation]].shape)
+            if len(factor) == 2 and factor[1] <= shapes.inner.get(factor[0], 0):
+                return True
+            # The layers whose product is summed add their bias afterwards.
+            is_summed = factor in shapes.summed and operation is torch.ops.aten.mm.default
+            return dense_products and factor not in shapes.outer and not is_summed
+        if operation is torch.ops._c10d_functional.all_reduce.default:
+            width = args[0].shape[-1] if args[0].dim() else 0
+            few = 0 < width <= max(shapes.inner.values(), default=0)
+            return few or (dense_products and any(width == columns for _, columns in shapes.summed))
+        return operation is torch.ops.panther.sketched_inner.default
 
     return policy
+
+
+@dataclass
+class _Shapes:
+    """Shapes of this rank's factors, by which products are known."""
+
+    inner: dict[int, int] = field(default_factory=dict)
+    """Of sketched layers, by the rows of [S1 | U2], the most columns, those of layers with one input together."""
+    outer: set[tuple[int, int]] = field(default_factory=set)
+    """Of sketched layers, of [U1 ; S2] and of each."""
+    summed: set[tuple[int, int]] = field(default_factory=set)
+    """Of dense layers whose product is summed over ranks, if no layer without a bias has the same."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Shapes":
+        """Read the layers' sizes: FSDP may have sharded their parameters further."""
+        shapes = cls()
+        others: set[tuple[int, int]] = set()
+        for layer in model.modules():
+            here = getattr(layer, "local_range", range(0))
+            if isinstance(layer, SKLinear):
+                by_rows, rank = isinstance(layer, RowwiseSKLinear), layer.S1.shape[1]
+                rows = len(here) if by_rows else layer.in_features
+                shared = layer.shared_input if isinstance(layer, ColwiseLayer) else None
+                ranks = [rank] if shared is None else [other.S1.shape[1] for other in shared.layers]
+                shapes.inner[rows] = max(shapes.inner.get(rows, 0), 2 * sum(ranks))
+                columns = layer.out_features if by_rows or not here else len(here)
+                shapes.outer |= {(rank, columns), (2 * rank, columns)}
+            elif isinstance(layer, RowwiseLinear) and layer.layouts.output_dim is None:
+                shapes.summed.add((len(here), layer.out_features))
+            elif isinstance(layer, nn.Linear) and layer.bias is None:
+                others.add((layer.in_features, len(here) or layer.out_features))
+            elif isinstance(layer, HeadwiseAttention):
+                width: Any = layer.embed_dim
+                shapes.summed.add((len(layer.local_heads) * (width // layer.num_heads), width))
+        shapes.summed -= others
+        return shapes
+
+
+def checkpoint_blocks_(model: nn.Module, blocks: Collection[nn.Module], kind: str) -> None:
+    """Recompute blocks of a model in backward, in place.
+
+    Call it after :func:`tensor_parallel`, which looks for pairs of layers, and before FSDP.
+
+    Args:
+        model: The model.
+        blocks: The modules in it.
+        kind: ``"full"`` to recompute all of a block; ``"selective"`` to save what :func:`inner_product_policy` does,
+            dense products among it; ``"none"`` to change nothing.
+
+    Raises:
+        ConfigError: If there are no blocks.
+    """
+    if kind == "none":
+        return
+    if not blocks:
+        raise ConfigError(
+            f"activation_checkpointing={kind!r} needs blocks, the modules of a ModuleList or nn.Sequential, and the "
+            "model has none"
+        )
+
+    def wrapped(block: nn.Module) -> nn.Module:
+        if kind == "full":
+            return checkpoint_wrapper(block)
+        policy = inner_product_policy(block, dense_products=True)
+        return checkpoint_wrapper(block, context_fn=partial(create_selective_checkpoint_contexts, policy))
+
+    chosen = set(blocks)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapped, check_fn=lambda module: module in chosen)
