@@ -26,7 +26,8 @@ def prose(path):
     lines, block, doctest = [], None, False
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
-        doctest = bool(line.strip()) and (doctest or line.lstrip().startswith(">>>"))  # with its output, to a blank line
+        # A doctest ends with its output, at the next blank line.
+        doctest = bool(line.strip()) and (doctest or line.lstrip().startswith(">>>"))
         if doctest or (block is not None and (not line.strip() or indent > block)):
             continue
         block = None
@@ -64,23 +65,78 @@ def test_a_page_begins_with_a_summary():
     assert not found
 
 
+def tables(lines):
+    """The tables at the margin, which no dropdown hides: line, rows below the header, and whether one looks up there."""
+    number = 0
+    while number < len(lines):
+        line, body, options = lines[number], [], []
+        start = number
+        number += 1
+        if found := re.match(r"\.\. (list-table|csv-table|table)::", line):
+            kind = found[1]
+            while number < len(lines) and (not lines[number].strip() or lines[number].startswith("   ")):
+                content = lines[number][3:]
+                (options if content.startswith(":") and not body else body).append(content)
+                number += 1
+        elif re.match(r"=+( +=+)+$|\+-[-+]+\+$", line):
+            kind = "table"
+            body = [line]
+            while number < len(lines) and lines[number].strip():
+                body.append(lines[number])
+                number += 1
+        else:
+            continue
+        header = any(option.startswith(":header-rows:") for option in options)
+        if kind == "list-table":
+            rows = sum(entry.startswith("* -") for entry in body) - header
+        elif kind == "csv-table":
+            rows = sum(bool(entry.strip()) for entry in body) - header
+        else:
+            rows = drawn_rows([entry for entry in body if entry.strip()])
+        yield start + 1, rows, any(":class: lookup" in option for option in options)
+
+
+def drawn_rows(body):
+    """Rows of a simple table, where a line with an empty first cell continues a row, or of a grid table."""
+    borders = [number for number, entry in enumerate(body) if re.match(r"=+( +=+)+$|\+[=+-]+\+$", entry)]
+    if body[0].startswith("+"):
+        header = any(body[number].startswith("+=") for number in borders)
+        return len(borders) - 1 - header
+    return sum(not entry.startswith(" ") for entry in body[borders[-2] + 1 : borders[-1]])
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("=== ===\na   b\n=== ===\n1   2\n    3\n4   5\n=== ===\n", 2),
+        ("=== ===\n1   2\n4   5\n=== ===\n", 2),
+        ("+---+---+\n| a | b |\n+===+===+\n| 1 | 2 |\n+---+---+\n| 3 | 4 |\n+---+---+\n", 2),
+        (".. table::\n   :class: lookup\n\n   === ===\n   a   b\n   === ===\n   1   2\n   === ===\n", 1),
+        (".. list-table::\n   :header-rows: 1\n\n   * - a\n     - b\n   * - 1\n     - 2\n", 1),
+        (".. csv-table::\n   :header-rows: 1\n\n   a,b\n   1,2\n   3,4\n", 2),
+    ],
+)
+def test_rows_of_tables_are_counted(text, rows):
+    (found,) = tables(text.splitlines())
+    assert found == (1, rows, ":class: lookup" in text)
+
+
 def test_long_tables_are_behind_a_figure():
-    found = []
-    for path in PAGES:
-        lines = path.read_text().splitlines()
-        for number, line in enumerate(lines):
-            if not re.match(r"\.\. (list-table|csv-table)::", line):  # at the margin: not in a dropdown
-                continue
-            block = []
-            for below in lines[number + 1 :]:
-                if below.strip() and not below.startswith("   "):
-                    break
-                block.append(below)
-            rows = sum(entry.startswith("   * -") for entry in block) or sum(bool(e.strip()) for e in block) - 2
-            header = any(":header-rows:" in entry for entry in block)
-            if rows - header > LONGEST_TABLE and not any(":class: lookup" in entry for entry in block):
-                found.append(f"{path.relative_to(ROOT)}:{number + 1} has {rows - header} rows")
+    found = [
+        f"{path.relative_to(ROOT)}:{number} has {rows} rows"
+        for path in [*PAGES, *sorted(TOPICS.glob("*.rst"))]
+        for number, rows, lookup in tables(path.read_text().splitlines())
+        if rows > LONGEST_TABLE and not lookup
+    ]
     assert not found
+
+
+def test_titles_tell_pages_apart():
+    pages = {}
+    for path in PAGES:
+        title = re.sub(r"^\.\. _.*:\n\n", "", path.read_text()).partition("\n")[0]
+        pages.setdefault(title, []).append(path.relative_to(ROOT).as_posix())
+    assert {title: names for title, names in pages.items() if len(names) > 1} == {}
 
 
 def test_no_page_is_too_long():
