@@ -4,6 +4,7 @@ __all__ = [
     "add_option",
     "check_folder",
     "non_negative",
+    "non_negative_float",
     "note",
     "note_if_wide",
     "positive",
@@ -52,12 +53,27 @@ positive, non_negative, seed = whole_number(1), whole_number(0), whole_number(0,
 
 def positive_float(text: str) -> float:
     """Return a finite number above 0."""
+    value = _finite(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
+    return value
+
+
+def non_negative_float(text: str) -> float:
+    """Return a finite number that is at least 0."""
+    value = _finite(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and finite")
+    return value
+
+
+def _finite(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not value > 0 or math.isinf(value):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} must be finite")
     return value
 
 

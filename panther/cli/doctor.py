@@ -20,6 +20,7 @@ from typing import Any
 
 from panther._text import counted, format_table
 from panther._version import __version__
+from panther.cli._arguments import non_negative_float, positive_float
 from panther.errors import PantherError
 
 _DISTRIBUTION = "panther-sketch"
@@ -40,9 +41,9 @@ def add_parser(commands: Any) -> None:
         "options of panther launch too, such as --nnodes, --node-rank and --rdzv-endpoint",
     )
     parser.add_argument("--folder", type=Path, metavar="PATH", help="a folder that all nodes should share")
-    parser.add_argument("--free-gb", type=float, default=1.0, metavar="N", help="free disk to ask for (default: 1)")
+    parser.add_argument("--free-gb", type=non_negative_float, metavar="N", help="free disk to ask for (default: 1)")
     parser.add_argument(
-        "--timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for other ranks, in each step (30)"
+        "--timeout", type=positive_float, metavar="SECONDS", help="to wait for other ranks, in each step (default: 30)"
     )
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # a file for the launcher of this node
     parser.set_defaults(run=run, takes_launch_options=True)
@@ -50,10 +51,15 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
+    own = {"--folder": args.folder, "--free-gb": args.free_gb, "--timeout": args.timeout}
     if args.nodes:
+        args.free_gb = 1.0 if args.free_gb is None else args.free_gb
+        args.timeout = args.timeout or 30.0
         return _check_nodes(args)
+    if given := [option for option, value in own.items() if value is not None]:
+        raise PantherError(f"{given[0]} is an option of the check between nodes: add --nodes")
     if args.launch_options:
-        raise PantherError(f"{' '.join(args.launch_options)} are options of panther launch: they need --nodes")
+        raise PantherError(f"{' '.join(args.launch_options)} are options of panther launch: add --nodes")
     import torch
 
     rows = [

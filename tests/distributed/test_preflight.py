@@ -336,6 +336,23 @@ def test_the_command_with_a_fault(tmp_path, monkeypatch, capfd):
     assert err.count("\n") == 1  # where the logs are
 
 
-def test_launch_options_without_nodes(capsys):
-    assert main(["doctor", "--nnodes", "2"]) == 2
-    assert "--nnodes 2 are options of panther launch: they need --nodes" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nnodes", "2"], "--nnodes 2 are options of panther launch: add --nodes"),
+        (["--folder", "shared"], "--folder is an option of the check between nodes: add --nodes"),
+        (["--free-gb", "0"], "--free-gb is an option of the check between nodes: add --nodes"),
+        (["--timeout", "5"], "--timeout is an option of the check between nodes: add --nodes"),
+        (["--nodes", "--timeout", "0"], "argument --timeout: 0 must be above 0 and finite"),
+        (["--nodes", "--timeout", "inf"], "argument --timeout: inf must be finite"),
+        (["--nodes", "--free-gb", "-1"], "argument --free-gb: -1 must be at least 0 and finite"),
+        (["--nodes", "--free-gb", "some"], "argument --free-gb: 'some' is not a number"),
+    ],
+)
+def test_options_that_cannot_be_used(arguments, message, capsys):
+    try:
+        status = main(["doctor", *arguments])
+    except SystemExit as end:  # of argparse
+        status = end.code
+    assert status == 2
+    assert message in capsys.readouterr().err
