@@ -239,7 +239,7 @@ def first(cell):
 
 
 def rows():
-    settings = (HOWTO / "migrate-ddp.rst").read_text().split("\n   =====", 4)[3].splitlines()[1:]
+    settings = (HOWTO / "migrate-ddp.rst").read_text().split("\n   =====", 3)[2].splitlines()[1:]
     classes = re.findall(r"^   \* - (.+)$", (HOWTO / "migrate-guide-classes.rst").read_text(), re.MULTILINE)
     return [first(line[3:64]) for line in settings if line.strip()], [first(cell) for cell in classes[1:]]
 

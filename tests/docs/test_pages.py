@@ -66,7 +66,7 @@ def test_a_page_begins_with_a_summary():
 
 
 def tables(lines):
-    """The tables at the margin, which no dropdown hides: line, rows below the header, and whether one looks up there."""
+    """The tables at the margin, which no dropdown hides: line, number of rows below the header, whether for lookup."""
     number = 0
     while number < len(lines):
         line, body, options = lines[number], [], []
