@@ -18,11 +18,12 @@ import panther
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the adapters and the command
-# line; `_version`, `_text`, `_random_state` and the base of settings below all. A layer may import itself and every
-# lower one; `kernels` knows nothing of panther.
+# line; `_version`, `_text`, `_random_state`, `_safetensors` and the base of settings below all. A layer may import
+# itself and every lower one; `kernels` knows nothing of panther.
 LAYERS = (
-    "_version", "_text", "_random_state", "errors", "_safetensors", "_setting_names", "_settings", "kernels", "sketch", "linalg", "nn",
-    "optim", "compat", "distributed", "train", "compression", "tuning", "", "integrations", "cli", "__main__",
+    "_version", "_text", "_random_state", "errors", "_safetensors", "_setting_names", "_settings", "kernels", "sketch",
+    "linalg", "nn", "optim", "compat", "distributed", "train", "compression", "tuning", "", "integrations", "cli",
+    "__main__",
 )  # fmt: skip
 FORBIDDEN = {"kernels": {"_version", "_text", "_random_state", "errors", "_safetensors", "_setting_names", "_settings"}}
 

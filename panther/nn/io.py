@@ -10,18 +10,18 @@ __all__ = ["load_compressed", "save_compressed"]
 
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from panther._safetensors import contents_checksum, write_file
 from panther._version import __version__
 from panther.errors import FormatError
 from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
@@ -73,17 +73,48 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     model = unwrapped(model)
     tensors, aliases = _unique_tensors(model)
     specs = module_specs(model)
-    return write_folder(dir, tensors, specs, aliases, model_config(model, specs))
+    return write_folder(dir, tensors, tensors.__getitem__, specs, aliases, model_config(model, specs))
 
 
 def write_folder(
     dir: str | os.PathLike[str],
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    value_of: Callable[[str], Tensor],
     modules: dict[str, Any],
     aliases: dict[str, str],
     config: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the files of the format, and config.json if there is one, and rename them when they are complete."""
+    """Write the files of the format, and config.json if there is one, and rename them when they are complete.
+
+    ``tensors`` tells dtypes and shapes, ``value_of`` returns one with its values; only one at a time is held here.
+    """
+    checksums: dict[str, int] = {}
+
+    def value(name: str) -> Tensor:
+        tensor = value_of(name)
+        checksums[name] = _described_checksum(tensor)
+        return tensor
+
+    folder = Path(dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {name: folder / f"{name}.tmp" for name in (_WEIGHTS, _MANIFEST, *(() if config is None else (_CONFIG,)))}
+    try:
+        write_file(parts[_WEIGHTS], tensors, value)
+        for name, record in ((_MANIFEST, _manifest(modules, aliases, checksums)), (_CONFIG, config)):
+            if record is not None:
+                with open(parts[name], "w", encoding="utf-8") as file:
+                    file.write(json.dumps(record, indent=1) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+        for name, part in parts.items():
+            os.replace(part, folder / name)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+    return folder
+
+
+def _manifest(modules: dict[str, Any], aliases: dict[str, str], checksums: dict[str, int]) -> dict[str, Any]:
     manifest = {
         "format": _FORMAT,
         "format_version": _VERSIONS[-1],
@@ -91,28 +122,9 @@ def write_folder(
         "weights": _WEIGHTS,
         "modules": modules,
         "aliases": aliases,
-        "checksums": {name: _described_checksum(tensor) for name, tensor in tensors.items()},
+        "checksums": checksums,
     }
-    manifest["checksum"] = record_checksum(manifest)
-    folder = Path(dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {_MANIFEST: manifest} | ({} if config is None else {_CONFIG: config})
-    parts = {name: folder / f"{name}.tmp" for name in (_WEIGHTS, *texts)}
-    try:
-        save_file(tensors, parts[_WEIGHTS], metadata={"format": "pt"})
-        for name, record in texts.items():
-            parts[name].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        for part in parts.values():
-            with open(part, "rb") as file:
-                os.fsync(file.fileno())
-        # safetensors lets only the owner read its file, whatever the umask.
-        shutil.copymode(parts[_MANIFEST], parts[_WEIGHTS])
-        for name, part in parts.items():
-            os.replace(part, folder / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
-    return folder
+    return manifest | {"checksum": record_checksum(manifest)}
 
 
 def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
@@ -212,14 +224,7 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             aliases[name] = seen[place]
         else:
             seen[place] = name
-            tensors[name] = value.contiguous()
-    storages: set[int] = set()
-    for name, value in tensors.items():  # different views of one storage: safetensors refuses to save them
-        if value.numel():
-            pointer = value.untyped_storage().data_ptr()
-            if pointer in storages:
-                tensors[name] = value.clone()
-            storages.add(pointer)
+            tensors[name] = value
     return tensors, aliases
 
 
@@ -254,14 +259,9 @@ def record_checksum(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
 
 
-def checksum(tensor: Tensor, start: int = 0) -> int:
-    """Return the CRC-32 of the contents, which takes a second for 4 GB; ``start`` is that of what comes before."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, start)
-
-
 def _described_checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of dtype, shape and contents: the header of a safetensors file has no checksum of its own."""
-    return checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
+    return contents_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

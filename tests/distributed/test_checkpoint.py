@@ -420,7 +420,7 @@ def test_a_rank_that_cannot_write_is_named_and_earlier_checkpoints_stay(tmp_path
             def full(*args, **kwargs):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr("panther.distributed.checkpoint._storage.save_file", full)
+            monkeypatch.setattr("panther.distributed.checkpoint._storage.write_file", full)
         messages = []
         for save in (checkpoint.save, lambda *a, **k: checkpoint.async_save(*a, **k).result()):
             with pytest.raises(CheckpointError) as caught:
@@ -470,11 +470,11 @@ def before_manifest(monkeypatch, die):
 
 
 def in_a_file(monkeypatch, die):
-    def torn(tensors, path):
+    def torn(path, *args):
         path.write_bytes(b"\0" * 100)
         die()
 
-    monkeypatch.setattr("panther.distributed.checkpoint._storage.save_file", torn)
+    monkeypatch.setattr("panther.distributed.checkpoint._storage.write_file", torn)
 
 
 def before_rename(monkeypatch, die):

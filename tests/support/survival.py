@@ -128,7 +128,7 @@ def _arm(kill: Trial, whole_s: float) -> None:
             count[0] += 1
             if count[0] == at and before:
                 if kill.moment == "in a file":
-                    Path(args[1]).write_bytes(b"half a file")
+                    Path(args[0]).write_bytes(b"half a file")
                 die()
             result = function(*args, **kwargs)
             if count[0] == at:
@@ -141,7 +141,7 @@ def _arm(kill: Trial, whole_s: float) -> None:
     if kill.moment == "in a step":
         trap(torch.optim.AdamW, "step", STEPS, before=kill.rank == 0)
     elif kill.moment == "in a file":
-        trap(storage, "save_file", saves)
+        trap(storage, "write_file", saves)
     elif kill.moment == "before the manifest":
         trap(storage._Writer, "finish", saves)
     elif kill.moment == "in the rename":  # the folder has its name, of which the disk may know nothing yet

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._folders import folder_of, remove
 from panther.distributed.checkpoint._save import save
-from panther.distributed.checkpoint._storage import empty, read_manifest, read_tensors
+from panther.distributed.checkpoint._storage import empty, read_manifest, read_tensors, reader_of
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError
@@ -94,7 +94,7 @@ def load(
 
     # An error here must reach all ranks before DCP begins to read, which is a collective.
     targets = run_on_all_ranks(targets_of_rank, group)
-    read_tensors(folder, manifest, targets, group)
+    read_tensors(reader_of(folder, manifest), targets, group)
 
     def fill() -> None:
         states.fill_model(parts, states.decode(entries, targets))
@@ -135,7 +135,8 @@ def export(
         CheckpointError: If it cannot be written.
         FormatError: If a checkpoint is damaged.
 
-    Cost: tensors are written to a temporary checkpoint beside ``directory`` first. One process holds the whole model.
+    Cost: tensors are written to a temporary checkpoint beside ``directory`` first. From there, one process writes them
+        again, and holds one at a time.
 
     Example:
         >>> import tempfile, torch, panther as pr
@@ -172,18 +173,26 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
     manifest = read_manifest(folder)
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
+    first: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for name, entry in manifest["model"].items():
         if not _is_tensor(entry):
             raise CheckpointError(f"state_dict entry {name!r} is not a tensor: the inference format holds only tensors")
-        first = places.setdefault(entry["$tensor"], name)
-        if first == name:
-            tensors[name] = empty(manifest["tensors"][entry["$tensor"]])
+        place = places[name] = entry["$tensor"]
+        if first.setdefault(place, name) == name:
+            tensors[name] = empty(manifest["tensors"][place], "meta")
         else:
-            aliases[name] = first
-    read_tensors(folder, manifest, {place: tensors[name] for place, name in places.items()}, None, alone=True)
+            aliases[name] = first[place]
+    reader = reader_of(folder, manifest)
+
+    def value_of(name: str) -> Tensor:
+        place = places[name]
+        value = empty(manifest["tensors"][place])
+        read_tensors(reader, {place: value}, alone=True)
+        return value
+
     config = None if model is None else model_config(model, manifest["modules"])
-    write_folder(target, tensors, manifest["modules"], aliases, config)
+    write_folder(target, tensors, value_of, manifest["modules"], aliases, config)
 
 
 def _is_tensor(entry: Any) -> bool:

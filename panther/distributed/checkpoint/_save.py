@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from panther._safetensors import contents_checksum
 from panther.distributed.checkpoint import _folders as folders
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._storage import placed, write_tensors
@@ -23,7 +24,6 @@ from panther.distributed.comm._ranks import Group, in_process_group, name_ranks
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError, check_size
 from panther.nn._specs import module_specs
-from panther.nn.io import checksum
 
 _pending: dict[Group, "PendingSave"] = {}
 
@@ -236,7 +236,7 @@ def _check_stages(tensors: Mapping[str, Tensor], names: Sequence[set[str]], grou
     for name in sorted(common):
         if name in tensors:
             place, local = placed(tensors[name])
-            own[name, place] = checksum(local)
+            own[name, place] = contents_checksum(local)
     first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for rank, found in enumerate(gather_objects(own, group)):
         for (name, place), value in found.items():

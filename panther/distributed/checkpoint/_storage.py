@@ -4,7 +4,7 @@ Nothing is pickled, and every chunk of a tensor has a checksum, so that a damage
 executed.
 """
 
-__all__ = ["MANIFEST", "damage", "empty", "placed", "read_manifest", "read_tensors", "write_tensors"]
+__all__ = ["MANIFEST", "damage", "empty", "placed", "read_manifest", "read_tensors", "reader_of", "write_tensors"]
 
 import json
 import os
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -38,12 +36,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
+from panther._safetensors import contents_checksum, write_file
 from panther._version import __version__
+from panther.distributed.checkpoint._reader import Chunk, TensorReader, UnusedHooks
 from panther.distributed.comm._agreement import common_error
 from panther.distributed.comm._ranks import Group, in_process_group
 from panther.distributed.comm.mesh import get_world_size
 from panther.errors import CheckpointError, FormatError, PantherError
-from panther.nn.io import checksum, read_record, record_checksum
+from panther.nn.io import read_record, record_checksum
 
 MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION = "panther-checkpoint", 2
@@ -64,7 +64,7 @@ def write_tensors(
 
 
 def read_tensors(
-    folder: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor], group: Group, *, alone: bool = False
+    reader: StorageReader, targets: dict[str, Tensor], group: Group = None, *, alone: bool = False
 ) -> None:
     """Read tensors into ``targets``: on every rank its own, or ``alone`` on one rank.
 
@@ -74,7 +74,7 @@ def read_tensors(
     planner = DefaultLoadPlanner(flatten_state_dict=False)  # states are flat, and lists stay in the manifest
     where = {"no_dist": True} if alone else _where(group)
     with _errors_of_all_ranks("", 1 if alone else get_world_size(group)):
-        dcp_load(targets, storage_reader=_Reader(folder, manifest), planner=planner, **where)
+        dcp_load(targets, storage_reader=reader, planner=planner, **where)
 
 
 def _where(group: Group) -> dict[str, Any]:
@@ -102,27 +102,7 @@ def _class_and_text(error: BaseException) -> tuple[type[Exception], str]:
     return CheckpointError, f"{type(error).__name__}: {error}"
 
 
-class _UnusedHooks:
-    """The steps of DCP's protocol for which a folder that is written or read once has nothing to do."""
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None: ...
-
-    set_up_storage_reader = set_up_storage_writer
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # DCP asks this to choose a storage by a path, which is never done here
-
-
-class _Writer(_UnusedHooks, StorageWriter):
+class _Writer(UnusedHooks, StorageWriter):
     """Writes this rank's chunks; the first rank also writes the manifest, which includes ``header``."""
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
@@ -132,29 +112,26 @@ class _Writer(_UnusedHooks, StorageWriter):
         """Write one file with the chunks that the plan assigns to this rank."""
         file = f"rank-{plan.storage_data:05d}.safetensors"
         tensors: dict[str, Tensor] = {}
-        memories: set[int] = set()
-        results = []
+        items = {}
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
                 raise FormatError(f"{item.index.fqn!r} is not a tensor")
-            # DCP gives a view of the tensor; a file needs contiguous memory on the CPU.
+            # DCP gives a view of the tensor.
             resolved = planner.resolve_data(item)
             assert isinstance(resolved, Tensor)
-            tensor = resolved.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            memory = tensor.untyped_storage()
-            # safetensors refuses tensors that share memory, and would write all of a storage that is larger.
-            if memory.nbytes() != tensor.nbytes or memory.data_ptr() in memories:
-                tensor = tensor.clone()
-            memories.add(memory.data_ptr())
             # A file may have several chunks of a tensor, which their offsets tell apart.
             key = f"{item.index.fqn} at {','.join(map(str, item.index.offset or ()))}"
-            tensors[key] = tensor
-            stored = {"file": file, "key": key, "checksum": checksum(tensor)}
-            results.append(WriteResult(item.index, tensor.nbytes, stored))
+            tensors[key], items[key] = resolved.detach().resolve_conj().resolve_neg(), item
+        results = []
+
+        def value_of(key: str) -> Tensor:
+            tensor = tensors[key].cpu()
+            stored = {"file": file, "key": key, "checksum": contents_checksum(tensor)}
+            results.append(WriteResult(items[key].index, tensor.nbytes, stored))
+            return tensor
+
         if tensors:
-            save_file(tensors, self.folder / file)
-            with open(self.folder / file, "rb") as written:
-                os.fsync(written.fileno())
+            write_file(self.folder / file, tensors, value_of)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -196,61 +173,23 @@ class _Writer(_UnusedHooks, StorageWriter):
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
 
-class _Reader(_UnusedHooks, StorageReader):
-    """Reads the chunks that a rank asks for, and checks each."""
-
-    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.tensors = manifest["tensors"]
-        self.places = {
-            MetadataIndex(name, chunk["offsets"]): chunk
-            for name, entry in self.tensors.items()
-            for chunk in entry["chunks"]
-        }
-
-    def read_metadata(self, *args: Any) -> Metadata:
-        """Return shapes, dtypes and chunks of the tensors from the manifest."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, entry["dtype"])),
-                    torch.Size(entry["shape"]),
-                    [
-                        ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
-                        for chunk in entry["chunks"]
-                    ],
-                )
-                for name, entry in self.tensors.items()
-            }
+def reader_of(folder: Path, manifest: Mapping[str, Any]) -> TensorReader:
+    """Return the reader of a checkpoint."""
+    tensors = {}
+    chunks = {}
+    for name, entry in manifest["tensors"].items():
+        tensors[name] = TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, entry["dtype"])),
+            torch.Size(entry["shape"]),
+            [
+                ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
+                for chunk in entry["chunks"]
+            ],
         )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, check and copy chunks, file by file."""
-        by_file: dict[str, list[tuple[dict[str, Any], ReadItem]]] = {}
-        for item in plan.items:
-            chunk = self.places[item.storage_index]
-            by_file.setdefault(chunk["file"], []).append((chunk, item))
-        for file, chunks in by_file.items():
-            path = self.folder / file
-            try:
-                # Memory-mapped: of a large file only the chunks that are asked for are read.
-                with safe_open(path, framework="pt") as opened:
-                    for chunk, item in chunks:
-                        tensor = opened.get_tensor(chunk["key"])
-                        # Before it is copied, so that damage never reaches a tensor of the model.
-                        if checksum(tensor) != chunk["checksum"]:
-                            raise FormatError(f"{path} is damaged: {chunk['key']!r} does not match its checksum")
-                        bounds = zip(item.storage_offsets, item.lengths, strict=True)
-                        target = planner.resolve_tensor(item).detach()
-                        target.copy_(tensor[tuple(slice(offset, offset + length) for offset, length in bounds)])
-                        planner.commit_tensor(item, target)
-            except FileNotFoundError:
-                raise FormatError(f"{path} is missing: the checkpoint is damaged") from None
-            except (SafetensorError, OSError) as error:
-                raise FormatError(f"{path} is damaged: it is not a valid safetensors file ({error})") from None
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        for chunk in entry["chunks"]:
+            index = MetadataIndex(name, chunk["offsets"])
+            chunks[index] = Chunk(folder / chunk["file"], chunk["key"], chunk["checksum"])
+    return TensorReader(Metadata(tensors), chunks)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -293,6 +232,6 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
     return tuple(offsets), tensor.to_local().detach()
 
 
-def empty(entry: Mapping[str, Any]) -> Tensor:
+def empty(entry: Mapping[str, Any], device: str = "cpu") -> Tensor:
     """Return a tensor without values of the manifest's shape and dtype."""
-    return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device=device)

@@ -1,0 +1,85 @@
+"""Read slices of tensors from files of safetensors, as a storage of torch's DCP: each rank what its shards need."""
+
+__all__ = ["Chunk", "TensorReader", "UnusedHooks"]
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from panther._safetensors import StoredTensor, read_slice, stored_checksum, stored_tensors
+from panther.errors import FormatError
+
+
+class UnusedHooks:
+    """The steps of DCP's protocol for which a folder that is written or read once has nothing to do."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None: ...
+
+    set_up_storage_reader = set_up_storage_writer
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # DCP asks this to choose a storage by a path, which is never done here
+
+
+class Chunk(NamedTuple):
+    """A chunk of a tensor, which a file holds under a name."""
+
+    path: Path
+    key: str
+    checksum: int | None = None
+    """None where the file has none."""
+
+
+class TensorReader(UnusedHooks, StorageReader):
+    """Reads the slices that a rank asks for, from files of safetensors, and checks the chunks that they are of."""
+
+    def __init__(self, metadata: Metadata, chunks: Mapping[MetadataIndex, Chunk]) -> None:
+        self.metadata, self.chunks = metadata, chunks
+        self._files: dict[Path, dict[str, StoredTensor]] = {}
+        self._checked: set[Chunk] = set()
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """Return shapes, dtypes and chunks of the tensors."""
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read slice by slice, into the target itself where that is possible."""
+        for item in plan.items:
+            stored = self._checked_chunk(self.chunks[item.storage_index])
+            target = planner.resolve_tensor(item).detach()
+            read_slice(stored, item.storage_offsets, item.lengths, target)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _checked_chunk(self, chunk: Chunk) -> StoredTensor:
+        """Return where a chunk is, whose checksum holds: damage never reaches a tensor of the model."""
+        path = chunk.path
+        try:
+            if path not in self._files:
+                self._files[path] = stored_tensors(path)
+            stored = self._files[path][chunk.key]
+        except KeyError:
+            raise FormatError(f"{path} is damaged: it lacks {chunk.key!r}") from None
+        except FormatError as error:
+            raise FormatError(f"{error}: the checkpoint is damaged") from None
+        if chunk.checksum is not None and chunk not in self._checked:
+            if stored_checksum(stored) != chunk.checksum:
+                raise FormatError(f"{path} is damaged: {chunk.key!r} does not match its checksum")
+            self._checked.add(chunk)
+        return stored

@@ -1,0 +1,90 @@
+"""Files of safetensors, written tensor by tensor and read slice by slice, against the library of that name."""
+
+import json
+import struct
+import zlib
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from panther._safetensors import (
+    _DTYPES,
+    contents_checksum,
+    read_slice,
+    stored_checksum,
+    stored_tensors,
+    write_file,
+)
+from panther.errors import FormatError
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def some_tensors():
+    numbers = torch.arange(2 * 3 * 5 * 7).reshape(2, 3, 5, 7)
+    tensors = {f"a {dtype}": numbers.float().to(dtype) for dtype in _DTYPES.values() if dtype not in FLOAT8}
+    tensors |= {f"b {dtype}": torch.tensor([1.0, 0.5, 2.0]).to(dtype) for dtype in FLOAT8}
+    return tensors | {"number": torch.tensor(3.5), "none": torch.empty(3, 0, 2), "view": numbers.mT[:, 1:]}
+
+
+def test_the_library_reads_what_is_written(tmp_path):
+    tensors, held = some_tensors(), []
+
+    def value_of(name):
+        held.append(name)
+        return tensors[name]
+
+    write_file(tmp_path / "file", {name: tensor.to("meta") for name, tensor in tensors.items()}, value_of)
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype is tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert contents_checksum(found[name]) == contents_checksum(tensor), name
+    assert sorted(held) == sorted(tensors)
+    stored = stored_tensors(tmp_path / "file")
+    assert all(one.start % one.dtype.itemsize == 0 for one in stored.values())
+    assert all(stored_checksum(stored[name]) == contents_checksum(tensors[name]) for name in tensors)
+    assert contents_checksum(torch.tensor([1, 2], dtype=torch.uint8), 5) == zlib.crc32(b"\1\2", 5)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (11,), (1, 9), (6, 5), (7, 1, 4), (2, 3, 5, 7), (3, 40000)])
+def test_slices_are_those_of_the_tensor(shape, tmp_path):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    save_file({"x": tensor, "first": torch.ones(3, dtype=torch.uint8)}, tmp_path / "file")
+    stored = stored_tensors(tmp_path / "file")["x"]
+    generator = torch.Generator().manual_seed(1)
+
+    def between(least, most):
+        return int(torch.randint(least, most + 1, (), generator=generator))
+
+    for _ in range(20):
+        offsets = [between(0, size) for size in shape]
+        sizes = [between(0, size - offset) for size, offset in zip(shape, offsets, strict=True)]
+        expected = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        assert torch.equal(read_slice(stored, offsets, sizes), expected)
+        plain, other = torch.empty(sizes), torch.empty([2 * size for size in sizes], dtype=torch.float64)
+        assert read_slice(stored, offsets, sizes, plain) is plain
+        assert torch.equal(plain, expected)
+        strided = other[tuple(slice(None, None, 2) for _ in sizes)]
+        assert torch.equal(read_slice(stored, offsets, sizes, strided), expected.double())
+    assert torch.equal(read_slice(stored, [0] * len(shape), shape), tensor)
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(FormatError, match=r"'x' is torch.complex128, which a safetensors file cannot hold: cast it"):
+        write_file(tmp_path / "file", {"x": torch.ones(1, dtype=torch.complex128)}, {}.__getitem__)
+    with pytest.raises(FormatError, match="other is missing"):
+        stored_tensors(tmp_path / "other")
+    save_file({"x": torch.ones(100)}, tmp_path / "file")
+    stored = stored_tensors(tmp_path / "file")["x"]
+    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-4])
+    with pytest.raises(FormatError, match="file is not a valid safetensors file"):
+        stored_tensors(tmp_path / "file")
+    with pytest.raises(FormatError, match="it ends before its tensors"):
+        read_slice(stored, [0], [100])
+    header = json.dumps({"x": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(header)) + header + b"abc")
+    with pytest.raises(FormatError, match=r"'x' in .* has the dtype F6_E2M3, which torch does not have"):
+        stored_tensors(tmp_path / "file")
