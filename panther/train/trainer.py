@@ -358,8 +358,8 @@ class Trainer:
             or exchange.stop_signal
         )
         norm = None
+        scaler.unscale_(self.optimizer)
         if config.gradient_clipping is not None or logs or saves or config.on_nonfinite == "skip":
-            scaler.unscale_(self.optimizer)
             norm = gradient_norm(engine.parameters(), stages=engine.stages)
             # A scaler skips such steps itself, and lowers its scale.
             if not scaler.is_enabled() and not torch.isfinite(norm):
@@ -367,12 +367,17 @@ class Trainer:
                 return
             if config.gradient_clipping is not None:
                 clip_gradients(engine.parameters(), config.gradient_clipping, norm)
+        overflowed = scaler.is_enabled() and _has_overflowed(scaler, self.optimizer)
         scaler.step(self.optimizer)
         scaler.update()
         self.step, self._windows_done = step, self._windows_done + 1
         self._samples_seen += seen
         self._sums = [self._sums[0] + loss * seen, self._sums[1] + seen]
-        self._notify("on_step", loss)
+        if overflowed:  # which is how the scale is found, and so also no error with on_nonfinite="stop"
+            self.skipped += 1
+            self._notify("on_skip")
+        else:
+            self._notify("on_step", loss)
         if logs:
             self._record(gradient_norm=None if norm is None or not norm.isfinite() else norm.item())
 
@@ -476,3 +481,9 @@ class Trainer:
         if get_rank() == 0:
             _log.warning("stopped by %s after step %d: %s", signal.Signals(stop_signal).name, self.step, outcome)
         raise SystemExit(128 + stop_signal)
+
+
+def _has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the scaler will skip the step of gradients that it has unscaled."""
+    # Private: to compare get_scale() before and after would wait until a GPU has done the optimizer's step.
+    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
