@@ -85,6 +85,28 @@ def test_nan_reset_and_bad_input():
         DistributedMetricsCollector(1, 4)
 
 
+def test_the_values_are_lists_as_in_the_guide():
+    collector = DistributedMetricsCollector(0, 1)
+    for value, weight in ((1.0, 3), (5.0, 1)):
+        collector.update_metric("loss", value, weight)
+    values = collector.metrics["loss"]
+    assert values == [1.0, 5.0]
+    assert (values[-1], len(values), sum(values) / len(values), min(values)) == (5.0, 2, 3.0, 1.0)
+    assert collector.metrics == {"loss": [1.0, 5.0]}
+    values.append(2.0)  # as the guide's own update_metric does, with weight 1
+    collector.update_metric("loss", 8.0, 5)
+    collector.metrics["accuracy"] = [0.5, 1.0]
+    assert collector.compute_global_metrics() == {"loss": (3 + 5 + 2 + 40) / 10, "accuracy": 0.75}
+    values.clear()
+    collector.update_metric("loss", 4.0, 2)
+    collector.metrics["accuracy"] = []
+    result = collector.compute_global_metrics()
+    assert result["loss"] == 4.0
+    assert math.isnan(result["accuracy"])
+    collector.reset()
+    assert collector.metrics == {}
+
+
 def test_a_mean_of_nothing_spoils_nothing():
     collector = DistributedMetricsCollector(0, 1)
     collector.update_metric("loss", 2.0, 3)

@@ -6,7 +6,7 @@ import math
 import statistics
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -19,26 +19,48 @@ from panther.errors import DistributedError, MissingExtraError
 _REDUCTIONS = ("mean", "sum", "max", "each")
 
 
-@dataclass
-class _Metric:
-    reduce: str
-    value: float
-    """The weighted total, or the maximum."""
-    weight: float = 0.0
+class _Metric(list[float]):
+    """The values of one metric on this rank, with their weights; a value that a caller appends has weight 1."""
+
+    def __init__(self, reduce: str = "mean", values: Iterable[float] = ()) -> None:
+        super().__init__(values)
+        self.reduce = reduce
+        self._weights: list[float] = []
+
+    @property
+    def weights(self) -> list[float]:
+        missing = len(self) - len(self._weights)
+        self._weights = self._weights[: len(self)] + [1.0] * missing
+        return self._weights
+
+    def add(self, value: float, weight: float) -> None:
+        weights = self.weights
+        self.append(value)
+        weights.append(weight)
+
+    def total(self) -> tuple[float, float]:
+        """Return the weighted total, or the sum or maximum, and the weight."""
+        if self.reduce == "max":
+            return (math.nan if any(map(math.isnan, self)) else max(self, default=-math.inf)), 0.0
+        if self.reduce == "sum":
+            return sum(self), 0.0
+        # A rank without samples may have NaN for a mean, and nothing to add.
+        counted = [(value, weight) for value, weight in zip(self, self.weights, strict=True) if weight]
+        return sum(value * weight for value, weight in counted), sum(weight for _, weight in counted)
 
 
 class DistributedMetricsCollector:
     """Collect metrics on every rank, and reduce them over all of them.
 
     A mean is weighted by ``weight``, for example the number of samples of a batch, so it is the mean over all samples
-    whatever the ranks' batches were.
+    whatever the ranks' batches were. Values are kept until :meth:`reset`.
 
     Args:
         rank: This process.
         world_size: Number of processes.
 
     Attributes:
-        metrics: The values that this rank collected, by name.
+        metrics: The values that this rank collected, a list by name. Values that are appended to one have weight 1.
 
     Raises:
         DistributedError: If these are not the rank and world size of the process group.
@@ -48,6 +70,8 @@ class DistributedMetricsCollector:
         >>> collector.update_metric("loss", 1.0, weight=3)
         >>> collector.update_metric("loss", 5.0)
         >>> collector.update_metric("samples", 4, reduce="sum")
+        >>> collector.metrics["loss"]
+        [1.0, 5.0]
         >>> collector.compute_global_metrics()
         {'loss': 2.0, 'samples': 4.0}
     """
@@ -59,7 +83,7 @@ class DistributedMetricsCollector:
                 f"{get_world_size()}: pass get_rank() and get_world_size()"
             )
         self.rank, self.world_size = rank, world_size
-        self.metrics: dict[str, _Metric] = {}
+        self.metrics: dict[str, list[float]] = {}
 
     def update_metric(self, name: str, value: float | torch.Tensor, weight: float = 1, *, reduce: str = "mean") -> None:
         """Add a value; nothing is sent.
@@ -78,15 +102,16 @@ class DistributedMetricsCollector:
             raise ValueError(f"reduce={reduce!r} is unknown: use one of {', '.join(map(repr, _REDUCTIONS))}")
         if not weight >= 0:
             raise ValueError(f"weight={weight} must be at least 0")
-        metric = self.metrics.setdefault(name, _Metric(reduce, -math.inf if reduce == "max" else 0.0))
+        metric = self._metric(name, reduce)
         if metric.reduce != reduce:
             raise ValueError(f"metric {name!r} has reduce={metric.reduce!r} and now {reduce!r}: use two names")
-        value = float(value)
-        if reduce == "max":
-            metric.value = value if value > metric.value or math.isnan(value) else metric.value  # NaN stays
-        elif weight or reduce == "sum":  # a rank without samples may have NaN for a mean, and nothing to add
-            metric.value += value if reduce == "sum" else value * weight
-            metric.weight += weight
+        metric.add(float(value), weight)
+
+    def _metric(self, name: str, reduce: str = "mean") -> _Metric:
+        found = self.metrics.get(name)
+        if not isinstance(found, _Metric):  # there is none, or a list that the caller put there
+            found = self.metrics[name] = _Metric(reduce if found is None else "mean", found or ())
+        return found
 
     def compute_global_metrics(self) -> dict[str, float]:
         """Return every metric over all ranks, on every rank; all must call it. A mean without weight is NaN.
@@ -99,30 +124,30 @@ class DistributedMetricsCollector:
 
         Cost: gathers of 16 bytes, and of the pickled totals and weights, from every rank.
         """
+        reductions = {name: self._metric(name).reduce for name in self.metrics}
         if self.world_size > 1:
             agree(
                 "compute_global_metrics",
-                lambda: {f"metric {name!r}": metric.reduce for name, metric in self.metrics.items()},
+                lambda: {f"metric {name!r}": reduce for name, reduce in reductions.items()},
                 None,
                 "update each one everywhere and in the same order, with weight=0 where there is nothing to add",
                 "metrics",
             )
         with watched("compute_global_metrics"):
-            every = gather_objects(self.metrics, None)
+            every = gather_objects([self._metric(name).total() for name in reductions], None)
         result = {}
-        for name, metric in self.metrics.items():
-            values = [metrics[name].value for metrics in every]
-            if metric.reduce == "max":
+        for (name, reduce), totals in zip(reductions.items(), zip(*every, strict=True), strict=True):
+            values = [value for value, _ in totals]
+            if reduce == "max":
                 result[name] = math.nan if any(map(math.isnan, values)) else max(values)
-            elif metric.reduce == "sum":
+            elif reduce == "sum":
                 result[name] = sum(values)
-            elif metric.reduce == "each":
-                for rank, metrics in enumerate(every):
-                    own = metrics[name]
-                    result[f"{name}, rank {rank}"] = own.value / own.weight if own.weight else math.nan
+            elif reduce == "each":
+                for rank, (value, weight) in enumerate(totals):
+                    result[f"{name}, rank {rank}"] = value / weight if weight else math.nan
             else:
-                weight = sum(metrics[name].weight for metrics in every)
-                result[name] = sum(values) / weight if weight else math.nan
+                whole = sum(weight for _, weight in totals)
+                result[name] = sum(values) / whole if whole else math.nan
         return result
 
     def print_metrics(self) -> dict[str, float]:
