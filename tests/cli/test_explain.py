@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from panther.cli import main
-from panther.cli.explain import topics
+from panther.cli.explain import _SYNONYMS, topics
 from panther.cli.explain._render import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +80,44 @@ a     ``b``
         "    kept  *as*  it is\n\n    and ``this``\n\n- one two\n- three\n\nterm\n    means this\nother\n    that\n\n"
         "[Figure: A picture.]\n\n>>> 2 * 3 * 4\n24\n\n====  ======\na     `b`\n====  ======"
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "topic"),
+    [
+        ("tensor", "parallelism"),
+        ("hybrid", "parallelism"),
+        ("Pipeline parallelism", "parallelism"),
+        ("FSDP", "parallelism"),
+        ("all-reduce", "communication"),
+        ("world_size", "ranks"),
+        ("NCCL", "backends"),
+        ("DistributedSampler", "ddp"),
+        ("simulation", "ddp"),
+        ("compression", "metric"),
+        ("seed", "seeds"),
+    ],
+)
+def test_a_word_leads_to_the_topic_that_answers(capsys, word, topic):
+    assert main(["explain", word]) == 0
+    assert capsys.readouterr().out.startswith(topics()[topic].splitlines()[0] + "\n")
+
+
+def test_a_word_belongs_to_one_topic():
+    words = [word for name in topics() for word in (name, *_SYNONYMS[name])]
+    assert set(_SYNONYMS) == set(topics())
+    assert len(words) == len(set(words))
+    assert [word for word in words if re.search("[A-Z _]", word)] == []
+
+
+def test_data_parallelism_is_explained_step_by_step():
+    text = topics()["ddp"]
+    for heading in ("Timeline of a step", "When to use it", "When not to use it", "Why simulate it"):
+        assert f"\n{heading}\n---" in text
+    assert re.findall(r"^(forward|backward|all-reduce|optimizer)$", text, re.M) == [
+        "forward", "backward", "all-reduce", "optimizer",
+    ]  # fmt: skip
+    assert "sampler.set_epoch(epoch)" in text
 
 
 def test_another_topic_is_an_error_with_a_guess(capsys):

@@ -7,6 +7,7 @@ __all__ = ["add_parser", "run", "topics"]
 
 import argparse
 import difflib
+import re
 import shutil
 from importlib.resources import files
 from typing import Any
@@ -25,6 +26,24 @@ def topics() -> dict[str, str]:
 _ORDER = (
     "sketching", "seeds", "metric", "communication", "memory", "parallelism", "ranks", "backends", "ddp",
 )  # fmt: skip
+# Words for which people ask, and the topic that answers.
+_SYNONYMS = {
+    "sketching": ("sketch", "sketches", "sklinear", "layers"),
+    "seeds": ("seed", "philox", "random", "rng"),
+    "metric": ("compress", "compression", "error", "quantization"),
+    "communication": ("bytes", "traffic", "bandwidth", "network", "all-reduce", "collectives", "gradients"),
+    "memory": ("oom", "activations", "optimizer", "activation-checkpointing"),
+    "parallelism": (
+        "tensor", "tensor-parallelism", "tp", "pipeline", "pipeline-parallelism", "pp", "microbatches", "hybrid",
+        "hybrid-parallelism", "3d", "fsdp", "zero", "sharding", "strategy", "mesh",
+    ),
+    "ranks": ("rank", "world-size", "local-rank", "torchrun", "environment", "nodes"),
+    "backends": ("backend", "gloo", "nccl"),
+    "ddp": (
+        "data", "data-parallelism", "distributed", "distributedsampler", "sampler", "set-epoch", "simulate",
+        "simulation", "step", "timeline",
+    ),
+}  # fmt: skip
 _WIDEST = 100  # longer lines are hard to read
 
 
@@ -35,7 +54,9 @@ def add_parser(commands: Any) -> None:
         description="Print a page about a concept. Without a topic, list the topics.",
         epilog="Pipe it into a pager to read a page at a time: panther explain seeds | less",
     )
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help=", ".join(_ORDER))
+    parser.add_argument(
+        "topic", nargs="?", metavar="TOPIC", help=f"{', '.join(_ORDER)}; or a word of one, such as fsdp"
+    )
     parser.set_defaults(run=run)
 
 
@@ -45,10 +66,17 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None:
         print(format_table([("topic", "about"), *((name, text.partition("\n")[0]) for name, text in texts.items())]))
         print("\npanther explain TOPIC prints one of them.")
-    elif args.topic in texts:
-        print(render(texts[args.topic], width=min(shutil.get_terminal_size().columns, _WIDEST)))
     else:
-        near = difflib.get_close_matches(args.topic.lower(), texts, 1)
-        guess = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(texts)}"
-        raise PantherError(f"{args.topic!r} is not a topic: {guess}")
+        print(render(texts[_topic_of(args.topic)], width=min(shutil.get_terminal_size().columns, _WIDEST)))
     return 0
+
+
+def _topic_of(asked: str) -> str:
+    """Return the topic of a name or of a word that belongs to one."""
+    names = {word: name for name in _ORDER for word in (name, *_SYNONYMS[name])}
+    word = re.sub("[ _]", "-", asked.lower())
+    if word in names:
+        return names[word]
+    near = difflib.get_close_matches(word, names, 1)
+    guess = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(_ORDER)}"
+    raise PantherError(f"{asked!r} is not a topic: {guess}")
