@@ -129,7 +129,7 @@ class StepExchange:
         """Signals that this process received."""
         self.stop_signal = 0
         """The signal that some rank had received by the last step; 0 for none."""
-        self._alone = get_world_size() == 1
+        self._device = None if get_world_size() == 1 else get_distributed_info().device
         self._own_loss: float | Tensor = 0.0
         self._sent: list[float] | Tensor = []
         self._carrier: GradientCarrier | None = None
@@ -139,24 +139,30 @@ class StepExchange:
         self, loss_sum: float | Tensor, samples: int, reports_loss: bool, carrier: GradientCarrier | None
     ) -> None:
         """Send the sum of this rank's losses over its samples; both are ignored where the rank does not report."""
+        if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
+            loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
         self._own_loss, self._carrier = loss_sum, carrier
         signals = [float(number in self.received) for number in SIGNALS]
         counted = float(samples if reports_loss else 0)
         row: Tensor | list[float]
         if isinstance(loss_sum, Tensor):
-            row_finite = loss_sum.isfinite().to(loss_sum)
-            # A NaN would hide which of the sums it came from.
-            losses = loss_sum.nan_to_num(0.0, 0.0, 0.0) * reports_loss
-            row = torch.tensor([*signals, 1.0, 0.0, counted], dtype=loss_sum.dtype).to(loss_sum.device)
-            row[2] -= row_finite
-            row[3] += losses
+            # Filled where it is: copying numbers from the host's memory would wait for all that the GPU has to do.
+            row = loss_sum.new_zeros(_NUMBERS)
+            *signaled, nonfinite, losses, count = row.unbind()
+            for place, came in zip(signaled, signals, strict=True):
+                if came:
+                    place.fill_(1.0)
+            nonfinite.copy_(loss_sum.isfinite().logical_not())
+            if reports_loss:
+                losses.copy_(loss_sum.nan_to_num(0.0, 0.0, 0.0))  # a NaN would hide which of the sums it came from
+            count.fill_(counted)
         else:
             finite = math.isfinite(loss_sum)
             row = [*signals, float(not finite), loss_sum if finite and reports_loss else 0.0, counted]
         if carrier is not None:
             carrier.send(row)
-        elif not self._alone:
-            row = torch.as_tensor(row, dtype=torch.float64, device=get_distributed_info().device)
+        elif self._device is not None:
+            row = torch.as_tensor(row, dtype=torch.float64, device=self._device)
             # Asynchronous: the backward pass that follows takes longer.
             self._work = dist.all_reduce(row, async_op=True)
         self._sent = row

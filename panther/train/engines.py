@@ -321,7 +321,7 @@ def loss_of_output(output: Any) -> Tensor:
 
 def _value(loss: Tensor) -> float | Tensor:
     """Return a loss as a number; as a tensor, detached, if it is on a GPU."""
-    return loss.detach().double() if loss.is_cuda else loss.item()
+    return loss.item() if loss.is_cpu else loss.detach().double()
 
 
 def _check_loss(loss: Any, from_loss_fn: bool) -> None:
