@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .data.advanced_trainer import AdvancedDistributedTrainer
     from .data.sketched_model import DistributedSketchedModel
     from .data.strategies import data_parallel
-    from .hybrid import HybridParallelTrainer
+    from .hybrid.trainer import HybridParallelTrainer
     from .launcher.config import LaunchConfig
     from .launcher.function import launch
     from .launcher.script import DistributedLauncher, launch_distributed_training
@@ -52,7 +52,7 @@ _MODULES = {
     "data.accumulation": ("no_sync",),
     "data.sketched_model": ("DistributedSketchedModel",),
     "data.strategies": ("data_parallel",),
-    "hybrid": ("HybridParallelTrainer",),
+    "hybrid.trainer": ("HybridParallelTrainer",),
     "launcher.function": ("launch",),
     "launcher.config": ("LaunchConfig",),
     "launcher.script": ("DistributedLauncher", "launch_distributed_training"),

@@ -61,7 +61,8 @@ class TrainConfig(Settings):
     data sheets, which are uncalibrated."""
 
     data_parallel_size: int | None = None
-    """Number of data-parallel ranks. None is the world size divided by the sizes of tensor and pipeline parallelism."""
+    """Number of data-parallel ranks. None is the world size divided by the sizes of tensor and pipeline parallelism.
+    Sizes that do not suit the number of processes are an error, also on one process."""
 
     data_parallel_replicate_size: int | None = None
     """For ``fsdp``, the number of replicas that the data-parallel ranks form, each of them sharded in itself (hybrid
@@ -69,10 +70,10 @@ class TrainConfig(Settings):
     None is 1."""
 
     tensor_parallel_size: int | None = None
-    """Number of ranks that share each layer. None is the world size for ``tp``, otherwise 1."""
+    """Number of ranks that share each layer. None is all that remain for ``tp``, otherwise 1."""
 
     pipeline_parallel_size: int | None = None
-    """Number of ranks that a pipeline extends over. None is the world size for ``pp``, otherwise 1."""
+    """Number of ranks that a pipeline extends over. None is all that remain for ``pp``, otherwise 1."""
 
     pipeline_layers: str | None = None
     """Name of the ModuleList between whose modules the model is split into stages. An nn.Sequential needs none."""
@@ -161,17 +162,24 @@ class TrainConfig(Settings):
     profile: bool = False
     """Whether the first steps are profiled into ``checkpoint_dir/profile``."""
 
+    utilization: bool = False
+    """Whether training records have the share of the time since the last one in which the devices computed, as
+    :class:`panther.distributed.DeviceUtilization` measures it: ``utilization`` is the mean over the ranks, and with
+    several ``utilization_rank_0`` and so on are each rank's own. It costs a message of 8 bytes a rank and record; on
+    GPUs it needs the extra ``gpu``."""
+
     initial_weights: str | None = None
     """Folder of the values of a model on the meta device, or that a function builds, as for
     :func:`panther.distributed.materialize_`. Where a strategy shards, each rank reads its shards alone. None draws them
     by ``seed``."""
 
     cpu_offload: bool = False
-    """For ``fsdp``, whether parameters, gradients and optimizer states are kept in the CPU's memory."""
+    """For ``fsdp`` and ``hybrid``, whether parameters, gradients and optimizer states are kept in the CPU's memory."""
 
     reshard_after_forward: bool = True
-    """For ``fsdp``, whether gathered parameters are freed after the forward pass and gathered again for backward
-    (ZeRO-3). False keeps them until backward ends (ZeRO-2): less is sent, and more memory taken."""
+    """For ``fsdp`` and ``hybrid``, whether gathered parameters are freed after the forward pass and gathered again for
+    backward (ZeRO-3). False keeps them until backward ends (ZeRO-2): less is sent, and more memory taken. Stages of a
+    pipeline keep them for all microbatches in any case."""
 
     find_unused_parameters: bool = False
     """For DDP, whether a forward pass may leave some parameters unused."""

@@ -40,7 +40,7 @@ from panther.train.config import TrainConfig
 from panther.train.coordination import GradientCarrier
 from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output
 from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
-from panther.train.strategy_rules import possible_strategies
+from panther.train.strategy_rules import Axes, axes_of, possible_strategies
 
 _MODEL_PARALLEL = ("tp", "pp", "hybrid")
 
@@ -61,10 +61,16 @@ def set_up(
         ConfigError: If the settings contradict each other, or do not suit the number of ranks or the model.
     """
     world = get_world_size()
+    axes_of(config, world)  # before the advisor is asked
     config = _with_strategy(model, config, loss_fn, sample_batch)
+    axes = axes_of(config, world)
     strategy = "single" if world == 1 else config.strategy
     is_empty = any(parameter.is_meta for parameter in model.parameters())
-    _check(config, world, is_empty)
+    if config.initial_weights is not None and not is_empty:
+        raise ConfigError(
+            f"initial_weights={config.initial_weights!r} is for a model on the meta device, and this one has values: "
+            "build it in a function, and pass that as the model"
+        )
     divided = strategy != "single" and _is_model_parallel(config)
     if world > 1:
         device = get_distributed_info().device
@@ -90,7 +96,7 @@ def set_up(
     engine: Engine
     if divided:
         shards = fill if fills_shards else None
-        engine = _model_parallel_engine(model, config, strategy, sample_batch, common, shards)
+        engine = _model_parallel_engine(model, config, axes, sample_batch, common, shards)
     else:
         if config.compile:
             # In place, so that names of parameters get no prefix.
@@ -113,10 +119,13 @@ def set_up(
         elif strategy != "single":
             options = {"mixed_precision": config.mixed_precision}
             if strategy == "fsdp":
-                options |= {"cpu_offload": config.cpu_offload, "reshard_after_forward": config.reshard_after_forward}
+                options["cpu_offload"] = config.cpu_offload
+            if not config.reshard_after_forward:
+                # FSDP2's own default keeps what is in no block; True would gather that twice.
+                options["reshard_after_forward"] = False
             mesh = None
-            if (replicas := config.data_parallel_replicate_size or 1) > 1:
-                mesh = make_mesh(replicate=replicas, dp=world // replicas)
+            if axes.replicate > 1:
+                mesh = make_mesh(replicate=axes.replicate, dp=world // axes.replicate)
             model = data_parallel(model, mesh, strategy, **options)
             if fills_shards:
                 fill(model, device="cpu" if config.cpu_offload else device)
@@ -231,30 +240,10 @@ def _is_model_parallel(config: TrainConfig) -> bool:
     )
 
 
-def _check(config: TrainConfig, world: int, is_empty: bool) -> None:
-    """Raise unless the sizes suit the number of ranks, and the initial weights the model."""
-    if config.initial_weights is not None and not is_empty:
-        raise ConfigError(
-            f"initial_weights={config.initial_weights!r} is for a model on the meta device, and this one has values: "
-            "build it in a function, and pass that as the model"
-        )
-    if config.data_parallel_size and not _is_model_parallel(config) and config.data_parallel_size != world:
-        where = f"with strategy={config.strategy!r}: leave it out, or use 'hybrid'"
-        if world == 1:
-            where = "on one process: leave it out, or start more"
-        raise ConfigError(f"data_parallel_size={config.data_parallel_size} must be the world size ({world}) {where}")
-    shared = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
-    replicas = config.data_parallel_replicate_size or 1
-    if world > 1 and world % shared == 0 and (world // shared) % replicas:
-        raise ConfigError(
-            f"data_parallel_replicate_size={replicas} must divide the number of data-parallel ranks ({world // shared})"
-        )
-
-
 def _model_parallel_engine(
     model: nn.Module,
     config: TrainConfig,
-    strategy: str,
+    axes: Axes,
     sample_batch: Callable[[], Any],
     common: dict[str, Any],
     fill: Callable[..., Any] | None,
@@ -263,27 +252,22 @@ def _model_parallel_engine(
 
     ``common`` has the arguments of every engine; ``fill`` gives shards of a model on the meta device their values.
     """
-    world = get_world_size()
-    tp = config.tensor_parallel_size or (world if strategy == "tp" else 1)
-    pp = config.pipeline_parallel_size or (world if strategy == "pp" else 1)
-    if world % (tp * pp):
-        raise ConfigError(
-            f"tensor_parallel_size * pipeline_parallel_size = {tp} * {pp} must divide the world size ({world})"
-        )
     settings: dict[str, Any] = {
-        "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp,
-        "data_parallel_size": config.data_parallel_size or world // (tp * pp),
-        "data_parallel_replicate_size": config.data_parallel_replicate_size or 1,
-        "data_parallel": "replicate" if strategy == "replicate" else "fsdp",
+        "tensor_parallel_size": axes.tp,
+        "pipeline_parallel_size": axes.pp,
+        "data_parallel_size": axes.dp,
+        "data_parallel_replicate_size": axes.replicate,
+        "cpu_offload": config.cpu_offload,
+        "reshard_after_forward": config.reshard_after_forward,
+        "data_parallel": "replicate" if config.strategy == "replicate" else "fsdp",
         "mixed_precision": config.mixed_precision,
         "activation_checkpointing": config.activation_checkpointing,
         "schedule": config.pipeline_schedule,
     }
-    if pp > 1:
+    if axes.pp > 1:
         if common["loss_fn"] is None:
             raise ConfigError("a pipeline needs loss_fn, which its last stage calls")
-        settings["num_microbatches"] = num_microbatches = config.num_microbatches or pp
+        settings["num_microbatches"] = num_microbatches = config.num_microbatches or axes.pp
         if config.pipeline_layers is not None:
             data = sample_batch()
             inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)
@@ -292,16 +276,17 @@ def _model_parallel_engine(
             settings["sample_input"] = tuple(x[: len(x) // num_microbatches].to(common["device"]) for x in inputs)
     parallel = HybridParallelTrainer(model, settings)
     if fill is not None:
-        fill(parallel.model, device=common["device"])
+        fill(parallel.model, device="cpu" if config.cpu_offload else common["device"])
     common |= {
         "rank": parallel.dp_rank,
         "size": dist.get_world_size(parallel.dp_group),
         "group": parallel.dp_group,
         "reports_loss": parallel.mesh["tp"].get_local_rank() == 0,
     }
-    if pp == 1:
+    if axes.pp == 1:
         return ModelEngine(model=parallel.model, **common)
-    return PipelineEngine(model=[stage.submod for stage in parallel.stages], stages=pp, parallel=parallel, **common)
+    stages = [stage.submod for stage in parallel.stages]
+    return PipelineEngine(model=stages, stages=axes.pp, parallel=parallel, **common)
 
 
 def _named_parameters(engine: Engine) -> dict[str, nn.Parameter]:

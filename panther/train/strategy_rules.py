@@ -1,8 +1,9 @@
-"""Which strategies a setting of the Trainer goes with."""
+"""Which strategies a setting of the Trainer goes with, and which sizes of the axes with the number of processes."""
 
-__all__ = ["check_settings", "possible_strategies"]
+__all__ = ["Axes", "axes_of", "check_settings", "possible_strategies"]
 
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from panther.errors import ConfigError
 
@@ -21,8 +22,8 @@ _RULES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("tensor_parallel_size", 1, _ON_FSDP2),
     ("pipeline_parallel_size", 1, _ON_FSDP2),
     ("data_parallel_replicate_size", 1, ("fsdp", "hybrid")),
-    ("cpu_offload", False, ("fsdp",)),
-    ("reshard_after_forward", True, ("fsdp",)),
+    ("cpu_offload", False, ("fsdp", "hybrid")),
+    ("reshard_after_forward", True, ("fsdp", "hybrid")),
     ("compile", False, (*_REPLICATED, "replicate", "fsdp")),
 )
 _PIPELINE = (("num_microbatches", None), ("pipeline_layers", None), ("pipeline_schedule", "1f1b"))
@@ -53,18 +54,63 @@ def check_settings(config: "TrainConfig") -> None:
                 f"{setting} is for strategy={_listed(strategies)}, not {config.strategy!r}: leave it out, or change "
                 "the strategy"
             )
-    sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
-    for name in ("cpu_offload", "reshard_after_forward", "compile"):
-        for size, value in sizes.items():
-            if (value or 1) > 1 and any(setting.startswith(f"{name}=") for setting, _ in asked):
-                raise ConfigError(
-                    f"{name}={getattr(config, name)} and {size}={value} do not go together: leave one out"
-                )
+    for name, size, why in (
+        ("compile", "tensor_parallel_size", ""),
+        ("compile", "pipeline_parallel_size", ""),
+        ("reshard_after_forward", "pipeline_parallel_size", ", because stages stay gathered for all microbatches"),
+    ):
+        value = getattr(config, size) or 1
+        if value > 1 and any(setting.startswith(f"{name}=") for setting, _ in asked):
+            raise ConfigError(
+                f"{name}={getattr(config, name)} and {size}={value} do not go together{why}: leave one out"
+            )
     for name, default in _PIPELINE:
         if getattr(config, name) != default and config.strategy != "pp" and (config.pipeline_parallel_size or 1) == 1:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is for pipelines: set strategy='pp' or pipeline_parallel_size"
             )
+
+
+class Axes(NamedTuple):
+    """Numbers of ranks along the axes."""
+
+    dp: int
+    pp: int
+    tp: int
+    replicate: int
+    """Replicas among the ranks of dp."""
+
+
+def axes_of(config: "TrainConfig", world: int) -> Axes:
+    """Return the sizes of the axes: those that are given, and for the strategy's own axis the ranks that remain.
+
+    Raises:
+        ConfigError: If they do not suit the number of processes, one process as well as many.
+    """
+    sizes = {name: getattr(config, f"{name}_parallel_size") for name in ("data", "pipeline", "tensor")}
+    given = {f"{name}_parallel_size": size for name, size in sizes.items() if size is not None}
+    own = {"tp": "tensor", "pp": "pipeline"}.get(config.strategy, "data")
+    rest = own if sizes[own] is None else "data"
+    open_ended = sizes[rest] is None or (config.strategy == "auto" and None in sizes.values())
+    product = prod(given.values())
+    if world % product or not (open_ended or product == world):
+        total = f" = {product}" if len(given) > 1 else ""
+        raise ConfigError(
+            f"{' * '.join(f'{name}={size}' for name, size in given.items())}{total} must "
+            f"{'divide' if open_ended else 'be'} the number of processes ({world}): start "
+            f"{'a multiple of ' if open_ended else ''}{product}, or change or leave out "
+            f"{'sizes' if len(given) > 1 else 'the size'}"
+        )
+    found = {name: size or 1 for name, size in sizes.items()}
+    if sizes[rest] is None:
+        found[rest] = world // product
+    replicas = config.data_parallel_replicate_size or 1
+    if found["data"] % replicas:
+        raise ConfigError(
+            f"data_parallel_replicate_size={replicas} must divide the number of data-parallel ranks ({found['data']}): "
+            f"start a multiple of {replicas * product // (sizes['data'] or 1)}, or change or leave out the size"
+        )
+    return Axes(found["data"], found["pipeline"], found["tensor"], replicas)
 
 
 def _asked(config: "TrainConfig") -> list[tuple[str, tuple[str, ...]]]:

@@ -75,6 +75,8 @@ def check(world, config, clip=0.1, steps=10):
         (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         pytest.param(4, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}, marks=pytest.mark.slow),
         (4, {"pipeline_parallel_size": 2, "schedule": "zbv", "data_parallel": "replicate"}),
+        (4, {"tensor_parallel_size": 2, "cpu_offload": True, "reshard_after_forward": False}),
+        (4, {"pipeline_parallel_size": 2, "cpu_offload": True}),
     ],
     ids=str,
 )
@@ -250,6 +252,9 @@ def test_what_is_refused():
             (CONFIG, {"data_parallel_replicate_size": 3}),
             (CONFIG, {"data_parallel_replicate_size": 2, "data_parallel": "replicate"}),
             (CONFIG, {"mixed_precision": "bf16", "data_parallel": "ddp"}),
+            (CONFIG, {"cpu_offload": True, "data_parallel": "replicate"}),
+            (CONFIG, {"reshard_after_forward": False, "pipeline_parallel_size": 2}),
+            (CONFIG, {"cpu_offload": "yes"}),
         ):
             with pytest.raises((ValueError, TypeError, DistributedError)) as caught:
                 HybridParallelTrainer(model, config)
@@ -275,6 +280,13 @@ def test_what_is_refused():
     assert messages[13] == "data_parallel_replicate_size=3 must divide data_parallel_size=2"
     assert messages[14].startswith("data_parallel_replicate_size=2 is for data_parallel='fsdp', not 'replicate'")
     assert messages[15].startswith("mixed_precision is for data_parallel='fsdp' or 'replicate'")
+    assert messages[16].startswith(
+        "cpu_offload=True is for data_parallel='fsdp', not 'replicate', which does not shard"
+    )
+    assert messages[17].startswith(
+        "reshard_after_forward=False and pipeline_parallel_size=2 do not go together, because"
+    )
+    assert messages[18] == "cpu_offload='yes' must be True or False"
 
 
 @pytest.mark.parametrize(

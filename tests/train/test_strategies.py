@@ -76,6 +76,9 @@ STRATEGIES = {
     "hybrid sharding": (4, 4, {"strategy": "fsdp", "data_parallel_replicate_size": 2}),
     "zero2": (2, 2, {"strategy": "fsdp", "reshard_after_forward": False}),
     "offload": (2, 2, {"strategy": "fsdp", "cpu_offload": True}),
+    "offload with tp": (4, 2, {"strategy": "fsdp", "tensor_parallel_size": 2, "cpu_offload": True}),
+    "offload with stages": (4, 2, {"strategy": "hybrid", "pipeline_parallel_size": 2, "cpu_offload": True}),
+    "zero2 with tp": (4, 2, {"strategy": "hybrid", "tensor_parallel_size": 2, "reshard_after_forward": False}),
     "hybrid sharding with tp": (
         8,
         4,
@@ -232,8 +235,8 @@ def test_what_does_not_go_together_is_refused():
     messages, _ = on_ranks(run)
     assert messages[0].startswith("mixed_precision='fp16', which scales the loss ('bf16' does not), is for strategy=")
     assert messages[1].startswith("comm_hook='fp16' is for strategy='ddp' or 'zero1', not 'fsdp'")
-    assert messages[2].startswith("data_parallel_size=1 must be the world size (2)")
-    assert messages[3] == "tensor_parallel_size * pipeline_parallel_size = 3 * 1 must divide the world size (2)"
+    assert messages[2].startswith("data_parallel_size=1 must be the number of processes (2)")
+    assert messages[3].startswith("tensor_parallel_size=3 must divide the number of processes (2)")
 
 
 def test_a_rank_that_dies_ends_the_run(tmp_path):

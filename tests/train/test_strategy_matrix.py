@@ -17,7 +17,7 @@ from panther.distributed.advisor.cost_model import Layout
 from panther.errors import ConfigError, ShapeError
 from panther.nn import SKLinear
 from panther.train import TrainConfig, Trainer, strategies
-from panther.train.strategy_rules import possible_strategies
+from panther.train.strategy_rules import axes_of, possible_strategies
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
 
@@ -73,9 +73,13 @@ REFUSED = [
     ({"tensor_parallel_size": 2, "strategy": "ddp"}, "tensor_parallel_size=2 is for strategy='fsdp', 'replicate', "),
     ({"pipeline_parallel_size": 2, "strategy": "zero1"}, "pipeline_parallel_size=2 is for .* not 'zero1'"),
     ({"data_parallel_replicate_size": 2, "strategy": "ddp"}, "data_parallel_replicate_size=2 is for strategy='fsdp'"),
-    ({"cpu_offload": True, "strategy": "replicate"}, "cpu_offload=True is for strategy='fsdp', not 'replicate'"),
+    ({"cpu_offload": True, "strategy": "replicate"}, "cpu_offload=True is for strategy='fsdp' or 'hybrid', not"),
     ({"reshard_after_forward": False, "strategy": "ddp"}, "reshard_after_forward=False is for strategy='fsdp'"),
-    ({"cpu_offload": True, "strategy": "fsdp", "tensor_parallel_size": 2}, "cpu_offload=True and tensor_parallel_size"),
+    ({"cpu_offload": True, "strategy": "tp"}, "cpu_offload=True is for strategy='fsdp' or 'hybrid', not 'tp'"),
+    (
+        {"reshard_after_forward": False, "strategy": "hybrid", "pipeline_parallel_size": 2},
+        "reshard_after_forward=False and pipeline_parallel_size=2 do not go together, because stages stay gathered",
+    ),
     ({"compile": True, "strategy": "fsdp", "pipeline_parallel_size": 2}, "compile=True and pipeline_parallel_size=2"),
     ({"compile": True, "strategy": "tp"}, "compile=True is for strategy='ddp', 'zero1', 'replicate' or 'fsdp', not"),
     ({"num_microbatches": 4, "strategy": "ddp"}, "num_microbatches=4 is for pipelines: set strategy='pp' or"),
@@ -96,7 +100,7 @@ def test_a_setting_that_does_not_apply_is_an_error_when_it_is_made(settings, sen
     [
         ({}, ("ddp", "zero1", "replicate", "fsdp", "tp", "pp", "hybrid")),
         ({"comm_hook": "topk", "topk_fraction": 0.1}, ("ddp", "zero1")),
-        ({"cpu_offload": True}, ("fsdp",)),
+        ({"cpu_offload": True}, ("fsdp", "hybrid")),
         ({"tensor_parallel_size": 2}, ("replicate", "fsdp", "tp", "pp", "hybrid")),
         ({"data_parallel_replicate_size": 2, "tensor_parallel_size": 2}, ("fsdp", "hybrid")),
     ],
@@ -124,9 +128,67 @@ def test_sizes_that_do_not_suit_the_processes_are_refused_on_every_rank():
 
     first, second = on_ranks(run, 2)
     assert first == second
-    assert first[0] == "data_parallel_replicate_size=3 must divide the number of data-parallel ranks (2)"
-    assert first[1].startswith("tensor_parallel_size * pipeline_parallel_size = 3 * 1 must divide the world size (2)")
-    assert first[2].startswith("data_parallel_size=1 must be the world size (2)")
+    assert first[0] == (
+        "data_parallel_replicate_size=3 must divide the number of data-parallel ranks (2): start a multiple of 3, or "
+        "change or leave out the size"
+    )
+    assert first[1].startswith("tensor_parallel_size=3 must divide the number of processes (2): start a multiple of 3")
+    assert first[2].startswith("data_parallel_size=1 must be the number of processes (2): start 1, or change or leave")
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "found"),
+    [
+        ({}, 1, (1, 1, 1, 1)),
+        ({"strategy": "tp"}, 1, (1, 1, 1, 1)),
+        ({"strategy": "hybrid", "tensor_parallel_size": 1, "data_parallel_size": 1}, 1, (1, 1, 1, 1)),
+        ({"strategy": "ddp"}, 6, (6, 1, 1, 1)),
+        ({"strategy": "tp"}, 4, (1, 1, 4, 1)),
+        ({"strategy": "tp", "data_parallel_size": 2}, 4, (2, 1, 2, 1)),
+        ({"strategy": "pp", "tensor_parallel_size": 2}, 8, (1, 4, 2, 1)),
+        ({"strategy": "tp", "tensor_parallel_size": 2}, 4, (2, 1, 2, 1)),
+        ({"strategy": "fsdp", "tensor_parallel_size": 2, "data_parallel_replicate_size": 2}, 8, (4, 1, 2, 2)),
+        ({"strategy": "hybrid", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 8, (2, 2, 2, 1)),
+        ({"tensor_parallel_size": 2}, 4, (2, 1, 2, 1)),
+        ({"tensor_parallel_size": 4}, 1, "tensor_parallel_size=4 must divide the number of processes (1): start a mul"),
+        ({"data_parallel_size": 4}, 1, "data_parallel_size=4 must divide the number of processes (1): start a mul"),
+        (
+            {"strategy": "ddp", "data_parallel_size": 4},
+            1,
+            "data_parallel_size=4 must be the number of processes (1): s",
+        ),
+        (
+            {"strategy": "tp", "data_parallel_size": 2},
+            1,
+            "data_parallel_size=2 must divide the number of processes (1)",
+        ),
+        ({"strategy": "tp", "tensor_parallel_size": 2, "data_parallel_size": 2}, 2, "= 4 must be the number of proces"),
+        ({"strategy": "pp", "pipeline_parallel_size": 2}, 1, "pipeline_parallel_size=2 must divide the number of proc"),
+        (
+            {"strategy": "fsdp", "data_parallel_replicate_size": 3},
+            1,
+            "data_parallel_replicate_size=3 must divide the nu",
+        ),
+        (
+            {"strategy": "hybrid", "tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+            4,
+            "pipeline_parallel_size=3 * tensor_parallel_size=2 = 6 must divide the number of processes (4): start a "
+            "multiple of 6, or change or leave out sizes",
+        ),
+    ],
+    ids=str,
+)
+def test_one_rule_for_sizes_on_one_process_and_on_many(settings, world, found):
+    if isinstance(found, tuple):
+        assert axes_of(TrainConfig(**settings), world) == found
+        return
+    with pytest.raises(ConfigError) as caught:
+        axes_of(TrainConfig(**settings), world)
+    assert found in str(caught.value)
+    if world == 1:
+        with pytest.raises(ConfigError) as again:
+            trained(settings)
+        assert str(again.value) == str(caught.value)
 
 
 LAYOUTS = {
@@ -179,6 +241,32 @@ def test_auto_plans_with_measured_speeds(capfd, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}])
+def test_what_is_in_no_block_is_gathered_once_a_step(settings):
+    """A block is gathered twice, forward and backward; with ZeRO-2 once."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 4)
+            self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    def gathers(**more):
+        config = TrainConfig(max_steps=1, batch_size=8, **settings, **more)
+        trainer = Trainer(Net(), loss_fn=nn.CrossEntropyLoss(), config=config)
+        with CommunicationCounter() as counter:
+            trainer.fit(TensorDataset(torch.randn(64, 24), torch.randint(4, (64,))))
+        return sum(count for name, count in counter.calls_by_operation.items() if "allgather_base" in name)
+
+    assert on_ranks(lambda: (gathers(), gathers(reshard_after_forward=False)), 2)[0] == (1 + 2 * 3, 1 + 3)
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}])
 def test_half_precision_gathers_half_the_bytes(settings):
     """Parameters travel in the precision that they are used in, as with data_parallel(mixed_precision="bf16")."""
 
@@ -203,7 +291,8 @@ def wanted(name, strategy, precision, hook, world):
     one = {"scaled": precision == "fp16", "autocast": dtype}
     sizes = STRATEGIES[name]
     if world == 1:
-        return one | {"kind": "plain"}
+        given = [size for size in sizes.values() if size > 1]
+        return None if given else one | {"kind": "plain"}
     if strategy == "auto" and precision == "bf16" and not hook:
         strategy = "replicate"  # the advisor's: DDP would keep float32 gradients beside half-precision products
     elif replicated:
@@ -232,6 +321,7 @@ def test_it_builds_what_it_says_or_says_why_not(world):
         expected = wanted(case[0], case[0].partition(",")[0], *case[1:], world)
         if expected is None:
             assert isinstance(found[case], str), (case, found[case])
-            assert " is for strategy='ddp' or 'zero1', not " in found[case]
+            why = " must divide the number of " if world == 1 else ""
+            assert why in found[case] or " is for strategy='ddp' or 'zero1', not " in found[case]
         else:
             assert found[case] == expected, case

@@ -153,7 +153,7 @@ class ParallelismPlan:
         from panther.distributed.comm._ranks import require_process_group
         from panther.distributed.comm.mesh import get_world_size, make_mesh
         from panther.distributed.data.strategies import data_parallel
-        from panther.distributed.hybrid import HybridParallelTrainer
+        from panther.distributed.hybrid.trainer import HybridParallelTrainer
         from panther.distributed.tensor.parallelize import tensor_parallel
 
         layout = self.options[option].layout

@@ -31,7 +31,7 @@ def gradient_norm(
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             by_shards[_shards(gradient)].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-    device = next((p.device for p in parameters), torch.device("cpu"))
+    device = next(map(_sends_on, parameters), torch.device("cpu"))
     sharded = stages > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
     if not sharded:
         whole = by_shards.get(1, [])
@@ -50,9 +50,17 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):
             # The norm is a plain tensor, by which torch does not multiply a DTensor.
-            parameter.grad.to_local().mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            shard = parameter.grad.to_local()
+            shard.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shard.device))
     plain = [p for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
     clip_grads_with_norm_(plain, max_norm, norm)
+
+
+def _sends_on(parameter: nn.Parameter) -> torch.device:
+    """Return the device of a parameter's ranks, which is not its own if it is offloaded to the CPU."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
 
 
 def _shards(gradient: Tensor) -> int:

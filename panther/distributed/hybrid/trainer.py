@@ -14,29 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
 
-from panther._setting_names import name_hint, value_hint
-from panther.distributed._layer_configs import check_configs
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import transport
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
-from panther.distributed.comm.mesh import get_world_size, make_mesh
+from panther.distributed.comm.mesh import make_mesh
 from panther.distributed.data.blocks import fsdp_blocks
-from panther.distributed.data.strategies import STRATEGIES, check_model, compute_dtype, fully_shard_, wrap_in_ddp
+from panther.distributed.data.strategies import check_model, fully_shard_, wrap_in_ddp
+from panther.distributed.hybrid.configuration import checked_config, layers_of
 from panther.distributed.pipeline._modules import StageModules
 from panther.distributed.pipeline.losses import DividedLoss, check_reduction, reduction_of
-from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, check_schedule, make_schedule
+from panther.distributed.pipeline.schedules import SCHEDULES, PipelineSchedule, make_schedule
 from panther.distributed.pipeline.stages import StagePlan, plan_stages
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.distributed.tensor._plan import Plan, plan_automatically, plan_by_names
-from panther.distributed.tensor.activation_checkpoint import CHECKPOINTED, checkpoint_blocks_
+from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.distributed.tensor.parallelize import TensorParallelReport, plan_in_words, shard_model_
-from panther.distributed.tensor.styles import ColwiseSKParallel
-from panther.errors import ConfigError, DistributedError, ShapeError, check_size
-from panther.nn import SKLinear
+from panther.errors import ShapeError
 
 
 class HybridParallelTrainer:
@@ -57,9 +52,10 @@ class HybridParallelTrainer:
             sharded in itself, with ``"fsdp"``), ``num_microbatches`` (the stages), ``schedule`` (``"1f1b"``),
             ``gradient_clipping`` (None), ``data_parallel`` (``"fsdp"``; or ``"replicate"``, ``"ddp"``),
             ``mixed_precision`` (None, as for :func:`data_parallel`), ``activation_checkpointing`` (``"none"``; or
-            ``"selective"``, ``"full"``, as in :class:`panther.train.TrainConfig`). For the stages of a model other than
-            an nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of one
-            microbatch, as for :func:`split_stages`.
+            ``"selective"``, ``"full"``, as in :class:`panther.train.TrainConfig`), and for ``"fsdp"`` ``cpu_offload``
+            (False) and ``reshard_after_forward`` (True), as for :func:`data_parallel`. For the stages of a model other
+            than an nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of
+            one microbatch, as for :func:`split_stages`.
 
     Attributes:
         model_config: What was passed.
@@ -99,7 +95,7 @@ class HybridParallelTrainer:
         model_config: nn.Module | Callable[[], nn.Module] | Mapping[str, Any],
         parallelism_config: Mapping[str, Any],
     ) -> None:
-        config = _checked(parallelism_config)
+        config = checked_config(parallelism_config)
         self.model_config, self.parallelism_config = model_config, config
         replicas = config["data_parallel_replicate_size"]
         self.mesh = make_mesh(
@@ -120,7 +116,7 @@ class HybridParallelTrainer:
         if isinstance(model_config, nn.Module) or callable(model_config):
             model, styles = built(model_config), None
         else:
-            model, styles = _layers(model_config)
+            model, styles = layers_of(model_config)
         strategy, precision = config["data_parallel"], config["mixed_precision"]
         layer_plan: Plan = {}
         stage_plans: list[StagePlan] = []
@@ -144,14 +140,17 @@ class HybridParallelTrainer:
             self.report = shard_model_(model, self.mesh["tp"], layer_plan)
         checkpoint_blocks_(model, fsdp_blocks(model), config["activation_checkpointing"])
         self.stages: list[Any] = stage_plans[0].stages(model, self.mesh["pp"].get_group()) if stage_plans else []
+        sharding: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": config["cpu_offload"]}
+        if not config["reshard_after_forward"]:
+            sharding["reshard_after_forward"] = False  # FSDP2's own default keeps what is in no block
         for stage in self.stages:
-            fully_shard_(stage.submod, data, strategy, precision, one_block=True)
+            fully_shard_(stage.submod, data, strategy, one_block=True, **sharding)
         if self.stages:
             self.model: nn.Module = StageModules(stage.submod for stage in self.stages)
         elif strategy == "ddp":
             self.model = wrap_in_ddp(model, self.dp_group, init_sync=False)
         else:
-            self.model = fully_shard_(model, data, strategy, precision)
+            self.model = fully_shard_(model, data, strategy, **sharding)
 
     def _plan(self, model: nn.Module, config: Mapping[str, Any]) -> StagePlan:
         layers = config["pipeline_layers"]
@@ -198,7 +197,7 @@ class HybridParallelTrainer:
         data, targets = batch
         with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
             divisor = self._divisor_of(data, targets, criterion)
-            device = next(self.model.parameters()).device
+            device = self._device()
             optimizer.zero_grad()
             loss = self._forward_and_backward(data.to(device), targets.to(device), criterion, divisor)
             if self.gradient_clipping is not None:
@@ -212,6 +211,12 @@ class HybridParallelTrainer:
                 total += loss.detach()
             dist.all_reduce(total)
             return total.item() / (dist.get_world_size(self.dp_group) * self.mesh["tp"].size())
+
+    def _device(self) -> torch.device:
+        """Return where the model computes; with ``cpu_offload`` its parameters are elsewhere between uses."""
+        if self.parallelism_config["cpu_offload"]:
+            return transport(None)
+        return next(self.model.parameters()).device
 
     def _divisor_of(self, data: Tensor, targets: Tensor, criterion: Any) -> float:
         """Return the loss's divisor for which the gradients, averaged along dp, are those of all samples' loss.
@@ -262,88 +267,3 @@ def _form(data: Tensor, targets: Tensor, criterion: Any) -> dict[str, str]:
     reduction = check_reduction(criterion, "criterion")
     forms = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in (("the samples", data), ("the targets", targets))}
     return {**forms, "the criterion's reduction": reduction}
-
-
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with its defaults, or raise if it is not valid."""
-    known = {
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": None,
-        "data_parallel_replicate_size": 1,
-        "num_microbatches": None,
-        "schedule": "1f1b",
-        "gradient_clipping": None,
-        "data_parallel": "fsdp",
-        "mixed_precision": None,
-        "activation_checkpointing": "none",
-        "pipeline_layers": None,
-        "sample_input": None,
-    }
-    if not isinstance(given, Mapping):
-        raise TypeError(f"parallelism_config must be a mapping of names to values, not {type(given).__name__}")
-    if unknown := [key for key in given if key not in known]:
-        hint = name_hint(str(unknown[0]), known, "parallelism_config")
-        raise ConfigError(f"{unknown[0]!r} is not a setting of parallelism_config: {hint}")
-    config: dict[str, Any] = known | dict(given)
-    tp = check_size("tensor_parallel_size", config["tensor_parallel_size"], least=1)
-    pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
-    if config["data_parallel_size"] is None:
-        config["data_parallel_size"] = max(get_world_size() // (tp * pp), 1)
-    check_schedule(config["schedule"])
-    per_rank = SCHEDULES[config["schedule"]].stages_per_rank
-    if config["num_microbatches"] is None:
-        config["num_microbatches"] = pp * per_rank
-    config["num_microbatches"] = check_size("num_microbatches", config["num_microbatches"], least=1)
-    clipping = config["gradient_clipping"]
-    if clipping is not None and not isinstance(clipping, int | float):
-        raise TypeError(f"gradient_clipping must be a number or None, not {type(clipping).__name__}")
-    if clipping is not None and not clipping > 0:
-        raise ValueError(f"gradient_clipping={clipping} must be positive, or None")
-    if config["data_parallel"] not in STRATEGIES:
-        hint = value_hint("data_parallel", config["data_parallel"], STRATEGIES, "parallelism_config")
-        raise ConfigError(f"data_parallel={config['data_parallel']!r} is unknown: {hint}")
-    recomputed, kinds = config["activation_checkpointing"], ("none", *CHECKPOINTED)
-    if recomputed not in kinds:
-        hint = value_hint("activation_checkpointing", recomputed, kinds, "parallelism_config")
-        raise ConfigError(f"activation_checkpointing={recomputed!r} is unknown: {hint}")
-    replicas = check_size("data_parallel_replicate_size", config["data_parallel_replicate_size"], least=1)
-    if config["data_parallel_size"] % replicas:
-        raise ShapeError(
-            f"data_parallel_replicate_size={replicas} must divide data_parallel_size={config['data_parallel_size']}"
-        )
-    if replicas > 1 and config["data_parallel"] != "fsdp":
-        raise ValueError(
-            f"data_parallel_replicate_size={replicas} is for data_parallel='fsdp', not {config['data_parallel']!r}, "
-            "which does not shard: leave it out"
-        )
-    if compute_dtype(config["mixed_precision"]) and config["data_parallel"] == "ddp":
-        raise ValueError("mixed_precision is for data_parallel='fsdp' or 'replicate': with 'ddp' use torch.autocast")
-    for axis, size, why in (
-        ("tensor_parallel_size", tp, "loses the parameters of sharded layers"),
-        ("pipeline_parallel_size", pp, "fails in the second step, because it takes microbatches for steps"),
-    ):
-        if config["data_parallel"] == "ddp" and size > 1:
-            raise DistributedError(
-                f"data_parallel='ddp' and {axis} > 1 do not go together: DistributedDataParallel {why}: use 'fsdp' or "
-                "'replicate'"
-            )
-    return config
-
-
-def _layers(model_config: Mapping[str, Any]) -> tuple[nn.Sequential, dict[str, ParallelStyle] | None]:
-    """Build the layers; return also the styles of those to shard, or None where no layer says so."""
-    if not isinstance(model_config, Mapping):
-        raise TypeError(f"model_config must be a module or a mapping, not {type(model_config).__name__}")
-    if set(model_config) != {"layers"}:
-        raise ValueError(f"model_config must be a module or have the key 'layers', and has {', '.join(model_config)}")
-    layers = model_config["layers"]
-    sizes = check_configs(layers, optional=("tensor_parallel",))
-    model = nn.Sequential(*(SKLinear(*one) for one in sizes))
-    if not any("tensor_parallel" in layer for layer in layers):
-        return model, None
-    for index, layer in enumerate(layers):
-        if not isinstance(flag := layer.get("tensor_parallel", False), bool):
-            raise TypeError(f"layers[{index}]['tensor_parallel']={flag!r} must be True or False")
-    gathered = ColwiseSKParallel(output_layouts=Replicate())
-    return model, {str(index): gathered for index, layer in enumerate(layers) if layer.get("tensor_parallel")}

@@ -1,0 +1,3 @@
+"""Data, tensor and pipeline parallelism together."""
+
+__all__: list[str] = []
