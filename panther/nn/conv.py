@@ -266,7 +266,41 @@ class SKConv2d(_SKConv):
 
 
 class SKConv1d(_SKConv):
-    """A drop-in for :class:`torch.nn.Conv1d` with a sketched kernel; everything else is as for :class:`SKConv2d`.
+    """A drop-in for :class:`torch.nn.Conv1d` with a sketched kernel, in one dimension, as :class:`SKConv2d` in two.
+
+    The reference is S. P. Kasiviswanathan, N. Narodytska and H. Jin, 2017, arXiv:1710.07850.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: One integer, or a sequence of one; all up to ``padding_mode`` are as in nn.Conv1d.
+        stride: As ``kernel_size``.
+        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+        dilation: As ``kernel_size``.
+        groups: Number of groups; U is then block-diagonal.
+        bias: Whether to learn an additive bias.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        num_terms: Number L; there are 2 L terms.
+        low_rank: Rank K of a term, divisible by ``groups``.
+        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is that of :class:`SKConv2d`.
+        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+
+    Shape:
+        Input ``(N, in_channels, L)`` or ``(in_channels, L)``, output as nn.Conv1d's.
+
+    Raises:
+        ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
+        ValueError: If ``padding`` or ``padding_mode`` is unknown.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+
+    Warns:
+        PerformanceWarning: If the dense layer would cost no more.
+
+    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
+    kernel * out`` dense.
 
     Example:
         >>> import torch
@@ -279,7 +313,41 @@ class SKConv1d(_SKConv):
 
 
 class SKConv3d(_SKConv):
-    """A drop-in for :class:`torch.nn.Conv3d` with a sketched kernel; everything else is as for :class:`SKConv2d`.
+    """A drop-in for :class:`torch.nn.Conv3d` with a sketched kernel, in three dimensions, as :class:`SKConv2d` in two.
+
+    The reference is S. P. Kasiviswanathan, N. Narodytska and H. Jin, 2017, arXiv:1710.07850.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: One integer, or one for each dimension; all up to ``padding_mode`` are as in nn.Conv3d.
+        stride: As ``kernel_size``.
+        padding: As ``kernel_size``, or ``"same"``, for even kernels too, or ``"valid"``.
+        dilation: As ``kernel_size``.
+        groups: Number of groups; U is then block-diagonal.
+        bias: Whether to learn an additive bias.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        num_terms: Number L; there are 2 L terms.
+        low_rank: Rank K of a term, divisible by ``groups``.
+        sketch_size: Short for ``num_terms=1, low_rank=sketch_size``. The default size is that of :class:`SKConv2d`.
+        seed: Seed of the sketch, in ``[0, 2^63)``; None draws one from torch's default CPU generator.
+        device: None is torch's default.
+        dtype: Floating dtype; None is torch's default.
+
+    Shape:
+        Input ``(N, in_channels, D, H, W)`` or ``(in_channels, D, H, W)``, output as nn.Conv3d's.
+
+    Raises:
+        ShapeError: If a size is out of range, or channels or ``low_rank`` are not divisible by ``groups``.
+        ValueError: If ``padding`` or ``padding_mode`` is unknown.
+        TypeError: If an argument has the wrong type.
+        DTypeError: If ``dtype`` is not floating.
+
+    Warns:
+        PerformanceWarning: If the dense layer would cost no more.
+
+    Cost: ``4 L K (in / groups * kernel + out / groups)`` flops for each output position, against ``2 in / groups *
+    kernel * out`` dense.
 
     Example:
         >>> import torch

@@ -52,7 +52,22 @@ def scaled_sign_sketch(
 ) -> Tensor:  # (m, n)
     r"""Return a random sign matrix of shape (m, n), entries :math:`\pm 1/\sqrt m`: :class:`SignSketch` as a tensor.
 
-    Arguments are those of :func:`dense_sketch_operator`.
+    Args:
+        m: Number of rows, the sketch size.
+        n: Number of columns, the dimension that is sketched.
+        device: None is torch's default.
+        dtype: float64, float32, float16 or bfloat16; None is torch's default.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
+
+    Returns:
+        A dense tensor of shape (m, n), with entries :math:`\pm 1/\sqrt m`.
+
+    Raises:
+        ShapeError: If a size is negative.
+        DTypeError: If ``dtype`` is not one of those.
+        ValueError: If ``seed`` is outside its range.
+
+    Cost: ``m n / 128`` Philox calls (D. Achlioptas, 2003, doi:10.1016/S0022-0000(03)00025-4).
 
     Example:
         >>> scaled_sign_sketch(4, 3, seed=0).abs().unique()
@@ -73,8 +88,7 @@ def dense_sketch_operator(
 ) -> Tensor:  # (m, n)
     r"""Return a random matrix of shape (m, n) and independent entries of variance 1/m.
 
-    :class:`GaussianSketch` or :class:`UniformSketch` (entries in :math:`\pm\sqrt{3/m}`) as a tensor. Other forms take
-    ``m``, ``n``, ``device``, ``dtype`` and ``seed`` in the same sense.
+    :class:`GaussianSketch` or :class:`UniformSketch` (entries in :math:`\pm\sqrt{3/m}`) as a tensor.
 
     Args:
         m: Number of rows, the sketch size.
@@ -115,6 +129,23 @@ def gaussian_skop(
 ) -> Tensor:  # (m, d)
     """Return a Gaussian matrix of shape (m, d) and variance 1/m, m the sketch size: a :class:`GaussianSketch`.
 
+    Args:
+        m: Number of rows, the sketch size.
+        d: Number of columns, the dimension that is sketched.
+        device: None is torch's default.
+        dtype: float64, float32, float16 or bfloat16; None is torch's default.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
+
+    Returns:
+        A dense tensor of shape (m, d), with independent normal entries of variance 1/m.
+
+    Raises:
+        ShapeError: If a size is negative.
+        DTypeError: If ``dtype`` is not one of those.
+        ValueError: If ``seed`` is outside its range.
+
+    Cost: ``m d / 4`` Philox calls (W. B. Johnson and J. Lindenstrauss, 1984, doi:10.1090/conm/026/737400).
+
     Example:
         >>> gaussian_skop(4, 3, seed=0).shape
         torch.Size([4, 3])
@@ -135,6 +166,24 @@ def count_skop(
 
     To apply it in O(nnz), use :class:`SparseSketch` with ``vec_nnz=1``.
 
+    Args:
+        m: Number of rows, the sketch size.
+        d: Number of columns, the dimension that is sketched.
+        device: None is torch's default.
+        dtype: float64, float32, float16 or bfloat16; None is torch's default.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
+
+    Returns:
+        A dense tensor of shape (m, d) with d entries that are not zero.
+
+    Raises:
+        ShapeError: If a size is negative.
+        DTypeError: If ``dtype`` is not one of those.
+        ValueError: If ``seed`` is outside its range.
+
+    Cost: d Philox calls and ``m d`` numbers of memory (M. Charikar, K. Chen and M. Farach-Colton, 2004,
+    doi:10.1016/S0304-3975(03)00400-6).
+
     Example:
         >>> count_skop(4, 6, seed=0).abs().sum(dim=0)
         tensor([1., 1., 1., 1., 1., 1.])
@@ -153,11 +202,27 @@ def sjlt_skop(
 ) -> Tensor:  # (m, d)
     r"""Return a sparse Johnson-Lindenstrauss transform of shape (m, d), as a dense tensor.
 
-    ``sparsity`` entries of each column are :math:`\pm 1/\sqrt{\mathrm{sparsity}}`, the others 0, whatever m and d. To
+    ``sparsity`` entries of each column are :math:`\pm 1/\sqrt{\mathrm{sparsity}}`, the others 0, for any m and d. To
     apply it in O(nnz), use :class:`SparseSketch`.
 
+    Args:
+        m: Number of rows, the sketch size.
+        d: Number of columns, the dimension that is sketched.
+        sparsity: Entries of each column that are not zero, from 1 to m.
+        device: None is torch's default.
+        dtype: float64, float32, float16 or bfloat16; None is torch's default.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
+
+    Returns:
+        A dense tensor of shape (m, d).
+
     Raises:
-        ShapeError: If ``sparsity`` is below 1 or above m.
+        ShapeError: If a size is negative, or ``sparsity`` is below 1 or above m.
+        DTypeError: If ``dtype`` is not one of those.
+        ValueError: If ``seed`` is outside its range.
+
+    Cost: ``(sparsity + 1) / 4`` Philox calls a column, rounded up, and ``m d`` numbers of memory (D. M. Kane and J.
+    Nelson, 2014, doi:10.1145/2559902).
 
     Example:
         >>> (sjlt_skop(4, 6, 2, seed=0) != 0).sum(dim=0)
@@ -186,8 +251,25 @@ def sparse_sketch_operator(
     Along the short axis each vector of the shorter dimension (a column where m <= n, a row otherwise) has exactly
     ``vec_nnz`` entries, along the long axis each vector of the longer one. :class:`SparseSketch` is the operator.
 
+    Args:
+        m: Number of rows, the sketch size.
+        n: Number of columns, the dimension that is sketched.
+        vec_nnz: Entries of each vector, from 1 to its length.
+        axis: ``Axis.Short`` or ``Axis.Long``, or their names in lower case.
+        device: None is torch's default.
+        dtype: float64, float32, float16 or bfloat16; None is torch's default.
+        seed: In ``[0, 2^63)``; None draws one from torch's default CPU generator.
+
+    Returns:
+        A sparse tensor of shape (m, n) in COO layout, coalesced, with entries +1 and -1.
+
     Raises:
-        ShapeError: If ``vec_nnz`` is below 1 or above the length of the vectors.
+        ShapeError: If a size is negative, or ``vec_nnz`` is below 1 or above the length of the vectors.
+        DTypeError: If ``dtype`` is not one of those.
+        ValueError: If ``seed`` is outside its range, or ``axis`` is neither.
+
+    Cost: ``(vec_nnz + 1) / 4`` Philox calls a vector, rounded up, and a sort of the entries; memory for these alone (D.
+    M. Kane and J. Nelson, 2014, doi:10.1145/2559902).
 
     Example:
         >>> S = sparse_sketch_operator(4, 6, 2, Axis.Short, seed=0)

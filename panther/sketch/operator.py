@@ -193,7 +193,11 @@ class SketchingOperator(ABC):
 
 
 class TransposedSketch:
-    """The transpose of a sketching operator, for products ``A @ S.T``."""
+    """The transpose of a sketching operator, for products ``A @ S.T``.
+
+    Args:
+        base: The operator; ``S.T`` is the usual way to make its transpose.
+    """
 
     def __init__(self, base: SketchingOperator) -> None:
         self.T = self.mT = base

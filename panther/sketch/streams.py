@@ -63,6 +63,9 @@ def draw_seed() -> int:
 def check_seed(seed: int | None) -> int:
     """Return ``seed`` as a Python int, drawn by :func:`draw_seed` if it is None.
 
+    Args:
+        seed: An integer in ``[0, 2^63)``, or None.
+
     Raises:
         TypeError: If it is not an integer.
         ValueError: If it is outside ``[0, 2^63)``.

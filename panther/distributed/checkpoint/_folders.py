@@ -19,7 +19,17 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the folders of the complete checkpoints of a directory, the oldest step first."""
+    """Return the folders of the complete checkpoints of a directory, the oldest step first.
+
+    Args:
+        directory: Directory of the checkpoints; if it is missing, there are none.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     checkpoints(directory)
+        []
+    """
     found = []
     for path in Path(directory).iterdir() if Path(directory).is_dir() else ():
         if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
@@ -32,6 +42,9 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Return the folder of the latest checkpoint whose files are all there, or None.
 
     It warns of every later one that it skips. The contents of files are checked by :func:`load`.
+
+    Args:
+        directory: Directory of the checkpoints.
 
     Example:
         >>> import tempfile
