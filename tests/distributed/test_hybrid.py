@@ -1,6 +1,8 @@
 """Several axes at once against one process."""
 
+import gc
 import re
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -100,6 +102,21 @@ def test_two_by_two_by_two(strategy):
 )
 def test_replicas_that_are_sharded_in_themselves(world, config):
     check(world, config)
+
+
+def test_a_pipeline_keeps_no_layer_of_other_ranks():
+    def rank():
+        model = build(0)
+        layers = [(i, weakref.ref(layer)) for i, layer in enumerate(model)]
+        trainer = HybridParallelTrainer(model, {"pipeline_parallel_size": 2})
+        del model
+        gc.collect()
+        kept = [i for i, layer in layers if layer() is not None]
+        return kept, sum(p.numel() for p in trainer.model.parameters())
+
+    (first, few), (second, others) = on_ranks(rank)
+    assert first + second == list(range(9))
+    assert few + others == sum(p.numel() for p in build(0).parameters())
 
 
 def test_the_guide_s_configuration():

@@ -58,7 +58,7 @@ class HybridParallelTrainer:
             one microbatch, as for :func:`split_stages`.
 
     Attributes:
-        model_config: What was passed.
+        model_config: The mapping or function that was passed; None for a module.
         parallelism_config: What was passed, with the defaults of the other settings.
         model: The module, or an nn.ModuleList of this rank's stages. The optimizer is made from
             ``model.parameters()``.
@@ -96,7 +96,9 @@ class HybridParallelTrainer:
         parallelism_config: Mapping[str, Any],
     ) -> None:
         config = checked_config(parallelism_config)
-        self.model_config, self.parallelism_config = model_config, config
+        # Not a module, which would keep the layers of other ranks alive.
+        self.model_config = None if isinstance(model_config, nn.Module) else model_config
+        self.parallelism_config = config
         replicas = config["data_parallel_replicate_size"]
         self.mesh = make_mesh(
             dp=config["data_parallel_size"] // replicas,
