@@ -126,8 +126,22 @@ def async_save(
     The thread communicates in a gloo group of its own. If an earlier asynchronous checkpoint is still being written,
     this call waits for it and raises its error.
 
+    Args:
+        directory: Directory of the checkpoints, the same for all ranks. It is made if it is missing.
+        model: The model in any layout, or the modules of this rank's pipeline stages.
+        optimizer: Its optimizer, which may be a ZeroRedundancyOptimizer.
+        step: Number of steps so far, which names the folder.
+        extra: Values of the first rank, of the types that :func:`save` stores.
+        per_rank_extra: Values of every rank, of the same types.
+        keep: Number of checkpoints to keep in the directory; None keeps all.
+        group: Process group; None is all ranks, or this process alone.
+
     Returns:
         The pending checkpoint. Call its ``result()`` before leaving the process group at the latest.
+
+    Raises:
+        CheckpointError: On every rank, if one has a value that cannot be stored, or if an earlier asynchronous
+            checkpoint failed. If this one cannot be written, its ``result()`` raises the error.
 
     Cost: a copy of this rank's tensors in CPU memory until they are written.
 
