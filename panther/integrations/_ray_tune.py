@@ -18,12 +18,12 @@ from typing import Any
 
 from panther.errors import TuningError, require_extra
 from panther.integrations.ray import _joined
-from panther.tuning.evaluation import Evaluator, Outcome
+from panther.tuning.evaluation import Evaluator, Outcome, failed
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Plan, Prepared
 from panther.tuning.runners.serial import EXHAUSTED, OVER
-from panther.tuning.runners.work import RETRIES, dead_outcome, packed, unpacked
-from panther.tuning.study import Job, Study
+from panther.tuning.runners.work import RETRIES, packed, unpacked
+from panther.tuning.search.study import Job, Study
 
 _VALUE = "panther_value"  # what schedulers compare
 _LONGEST = 10**6  # partial metrics of a trial, for a scheduler that wants a bound
@@ -122,14 +122,14 @@ def _searcher(tune: Any, search: Study, trials: int, deadline: float | None) -> 
             if result.get("raised") is not None:
                 self.error = TuningError(result["raised"])
             elif error:
-                search.tell(job, dead_outcome(f"its worker died {RETRIES + 1} times"))
+                search.tell(job, failed(f"its worker died {RETRIES + 1} times"))
             elif result.get("outcome") is not None:
                 search.tell(job, _outcome(result["outcome"]))
             elif partial:  # the scheduler has ended it
                 metrics = tuple(metric for _, metric, _ in partial)
                 search.tell(job, Outcome(partial[-1][2], "pruned", metrics, 0.0, 0.0))
             else:
-                search.tell(job, dead_outcome("it ended without a result"))
+                search.tell(job, failed("it ended without a result"))
 
         def save(self, checkpoint_path: str) -> None:
             """Save nothing: the storage of the search has all that is known."""

@@ -8,26 +8,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from panther._random_state import preserved_generators
 from panther.compression.config import HealConfig
 from panther.compression.forms.arguments import check_adapters, check_model, checked_forms
+from panther.compression.forms.options import Forms
+from panther.compression.runner import Runner
 from panther.compression.targets import Selector
 from panther.errors import ConfigError, check_size, require_extra
-from panther.sketch import check_seed
 from panther.train import TrainConfig
 from panther.tuning.evaluation import Evaluator
 from panther.tuning.finish import finished
-from panther.tuning.goal import check_unchanged, make_goal
+from panther.tuning.goal import Goal, check_unchanged, make_goal
 from panther.tuning.hashing import identity
-from panther.tuning.prepared import Prepared, Settings, copied, prepare
+from panther.tuning.models import copied, made
+from panther.tuning.prepared import Settings, prepare
 from panther.tuning.result import TuneResult
 from panther.tuning.runners import check_parallel, run_trials
 from panther.tuning.scratch import tune_from_scratch
-from panther.tuning.spaces.layers import AUTO, Line, parse_lines, used_forms
+from panther.tuning.search.run import Run
+from panther.tuning.search.samplers import check_sampler
+from panther.tuning.search.storage import check_agrees
+from panther.tuning.search.study import Study
+from panther.tuning.spaces.layers import AUTO, Line, parse_lines
+from panther.tuning.spaces.settings import used_forms
 from panther.tuning.spaces.whole import WholeSpace, as_heal
-from panther.tuning.study import Study, check_agrees, open_study
 
 _FIRST = (3, 8)  # trials that are the choices of pr.compress, at least and at most
 _FIRST_SHARE = 1 / 3  # of the trials
@@ -73,11 +80,13 @@ def tune(
     several budgets, and Optuna draws the others.
 
     Args:
-        model: A trained model. It is only read: trials run on a copy. With ``train``, a function that returns a new
-            model.
+        model: A trained model. It is only read: trials run on a copy. Or a function that returns it, which is called
+            once (and again for each result if the model cannot be copied). With ``train``, a function that returns a
+            new model.
         evaluate: ``evaluate(model)`` returns how good a model is, or yields it for more and more of the data, so that
-            poor trials end early. It must leave the model as it is, and return the same number for the same model;
-            torch's, Python's and NumPy's generators are seeded before each call.
+            poor trials end early. It must leave weights, modules and hooks as they are, and return the same number for
+            the same model; training modes are put back. torch's, Python's and NumPy's generators are seeded before each
+            call.
         calibration: Batches as for :func:`panther.compress`. None fits weights to themselves alone, which keeps less.
         train: ``train(model, config)`` trains a new model of a trial in place, by a :class:`panther.train.TrainConfig`.
             The space is then of layers that start sketched, with settings ``"low_rank"`` and ``"num_terms"``; of
@@ -164,78 +173,109 @@ def tune(
     """
     require_extra("optuna", "tune")
     began = time.perf_counter()
-    if train is None:
-        check_model(model)
-        assert isinstance(model, nn.Module)  # for mypy, which does not know it
-        check_adapters(model)
+    if not (isinstance(model, nn.Module) or callable(model)):
+        raise TypeError(f"the model must be an nn.Module, or a function that returns one, not a {type(model).__name__}")
+    if not callable(evaluate):
+        raise TypeError(f"evaluate must be a function of a model, not a {type(evaluate).__name__}")
     goal = make_goal(objective, constraint, direction)
     check_size("trials", trials, least=1)
     check_size("repeats", repeats, least=1)
     if first is not None:
         check_size("first", first, least=0)
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: None is for no bound")
+    _check_timeout(timeout_s)
+    check_sampler(sampler)
     parallel = check_parallel(parallel)
-    if not callable(evaluate):
-        raise TypeError(f"evaluate must be a function of a model, not a {type(evaluate).__name__}")
-    if train is not None:
-        return tune_from_scratch(
-            model, evaluate, train, space, goal, trials=trials, first=first, timeout_s=timeout_s, sampler=sampler,
-            pruner=pruner, storage=storage, repeats=repeats, parallel=parallel, seed=seed, progress=progress,
-        )  # fmt: skip
+    run = Run(trials, first, timeout_s, began, sampler, pruner, storage, repeats, parallel, seed, progress)
+    settings = Settings(Forms(), include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes)
+    # Gradients and plain tensors, whatever the caller's mode.
+    with torch.inference_mode(False), torch.enable_grad():
+        if train is None:
+            method = "svd" if calibration is None else "two_sided"
+
+            def checked(names: Any) -> Forms:
+                return checked_forms(names, rank_multiple, group_size, method, activations)
+
+            return _compressed(model, evaluate, calibration, space, goal, heal, forms, checked, settings, run)
+        given = {
+            "calibration": calibration, "heal": heal, "forms": forms, "activations": activations, "include": include,
+            "exclude": exclude, "forward_fn": forward_fn, "loss_fn": loss_fn, "mask_fn": mask_fn,
+            "statistics_memory_bytes": statistics_memory_bytes,
+            "rank_multiple": None if rank_multiple == 8 else rank_multiple,
+            "group_size": None if group_size == 128 else group_size,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{name}= is for models that are compressed, and train= makes new ones: leave it out")
+        return tune_from_scratch(model, evaluate, train, space, goal, run)
+
+
+def _compressed(
+    model: Any,
+    evaluate: Callable[[nn.Module], Any],
+    calibration: Any,
+    space: Any,
+    goal: Goal,
+    heal: Any,
+    forms: Any,
+    checked: Callable[[Any], Forms],
+    settings: Settings,
+    run: Run,
+) -> TuneResult:
+    """Search as :func:`tune` does, over what the layers of a trained model become."""
     if goal.timed and calibration is None:
         raise ConfigError("latency needs calibration=, a list of batches, because models are timed on one of them")
-    assert isinstance(model, nn.Module)
-    lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
     healing = as_heal(heal)
     if healing is not None and calibration is None:
         raise ConfigError("heal needs calibration=, a list of batches, on which the original is distilled")
-    method = "svd" if calibration is None else "two_sided"
-    automatic = checked_forms(forms, rank_multiple, group_size, method, activations)
-    every = automatic
+    model_fn = None if isinstance(model, nn.Module) else model
+    if model_fn is not None:
+        model = made(model_fn, {}, "the search")
+    check_model(model)
+    check_adapters(model)
+    training = [module.training for module in model.modules()]
+    lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
+    automatic = every = checked(forms)
     if lines is not None:
         kinds = {line.kind for line in lines}
         if forms is not None and AUTO not in kinds:
             raise ConfigError("forms= is for the space 'auto', and this space names its own: leave it out")
-        own = [form for line in lines if line.kind == "layers" for form in used_forms(line.specs)]
-        names = list(dict.fromkeys([*(automatic.names if AUTO in kinds else ()), *own]))
-        every = checked_forms(names or None, rank_multiple, group_size, method, activations)
-        include = _within(lines, include)
-    settings = Settings(every, include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes)
-    words = identity(model, calibration, goal, lines, settings, repeats, healing)
-    study, known = open_study(storage, goal, words, sampler, pruner)
-    seed = check_seed(known.get("seed") if seed is None else seed)
-    if known.get("seed", seed) != seed:
-        raise ConfigError(
-            f"storage={storage!r} holds another study (seed {known['seed']} instead of {seed}): give a new file, or "
-            "leave seed out"
-        )
-    with preserved_generators():  # making layers draws numbers, which are then replaced
-        runner = copied(model, calibration, settings, progress)
-        evaluator = Evaluator(runner, seed, evaluate, goal, repeats)
+        named = [form for line in lines if line.kind == "layers" for form in used_forms(line.specs)]
+        names = list(dict.fromkeys([*(automatic.names if AUTO in kinds else ()), *named]))
+        every = checked(names or None)
+        settings = replace(settings, include=_within(lines, settings.include))
+    settings = replace(settings, forms=every)
+    words = identity(model, calibration, goal, lines, settings, run.repeats, healing)
+    with run.opened(goal, words) as opened, preserved_generators():  # making layers draws numbers
+        seed = run.seed_of(opened)
+        runner = Runner(
+            copied(model, model_fn is not None).eval(), calibration, settings.forward_fn, settings.mask_fn, None,
+            run.progress, settings.loss_fn,
+        )  # fmt: skip
+        evaluator = Evaluator(runner, seed, evaluate, goal, run.repeats)
         unchanged, evaluate_s = evaluator.measure_unchanged()
         check_unchanged(goal, unchanged)
-        check_agrees(study, storage, known, unchanged, seed)
-        training = [module.training for module in model.modules()]
+        check_agrees(opened, goal, unchanged, seed)
         of_layers = lines is None or any(line.kind != "attention" for line in lines)
-        prepared = prepare(runner, settings, timed=goal.timed, training=training, seed=seed, layers=of_layers)
-        if lines is not None:
-            lines = _of_model(lines, prepared)
+        prepared = prepare(
+            runner, settings, timed=goal.budgets_are_times, training=training, seed=seed, layers=of_layers,
+            model_fn=model_fn,
+        )  # fmt: skip
         layers = WholeSpace(prepared, lines, automatic.names, healing)
         least, most = _FIRST
-        first = min(most, max(least, round(_FIRST_SHARE * trials))) if first is None else first
-        search = Study(study, layers, goal, unchanged, sampler, seed, first)
-        deadline = None if timeout_s is None else began + timeout_s
-        why = run_trials(search, evaluator, prepared, trials, deadline, parallel)
-        return finished(search, prepared, evaluate_s, trials, why, time.perf_counter() - began, seed, study)
+        first = min(most, max(least, round(_FIRST_SHARE * run.trials))) if run.first is None else run.first
+        search = Study(opened.study, layers, goal, unchanged, run.sampler, seed, first)
+        why = run_trials(search, evaluator, prepared, run.trials, run.deadline, run.parallel)
+        notes = (*opened.notes, *layers.notes)
+        return finished(search, evaluator, prepared, evaluate_s, run, why, seed, notes)
 
 
-def _of_model(lines: Sequence[Line], prepared: Prepared) -> list[Line]:
-    """Return the lines with the attention modules that can be replaced, and no others."""
-    return [
-        replace(line, names=prepared.attention.checked(line.label, line.names)) if line.kind == "attention" else line
-        for line in lines
-    ]
+def _check_timeout(timeout_s: Any) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: None is for no bound")
 
 
 def _within(lines: Sequence[Line], include: Any) -> Selector:

@@ -1,13 +1,9 @@
-"""Attention in a search: the modules that can become attention by features, the new ones, and whether they are used.
+"""Attention in a search: the modules that can become attention by features, and the new ones."""
 
-A module that something else holds too, such as a forward that a library has put aside, would run on unnoticed. So a new
-one that is not called in a trial is an error, and so is an old one whose weights still count.
-"""
+__all__ = ["EXACT", "Attention", "calibrated", "find", "replacement_of"]
 
-__all__ = ["EXACT", "Attention", "calibrated", "find", "must_be_called", "replacement_of"]
-
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +18,7 @@ from panther.errors import ConfigError, TuningError
 from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.attention.random_features import RandomFeatureAttention
+from panther.tuning.usage import HELD, Usage, watched
 
 EXACT = "exact"  # in the place of a kernel: the softmax stays
 
@@ -89,58 +86,25 @@ def calibrated(runner: Runner, new: Replacement, names: Mapping[nn.Module, str])
     """
     if not new or not runner.batches:
         return new
+    usage = Usage()
     with ExitStack() as stack, torch.no_grad():
         for layer in new.values():
             _calibrate_on_call(stack, layer)
         stack.enter_context(replace_modules(runner.model, new))
-        stack.enter_context(must_be_called(new, names, "the first calibration batch"))
+        stack.enter_context(watched(runner.model, new, usage))
         try:
-            before = runner.output(runner.batches[0])
+            runner.output(runner.batches[0])
         except Exception as error:
             raise TuningError(
                 f"attention by features does not run in this model: {error}: leave the layer out of the space"
             ) from error
-    # The layers are fitted now. Weights of the old ones, which the new do not share, have no influence any more.
-    with torch.no_grad(), replace_modules(runner.model, new), _spoilt(new):
-        spoilt = runner.output(runner.batches[0]).isnan().any()
-    if bool(spoilt & ~before.isnan().any()):
-        shown = ", ".join(repr(names[module]) for module in new if isinstance(module, nn.MultiheadAttention))
-        raise TuningError(
-            f"attention {shown} was replaced, and the model still computes with the old module, which something else "
-            "holds too (such as a forward that a library has put aside): remove that first"
-        )
-    return new
-
-
-@contextmanager
-def must_be_called(new: Replacement, names: Mapping[nn.Module, str], where: str) -> Iterator[None]:
-    """Raise TuningError at the end if one of the new attention modules was not called."""
-    called: set[nn.Module] = set()
-
-    def counted(layer: nn.Module) -> Callable[..., Any]:
-        own = layer.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            called.add(layer)
-            return own(*args, **kwargs)
-
-        return forward
-
-    layers = {old: layer for old, layer in new.items() if old in names}
-    for layer in layers.values():
-        layer.forward = counted(layer)
-    try:
-        yield
-    finally:
-        for layer in layers.values():
-            vars(layer).pop("forward", None)
-    for old, layer in layers.items():
-        if layer not in called:
+    for old in new:
+        if old in usage.held or old not in usage.called:
+            what = "is not called in" if old not in usage.called else "is called beside the old one in"
             raise TuningError(
-                f"attention {names[old]!r} was replaced, and the new module is not called in {where}: something else "
-                "holds the old one, such as a forward that a library has put aside: remove that, or leave the layer "
-                "out of the space"
+                f"attention {names[old]!r} was replaced, and the new module {what} the first calibration batch: {HELD}"
             )
+    return new
 
 
 def _calibrate_on_call(stack: ExitStack, layer: nn.Module) -> None:
@@ -160,21 +124,3 @@ def _calibrate_on_call(stack: ExitStack, layer: nn.Module) -> None:
 
     handle = core.register_forward_pre_hook(fit, with_kwargs=True)
     stack.callback(handle.remove)
-
-
-@contextmanager
-def _spoilt(new: Replacement) -> Iterator[None]:
-    """Fill the weights of replaced nn.MultiheadAttention with NaN for a while."""
-    kept = [
-        (parameter, parameter.detach().clone())
-        for module in new
-        if isinstance(module, nn.MultiheadAttention)
-        for parameter in module.parameters()
-    ]
-    try:
-        for parameter, _ in kept:
-            parameter.data.fill_(torch.nan)
-        yield
-    finally:
-        for parameter, value in kept:
-            parameter.data.copy_(value)

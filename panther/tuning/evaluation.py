@@ -1,15 +1,15 @@
 """One trial: the layers of a plan in the model, the objective measured, and the user's function called on it."""
 
-__all__ = ["Evaluator", "Outcome", "Report"]
+__all__ = ["SAME", "Evaluator", "Outcome", "Report", "failed"]
 
 import inspect
 import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from panther.compression.runner import Runner, calibrating
 from panther.errors import TuningError
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.hashing import difference, fingerprint
-from panther.tuning.prepared import Plan, Prepared
+from panther.tuning.prepared import Plan, Prepared, TrialError
+from panther.tuning.usage import HELD, Usage, watched
 
-_SAME = 1e-6  # relative difference of two evaluations of one model: rounding, in another order of sums
+SAME = 1e-6  # relative difference of two evaluations of one model: rounding, in another order of sums
 
 Report = Callable[[int, Figures], bool]
 """Takes the step and the figures, with a partial metric, and returns whether to end the trial."""
@@ -42,14 +43,21 @@ class Outcome:
         build_s: Seconds for the new layers and what was measured besides the metric.
         evaluate_s: Seconds of the user's function.
         reason: Why the trial failed.
+        uncalled: Names of new layers that were looked at for the first time, and that the function did not call.
     """
 
     figures: Figures
     state: str
-    partial: tuple[float, ...]
-    build_s: float
-    evaluate_s: float
+    partial: tuple[float, ...] = ()
+    build_s: float = 0.0
+    evaluate_s: float = 0.0
     reason: str = ""
+    uncalled: tuple[str, ...] = ()
+
+
+def failed(reason: str) -> Outcome:
+    """Return the outcome of a trial of which nothing was measured."""
+    return Outcome(Figures(math.nan, 0, None, math.nan), "failed", reason=reason)
 
 
 @dataclass
@@ -63,6 +71,7 @@ class Evaluator:
         goal: What is measured besides its result.
         repeats: How often it is called for one model; the mean counts.
         unchanged: Figures of the model as it is, once they are known.
+        seen: Layers of which it is known whether their replacements are called.
     """
 
     runner: Runner
@@ -71,6 +80,7 @@ class Evaluator:
     goal: Goal
     repeats: int = 1
     unchanged: Figures | None = None
+    seen: set[nn.Module] = field(default_factory=set, repr=False)
 
     def measure_unchanged(self) -> tuple[Figures, float]:
         """Return the figures of the model as it is, and the seconds of one evaluation, of two that are made.
@@ -97,29 +107,47 @@ class Evaluator:
         seconds = (time.perf_counter() - began) / 2
         first, second = values
         # A mean of several is of a function that is known to vary.
-        if self.repeats == 1 and abs(first - second) > _SAME * max(abs(first), abs(second)):
+        if self.repeats == 1 and abs(first - second) > SAME * max(abs(first), abs(second)):
             raise TuningError(
                 f"evaluate is not deterministic: it returned {first:.6g} and then {second:.6g} for {where}: fix its "
                 "order and its random numbers (torch's, Python's and NumPy's generators are seeded before each call), "
                 "or give repeats=, of which the mean counts"
             )
         size = model_bytes(model)
-        figures = Figures(first, size, latency, self._objective(model, size, latency, first, where))
+        figures = Figures(first, size, latency, self._objective(model, size, latency, first, where, before))
         self.unchanged = figures
         return figures, seconds
 
+    def metric_of(self, model: nn.Module, where: str) -> float:
+        """Return the metric of a model that was built again, in eval mode as trials are."""
+        flags = {module: module.training for module in model.modules()}
+        found = float(self._metric(model.eval(), where, fingerprint(model), None))
+        for module, flag in flags.items():
+            module.training = flag
+        return found
+
     def run(self, prepared: Prepared, plan: Plan, number: int, report: Report) -> Outcome:
-        """Run one trial."""
-        where = f"trial {number}"
+        """Run one trial.
+
+        Raises:
+            TuningError: If ``evaluate`` raises or changes the model, or an old layer still runs.
+        """
+        try:
+            return self._run(prepared, plan, f"trial {number}", report)
+        except TrialError as error:
+            return failed(str(error))
+
+    def _run(self, prepared: Prepared, plan: Plan, where: str, report: Report) -> Outcome:
         assert self.unchanged is not None
         began = time.perf_counter()
         with preserved_generators():  # making layers draws numbers, which are then replaced
             replacement = prepared.trial_layers(plan)
         latency = self._latency(replacement)
+        names = {module: name for name, module in self.runner.model.named_modules()}
         with prepared.applied(plan, replacement, where) as model:
             size = model_bytes(model)
-            objective = self._objective(model, size, latency, math.nan, where)
             before = fingerprint(model)
+            objective = self._objective(model, size, latency, math.nan, where, before)
             ready = time.perf_counter()
             partial: list[float] = []
 
@@ -127,22 +155,50 @@ class Evaluator:
                 partial.append(value)
                 return report(len(partial), Figures(value, size, latency, objective))
 
-            metric = self._metric(model, where, before, told)
+            new = {old: layer for old, layer in replacement.items() if old not in self.seen}
+            usage = Usage()
+            watch = watched(model, new, usage) if new else None
+            metric = self._metric(model, where, before, told, watch)
         done = time.perf_counter()
         pruned = metric is None
+        uncalled = self._uncalled(new, usage, pruned, prepared.attention_names, names, where)
         value = partial[-1] if metric is None else metric
         if self.goal.objective == "metric":
             objective = value
-        failed = not math.isfinite(value) or not math.isfinite(objective)
+        bad = not math.isfinite(value) or not math.isfinite(objective)
         reason = f"evaluate returned {value}" if not math.isfinite(value) else f"the objective is {objective}"
         return Outcome(
             Figures(value, size, latency, objective),
-            "failed" if failed else "pruned" if pruned else "complete",
+            "failed" if bad else "pruned" if pruned else "complete",
             tuple(partial),
             ready - began,
             done - ready,
-            reason if failed else "",
+            reason if bad else "",
+            uncalled,
         )
+
+    def _uncalled(
+        self,
+        new: Replacement,
+        usage: Usage,
+        pruned: bool,
+        attention: Mapping[nn.Module, str],
+        names: Mapping[nn.Module, str],
+        where: str,
+    ) -> tuple[str, ...]:
+        """Return the names of new layers that were not called; raise TuningError if an old one runs in their place."""
+        for old in new:
+            # Old attention of transformers shares its weights with the new one, so that they say nothing.
+            if old in usage.held or (not pruned and old in attention and old not in usage.called):
+                what = "is not called" if old not in usage.called else "is called beside the old one"
+                raise TuningError(
+                    f"layer {names[old]!r} was replaced, and the new one {what} by evaluate in {where}: {HELD}"
+                )
+        if pruned:
+            self.seen |= usage.called
+            return ()
+        self.seen |= new.keys()
+        return tuple(names[old] for old in new if old not in usage.called)
 
     def _latency(self, replacement: Replacement) -> float | None:
         """Return the seconds of a batch: the unchanged model's, over how many times faster the new one is beside it."""
@@ -153,10 +209,12 @@ class Evaluator:
         with calibrating(self.runner.model, self.seed):
             return self.unchanged.latency / model_speed(self.runner, replacement)[1]
 
-    def _objective(self, model: nn.Module, size: int, latency: float | None, metric: float, where: str) -> float:
+    def _objective(
+        self, model: nn.Module, size: int, latency: float | None, metric: float, where: str, before: dict[str, Any]
+    ) -> float:
         objective = self.goal.objective
         if not isinstance(objective, str):
-            with self._guarded(f"objective raised {{}} for {where}"):
+            with self._unchanging(model, "objective", where, before), self._user("objective", where, self.seed):
                 return _number(objective(model), "objective", where)
         if objective == "latency":
             assert latency is not None
@@ -164,60 +222,73 @@ class Evaluator:
         return float(size) if objective == "size" else metric
 
     def _metric(
-        self, model: nn.Module, where: str, before: dict[str, Any], told: Callable[[float], bool] | None
+        self,
+        model: nn.Module,
+        where: str,
+        before: dict[str, Any],
+        told: Callable[[float], bool] | None,
+        watch: AbstractContextManager[None] | None = None,
     ) -> Any:
         """Return the mean of the user's function over its repeats, or None if the trial is to end early."""
         values = []
-        flags = {module: module.training for module in model.modules()}
         for repeat in range(self.repeats):
-            # Only the first of several is looked at while it runs: partial values of others have other steps.
-            value = self._once(model, where, told if repeat == 0 else None, self.seed + repeat)
-            if changed := difference(before, fingerprint(model)):
-                raise TuningError(
-                    f"evaluate changed {changed} of {where}, and must leave the model as it is: train or convert a "
-                    "copy.deepcopy of it"
-                )
-            for module, flag in flags.items():
-                module.training = flag
+            with self._unchanging(model, "evaluate", where, before), (watch if repeat == 0 else None) or nullcontext():
+                # Only the first of several is looked at while it runs: partial values of others have other steps.
+                value = self._once(model, where, told if repeat == 0 else None, self.seed + repeat)
             if value is None:
                 return None
             values.append(value)
         return sum(values) / len(values)
 
-    def _once(self, model: nn.Module, where: str, told: Callable[[float], bool] | None, seed: int) -> float | None:
+    @contextmanager
+    def _unchanging(self, model: nn.Module, name: str, where: str, before: dict[str, Any]) -> Iterator[None]:
+        """Raise TuningError if a user's function changes the model; put the flags of training mode back."""
+        flags = {module: module.training for module in model.modules()}
+        yield
+        if changed := difference(before, fingerprint(model)):
+            raise TuningError(
+                f"{name} changed {changed} of {where}, and must leave the model as it is: train or convert a "
+                "copy.deepcopy of it, and remove hooks"
+            )
+        for module, flag in flags.items():
+            module.training = flag
+
+    @contextmanager
+    def _user(self, name: str, where: str, seed: int) -> Iterator[None]:
+        """Run a user's function: generators are seeded, and what it raises becomes a TuningError."""
         # Gradients are on and may be taken, whatever the caller's mode: a user's function decides for itself.
         with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
             seed_generators(seed)
-            with self._guarded(f"evaluate raised {{}} for {where}"):
-                result = self.evaluate(model)
-                if not inspect.isgenerator(result):
-                    return _number(result, "evaluate", where)
-                last: float | None = None
-                try:
-                    while True:
-                        last = _number(next(result), "evaluate", where)
-                        if told is not None and told(last):
-                            return None
-                except StopIteration as stop:
-                    if stop.value is not None:
-                        return _number(stop.value, "evaluate", where)
-                finally:
-                    result.close()
-                if last is None:
-                    raise TuningError("evaluate yielded nothing: yield partial metrics, of which the last one counts")
-                return last
+            try:
+                yield
+            except TuningError:
+                raise
+            except Exception as error:
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                place = f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
+                raise TuningError(
+                    f"{name} raised {type(error).__name__}: {error} for {where}{place}: correct it"
+                ) from error
 
-    @contextmanager
-    def _guarded(self, sentence: str) -> Iterator[None]:
-        """Turn what a user's function raises into a TuningError; ``sentence`` has a place for it."""
-        try:
-            yield
-        except TuningError:
-            raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
-            raise TuningError(f"{sentence.format(f'{type(error).__name__}: {error}')}{place}: correct it") from error
+    def _once(self, model: nn.Module, where: str, told: Callable[[float], bool] | None, seed: int) -> float | None:
+        with self._user("evaluate", where, seed):
+            result = self.evaluate(model)
+            if not inspect.isgenerator(result):
+                return _number(result, "evaluate", where)
+            last: float | None = None
+            try:
+                while True:
+                    last = _number(next(result), "evaluate", where)
+                    if told is not None and told(last):
+                        return None
+            except StopIteration as stop:
+                if stop.value is not None:
+                    return _number(stop.value, "evaluate", where)
+            finally:
+                result.close()
+            if last is None:
+                raise TuningError("evaluate yielded nothing: yield partial metrics, of which the last one counts")
+            return last
 
 
 def _number(value: Any, name: str, where: str) -> float:

@@ -2,18 +2,27 @@
 
 __all__ = ["finished"]
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from panther.errors import TuningError
+from panther.tuning.evaluation import SAME, Evaluator
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.prepared import Plan
 from panther.tuning.result import Trial, TuneResult
-from panther.tuning.study import Study, pareto_front
+from panther.tuning.search.run import Run
+from panther.tuning.search.study import Study, pareto_front
+
+_MOST = 5  # failed trials, and names, in a note
 
 
 def finished(
-    search: Study, prepared: Any, evaluate_s: float, trials: int, why: str, seconds: float, seed: int, study: Any
-) -> TuneResult:
+    search: Study, evaluator: Evaluator, prepared: Any, evaluate_s: float, run: Run, why: str, seed: int,
+    notes: Sequence[str],
+) -> TuneResult:  # fmt: skip
     """Return the result of a search that has ended, with its best model.
 
     Raises:
@@ -22,6 +31,7 @@ def finished(
     goal, unchanged = search.goal, search.unchanged
     best = _best(search, goal)
     tuned, report = prepared.build(best.plan)
+    again = _trained_again(evaluator, best, tuned) if report is None or best.plan.heal else []
     return TuneResult(
         model=tuned,
         best=best,
@@ -32,13 +42,29 @@ def finished(
         objective=goal.name,
         constraints=tuple(one.text for one in goal.constraints),
         higher_is_better=goal.higher_is_better,
+        by_metric=goal.by_metric,
         prepare_s=prepared.seconds,
-        seconds=seconds,
+        seconds=time.perf_counter() - run.began,
         seed=seed,
-        notes=_notes(search, trials, why),
-        study=study,
+        notes=(*notes, *_notes(search, run, why), *again),
+        study=search.study,
         prepared=prepared,
     )
+
+
+def _trained_again(evaluator: Evaluator, best: Trial, tuned: nn.Module) -> list[str]:
+    """Return a note if the best model was trained or healed a second time, with another result."""
+    if evaluator.repeats > 1:  # of a function that varies
+        return []
+    metric = evaluator.metric_of(tuned, "the best model")
+    if abs(metric - best.metric) <= SAME * max(abs(metric), abs(best.metric)):
+        return []
+    how = "healed" if best.plan.heal else "trained"
+    return [
+        f"the model of trial {best.number} was {how} again for the result, and has the metric {metric:.6g} where the "
+        f"trial had {best.metric:.6g}: this is not reproducible, so fix the order of its data and its random numbers, "
+        "or use as many threads in both"
+    ]
 
 
 def _best(search: Study, goal: Goal) -> Trial:
@@ -57,7 +83,7 @@ def _best(search: Study, goal: Goal) -> Trial:
     def missed(trial: Trial) -> float:
         return sum(max(one, 0.0) for one in goal.violations(trial.figures, search.unchanged))
 
-    nearest = min(complete, key=missed)
+    nearest = min(complete, key=lambda trial: (missed(trial), *goal.order(trial.figures), trial.number))
     wanted = " and ".join(repr(one.text) for one in goal.constraints)
     raise TuningError(
         f"no trial of {len(search.trials)} satisfies constraint={wanted}: the best reached is "
@@ -74,10 +100,22 @@ def _unchanged_trial(unchanged: Figures, goal: Goal, evaluate_s: float) -> Trial
     )  # fmt: skip
 
 
-def _notes(search: Study, trials: int, why: str) -> tuple[str, ...]:
+def _notes(search: Study, run: Run, why: str) -> list[str]:
     notes = []
-    if len(search.trials) < trials:
-        notes.append(f"ended after {len(search.trials)} of {trials} trials: {why}")
+    if len(search.trials) < run.trials:
+        notes.append(f"ended after {len(search.trials)} of {run.trials} trials: {why}")
     failed = [trial for trial in search.trials if trial.state == "failed"]
-    notes += [f"trial {trial.number} failed: {trial.reason}" for trial in failed[:5]]
-    return tuple(notes)
+    notes += [f"trial {trial.number} failed: {trial.reason}" for trial in failed[:_MOST]]
+    if search.uncalled:
+        names = sorted(search.uncalled)
+        rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        notes.append(
+            f"evaluate does not call {', '.join(map(repr, names[:_MOST]))}{rest}: the metric does not depend on what "
+            "becomes of that"
+        )
+    if len(search.goal.directions) > 1 and run.pruner != "none" and any(trial.partial for trial in search.trials):
+        notes.append(
+            "no trial was pruned by what evaluate yields: without a constraint of the metric two objectives are "
+            "searched, for which Optuna has no pruning"
+        )
+    return notes

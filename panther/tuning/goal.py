@@ -59,9 +59,19 @@ class Constraint:
     function: Callable[[float], Any] | None = None
 
     def violation(self, figures: Figures, unchanged: Figures) -> float:
-        """Return by what share of the bound it is missed; at most 0 where it is met."""
+        """Return by what share of the bound it is missed; at most 0 where it is met.
+
+        Raises:
+            TuningError: If a function raises.
+        """
         if self.function is not None:
-            return -1.0 if self.function(figures.metric) else 1.0
+            try:
+                return -1.0 if self.function(figures.metric) else 1.0
+            except Exception as error:
+                raise TuningError(
+                    f"constraint {self.text} raised {type(error).__name__}: {error} for the metric "
+                    f"{figures.metric:.6g}: it must take a number and return whether that is good enough"
+                ) from error
         value, bound = getattr(figures, self.figure), self.bound
         if self.relative:
             bound *= getattr(unchanged, self.figure)
@@ -94,9 +104,22 @@ class Goal:
         return self.objective == "latency" or any(one.figure == "latency" for one in self.constraints)
 
     @property
+    def budgets_are_times(self) -> bool:
+        """Return whether budgets are of time: where that is minimised, or is all that bounds the best metric."""
+        bounds = {one.figure for one in self.constraints}
+        return self.objective == "latency" or (
+            self.objective == "metric" and "latency" in bounds and "size" not in bounds
+        )
+
+    @property
     def bounded(self) -> bool:
         """Return whether a constraint says how good the metric has to be."""
         return any(one.figure == "metric" for one in self.constraints)
+
+    @property
+    def by_metric(self) -> bool:
+        """Return whether the best model is that of the best metric, and not that of the smallest objective."""
+        return self.objective == "metric" or not self.bounded
 
     @property
     def directions(self) -> list[str]:
@@ -138,7 +161,7 @@ class Goal:
         metric = -figures.metric if self.higher_is_better else figures.metric
         if self.objective == "metric":
             return metric, figures.size
-        return (figures.objective, metric) if self.bounded else (metric, figures.objective)
+        return (metric, figures.objective) if self.by_metric else (figures.objective, metric)
 
     def shown(self, figures: Figures) -> str:
         """Return the figures in words."""
@@ -202,8 +225,10 @@ def _parsed(given: Any) -> Constraint:
 
 
 def check_unchanged(goal: Goal, unchanged: Figures) -> None:
-    """Raise TuningError if a share of the unchanged model's metric is asked for that makes no sense."""
+    """Raise TuningError if a share of the unchanged model's metric makes no sense, or a function does not take it."""
     for one in goal.constraints:
+        if one.function is not None:
+            one.violation(unchanged, unchanged)
         if one.relative and one.figure == "metric" and unchanged.metric <= 0:
             raise TuningError(
                 f"constraint={one.text!r} is a share of the unchanged model's metric, which is {unchanged.metric:.6g} "

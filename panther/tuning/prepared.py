@@ -3,7 +3,7 @@
 A trial is then a truncation: components that are stored become factors of the rank that it takes.
 """
 
-__all__ = ["Plan", "Prepared", "Settings", "copied", "prepare"]
+__all__ = ["Plan", "Prepared", "Settings", "TrialError", "prepare"]
 
 import copy
 import json
@@ -30,12 +30,17 @@ from panther.compression.report import CompressionReport, HealResult
 from panther.compression.runner import Runner, calibrating
 from panther.compression.survey import survey_targets
 from panther.compression.targets import Survey, Target, replace_modules, select_targets, swap_modules
-from panther.errors import TuningError
+from panther.errors import CompressionError, TrainingError, TuningError
 from panther.nn.attention.linearized import CHILD, convert_attention
-from panther.tuning.attention import Attention, calibrated, find, must_be_called, replacement_of
+from panther.tuning.attention import Attention, calibrated, find, replacement_of
+from panther.tuning.models import another
 
 _MIDDLE = 0.25  # share of the bytes at which losses are measured: that of int8 in float32
 _KEPT = 4.0  # bytes of kept layers over those of the dense ones; the decompositions take as much
+
+
+class TrialError(TuningError):
+    """A model of one plan cannot be made; the search continues without it."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Prepared:
         seconds: What the preparation took.
         training: Which of the model's modules were in training mode.
         attention: The attention modules that can be replaced.
+        model_fn: The user's function that returns the model, if there is one.
         allocations: Choices of :func:`panther.compress` that were made, by budget.
     """
 
@@ -107,6 +113,7 @@ class Prepared:
     seconds: float
     training: Sequence[bool] = ()
     attention: Attention = field(default_factory=lambda: Attention({}, {}))
+    model_fn: Callable[[], nn.Module] | None = None
     allocations: dict[float, Allocation] = field(default_factory=dict, repr=False)
     _layers: dict[Any, tuple[int, Replacement]] = field(default_factory=dict, repr=False)
     """Bytes and new layers by target, form and rank, those of the last trials last."""
@@ -129,7 +136,7 @@ class Prepared:
         if budget in self.allocations:
             return self.allocations[budget]
         kind = "global" if self.survey.gradients else "uniform"
-        with torch.inference_mode(False), torch.enable_grad(), calibrating(self.model, self.seed):
+        with calibrating(self.model, self.seed):
             limit = budget * self.dense
             found = allocated(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
         self.allocations[budget] = found
@@ -198,8 +205,10 @@ class Prepared:
                 f"attention {self.attention_names[shared[0]]!r} of transformers shares its weights with the original, "
                 "and cannot be healed in a search: leave heal or the attention out"
             )
-        with torch.inference_mode(False):
+        try:
             healed, write_ = healing.heal(self.runner, new, HealConfig(**plan.heal), seed=self.seed)
+        except (TrainingError, CompressionError) as error:
+            raise TrialError(f"healing failed: {error}") from error
         write_()
         return new, healed
 
@@ -222,28 +231,30 @@ class Prepared:
 
     @contextmanager
     def applied(self, plan: Plan, replacement: Replacement, where: str) -> Iterator[nn.Module]:
-        """Have the new modules in the model, and raise TuningError if it did not call new attention meanwhile."""
-        names = self.attention_names if plan.attention else {}
-        with replace_modules(self.model, replacement), must_be_called(replacement, names, where):
+        """Have the new modules in the model."""
+        with replace_modules(self.model, replacement):
             yield self.model
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def build(self, plan: Plan) -> tuple[nn.Module, CompressionReport]:
         """Return a model of its own with the new layers, and the report of every layer."""
         choice = self.choice_of(plan)
         replacement, healed = self.replacement(plan)
-        with torch.inference_mode(False), calibrating(self.model, self.seed):
+        with calibrating(self.model, self.seed):
             measured = measure(self.runner, self.targets, replacement, speed=False)
-        model, targets = copy.deepcopy((self.model, self.targets))
+        model = another(self.model, self.model_fn)
         for module, training in zip(model.modules(), self.training, strict=True):
             module.training = training
-        new = dict(zip(self.targets, targets, strict=True))
-        modules = {old: twin for target in new for old, twin in zip(target.modules, new[target].modules, strict=True)}
+        modules = dict(zip(self.model.modules(), model.modules(), strict=True))
+        new = {one: replace(one, modules=tuple(modules[old] for old in one.modules)) for one in self.targets}
+        targets = tuple(new.values())
         report = install_layers(
             model,
             replace(self.survey, targets=targets),
             self.fits,
             Allocation({new[target]: option for target, option in choice.items()}, "tuned"),
-            {modules[old]: layer for old, layer in replacement.items() if old in modules},
+            {modules[old]: layer for old, layer in replacement.items() if old not in self.attention_names},
             replace(measured, errors={new[target]: error for target, error in measured.errors.items()}),
             healed,
             None,
@@ -263,26 +274,19 @@ class Prepared:
         return model, report
 
 
-def copied(model: nn.Module, calibration: Any, settings: Settings, progress: bool | None) -> Runner:
-    """Copy the model, and return the copy with its calibration batches; the model itself is only read.
-
-    Raises:
-        TuningError: If the model cannot be copied.
-        CompressionError: If the batches cannot be used, as for :func:`panther.compress`.
-    """
-    try:
-        model = copy.deepcopy(model).eval()
-    except Exception as error:
-        raise TuningError(
-            f"the model cannot be copied ({type(error).__name__}: {error}): give a function that returns it"
-        ) from error
-    return Runner(model, calibration, settings.forward_fn, settings.mask_fn, None, progress, settings.loss_fn)
-
-
 def prepare(
-    runner: Runner, settings: Settings, *, timed: bool, training: Sequence[bool], seed: int, layers: bool = True
+    runner: Runner,
+    settings: Settings,
+    *,
+    timed: bool,
+    training: Sequence[bool],
+    seed: int,
+    layers: bool = True,
+    model_fn: Callable[[], nn.Module] | None = None,
 ) -> Prepared:
     """Fit all layers of a copied model; without ``layers``, only find its attention.
+
+    With ``timed``, budgets are of seconds in place of bytes.
 
     Raises:
         CompressionError: If no layer is eligible, or the batches are too few, as for :func:`panther.compress`.
@@ -292,9 +296,10 @@ def prepare(
     attention = find(model)
     if not layers:
         return Prepared(
-            model, runner, Survey((), ()), Fits(), {}, BYTES, seed, time.perf_counter() - began, training, attention
-        )
-    with torch.inference_mode(False), torch.enable_grad(), calibrating(model, seed):
+            model, runner, Survey((), ()), Fits(), {}, BYTES, seed, time.perf_counter() - began, training, attention,
+            model_fn,
+        )  # fmt: skip
+    with calibrating(model, seed):
         survey = select_targets(model, settings.include, settings.exclude, smallest=forms.smallest_bytes).check()
         if runner.batches:
             survey = survey_targets(runner, survey, gradients=True).check()
@@ -326,6 +331,7 @@ def prepare(
         time.perf_counter() - began,
         training,
         attention,
+        model_fn,
     )
 
 

@@ -5,7 +5,7 @@ __all__ = ["Trial", "TuneResult"]
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,8 @@ from torch import nn
 
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.compression.report import CompressionReport
-from panther.errors import MissingExtraError, require_extra
+from panther.errors import MissingExtraError
+from panther.tuning import plots
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Plan
 
@@ -75,6 +76,8 @@ class TuneResult:
     objective: str
     constraints: tuple[str, ...]
     higher_is_better: bool
+    by_metric: bool
+    """Whether the best trial is that of the best metric, and not that of the smallest objective."""
     prepare_s: float
     """Seconds that the moments and decompositions took, which all trials share."""
     seconds: float
@@ -171,55 +174,23 @@ class TuneResult:
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
         return path
 
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw metric and objective of all trials, and the front, to a file of the format that its suffix names.
+    def plot(self, path: str | os.PathLike[str], x: str | None = None) -> Path:
+        """Draw metric and objective of all trials with the front and the course of the search, to a file.
+
+        Args:
+            path: The file, of the format that its suffix names.
+            x: A parameter of the search, such as ``"budget"``: the metric is drawn against it instead.
 
         Raises:
             MissingExtraError: If matplotlib is not installed.
+            ConfigError: If it writes no files with this suffix, or there is no such parameter.
         """
-        Figure = require_extra("matplotlib.figure", "demo").Figure
-        figure = Figure(figsize=(9.0, 4.0), layout="constrained")
-        plane, course = figure.subplots(1, 2)
-        by, scale, label = self._axis()
-        groups: dict[str, Sequence[Trial]] = {
-            "feasible": [trial for trial in self.trials if trial.feasible],
-            "not feasible": [trial for trial in self.trials if trial.state == "complete" and not trial.feasible],
-        }
-        for (name, several), marker in zip(groups.items(), "ox", strict=True):
-            x, y = [getattr(trial, by) / scale for trial in several], [trial.metric for trial in several]
-            plane.plot(x, y, marker, label=name)
-        plane.plot(
-            [getattr(trial, by) / scale for trial in self.front], [trial.metric for trial in self.front],
-            drawstyle="steps-post", color="gray", linewidth=1, label="Pareto front",
-        )  # fmt: skip
-        plane.plot(getattr(self.best, by) / scale, self.best.metric, "*", markersize=14, label="best")
-        plane.plot(getattr(self.unchanged, by) / scale, self.unchanged.metric, "s", color="black", label="unchanged")
-        plane.set(xlabel=label, ylabel="metric")
-        plane.legend(frameon=False, fontsize=8)
-        complete = [trial for trial in self.trials if trial.state == "complete"]
-        course.plot(range(len(complete)), [trial.metric for trial in complete], ".", label="metric")
-        course.set(xlabel="trial", ylabel="metric")
-        twin = course.twinx()
-        best: float | None = None
-        steps = []
-        for trial in complete:
-            value = getattr(trial, by)
-            if trial.feasible and (best is None or value < best):
-                best = value
-            steps.append(math.nan if best is None else best / scale)
-        twin.plot(steps, drawstyle="steps-post", color="tab:red", label="best so far")
-        twin.set_ylabel(f"best {label} so far", color="tab:red")
-        for axis in (plane, course):
-            axis.grid(alpha=0.3)
         path = Path(path)
-        figure.savefig(path)
+        if x is None:
+            plots.draw_search(self, path)
+        else:
+            plots.draw_parameter(self, x, path)
         return path
-
-    def _axis(self) -> tuple[str, float, str]:
-        """Return the figure that the metric is drawn against, its unit, and its label."""
-        if self.objective in ("size", "metric"):
-            return "size", 1e6, "size in MB"
-        return ("latency", 1e-3, "latency in ms") if self.objective == "latency" else ("objective", 1.0, self.objective)
 
 
 def _finite(value: Any) -> Any:

@@ -2,10 +2,9 @@
 
 __all__ = ["Scratch", "ScratchSpace", "tune_from_scratch"]
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,22 +15,24 @@ from panther.compression import SketchConfig, sketch_layers_
 from panther.compression.conversion import Replacement
 from panther.compression.forms.options import Forms
 from panther.compression.runner import Runner
-from panther.errors import CompressionError, ConfigError, TuningError
-from panther.sketch import check_seed
+from panther.errors import CompressionError, ConfigError, TrainingError, TuningError
 from panther.train import TrainConfig
 from panther.tuning.evaluation import Evaluator
 from panther.tuning.finish import finished
 from panther.tuning.goal import Goal, check_unchanged
 from panther.tuning.hashing import identity
-from panther.tuning.prepared import Plan, Settings
+from panther.tuning.models import made
+from panther.tuning.prepared import Plan, Settings, TrialError
+from panther.tuning.result import TuneResult
 from panther.tuning.runners import run_trials
+from panther.tuning.search.run import Run
+from panther.tuning.search.storage import check_agrees
+from panther.tuning.search.study import Study
 from panther.tuning.spaces.layers import LayerSpaceBase, Line, parse_lines
 from panther.tuning.spaces.values import Spec, as_spec, grid, suggest
 from panther.tuning.spaces.whole import middle
-from panther.tuning.study import Study, check_agrees, open_study
 
 _FIRST = 5  # random trials before the sampler has enough to learn from
-_LAYERS = {"low_rank", "num_terms"}
 _SKETCHED = "sketched"
 
 
@@ -44,6 +45,7 @@ class Scratch:
     runner: Runner
     seed: int
     seconds: float = 0.0
+    attention_names: Mapping[nn.Module, str] = field(default_factory=dict)
 
     def trial_layers(self, plan: Plan) -> Replacement:
         """Return nothing to replace: each trial has a model of its own."""
@@ -68,7 +70,7 @@ class Scratch:
             TuningError: If the user's functions raise, or make no model.
         """
         seed_generators(self.seed)
-        model = _called(self.model_fn, plan.model, where)
+        model = made(self.model_fn, plan.model, where)
         for index, (name, sizes) in enumerate(sorted(plan.layers.items())):
             config = SketchConfig(num_terms=sizes["num_terms"], low_rank=sizes["low_rank"], init="random")
             try:
@@ -78,6 +80,8 @@ class Scratch:
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 self.train(model, TrainConfig(**plan.train))
+        except TrainingError as error:  # it diverged
+            raise TrialError(f"train raised TrainingError for {where}: {error}") from error
         except Exception as error:
             raise TuningError(f"train raised {type(error).__name__}: {error} for {where}: correct it") from error
         return model.eval()
@@ -114,18 +118,15 @@ class ScratchSpace(LayerSpaceBase):
 
 
 def tune_from_scratch(
-    model_fn: Any, evaluate: Callable[[nn.Module], Any], train: Any, space: Any, goal: Goal, *, trials: int,
-    first: int | None, timeout_s: float | None, sampler: Any, pruner: Any, storage: Any, repeats: int,
-    parallel: int | str, seed: int | None, progress: bool | None,
-) -> Any:  # fmt: skip
+    model_fn: Any, evaluate: Callable[[nn.Module], Any], train: Any, space: Any, goal: Goal, run: Run
+) -> TuneResult:
     """Search as :func:`panther.tune` does, where each trial trains a model of its own.
 
     Raises:
         ConfigError: If an argument is not understood, or not for models that are trained.
         TuningError: As for :func:`panther.tune`, or if ``train`` or the model's function raises.
     """
-    began = time.perf_counter()
-    if isinstance(model_fn, nn.Module) or not callable(model_fn) or not callable(train):
+    if isinstance(model_fn, nn.Module) or not callable(train):
         raise ConfigError(
             "with train= each trial trains a new model: give a function that returns one, and a function of a model "
             "and a TrainConfig"
@@ -135,37 +136,28 @@ def tune_from_scratch(
     model_specs, train_specs, layers = _parsed(space)
     middles = {name: middle(spec) for name, spec in model_specs.items()}
     plain = Plan(model=middles, train={name: middle(spec) for name, spec in train_specs.items()})
-    drawn = check_seed(seed)
     with preserved_generators():
-        seed_generators(drawn)
-        fresh = _called(model_fn, middles, "the space")
-    lines = parse_lines(fresh, layers) if layers else []
-    for line in lines:
-        if "low_rank" not in line.specs or not _LAYERS.issuperset(line.specs):
-            raise ConfigError(
-                f"{line.label!r} of the space has {sorted(line.specs)}: a layer that is trained has 'low_rank', and "
-                "'num_terms' if there is more than one"
-            )
-    words = identity(fresh, None, goal, lines, Settings(Forms()), repeats)
+        seed_generators(run.drawn)
+        fresh = made(model_fn, middles, "the space")
+    lines = parse_lines(fresh, layers, scratch=True) if layers else []
+    words = identity(fresh, None, goal, lines, Settings(Forms()), run.repeats)
     words["model"] = type(fresh).__name__  # its values depend on the seed
     words["space"] += f"; model {dict(model_specs)}; train {dict(train_specs)}"
-    study, known = open_study(storage, goal, words, sampler, pruner)
-    seed = known.get("seed", drawn) if seed is None else drawn
-    if known.get("seed", seed) != seed:
-        raise ConfigError(f"storage={storage!r} holds another study (seed {known['seed']} instead of {seed})")
-    with preserved_generators():
-        scratch = Scratch(model_fn, train, Runner(fresh, None, None, None, None, progress), seed)
+    with run.opened(goal, words) as opened, preserved_generators():
+        seed = run.seed_of(opened)
+        scratch = Scratch(model_fn, train, Runner(fresh, None, None, None, None, run.progress), seed)
         unsketched = scratch.made(plain, "the unchanged model")
-        scratch = Scratch(model_fn, train, Runner(unsketched, None, None, None, None, progress), seed)
-        evaluator = Evaluator(scratch.runner, seed, evaluate, goal, repeats)
+        scratch = Scratch(model_fn, train, Runner(unsketched, None, None, None, None, run.progress), seed)
+        evaluator = Evaluator(scratch.runner, seed, evaluate, goal, run.repeats)
         unchanged, evaluate_s = evaluator.measure_unchanged()
         check_unchanged(goal, unchanged)
-        check_agrees(study, storage, known, unchanged, seed)
+        check_agrees(opened, goal, unchanged, seed)
         chosen = ScratchSpace(lines, model_specs, train_specs)
-        search = Study(study, chosen, goal, unchanged, sampler, seed, _FIRST if first is None else first)
-        deadline = None if timeout_s is None else began + timeout_s
-        why = run_trials(search, evaluator, scratch, trials, deadline, parallel)  # type: ignore[arg-type]
-        return finished(search, scratch, evaluate_s, trials, why, time.perf_counter() - began, seed, study)
+        first = _FIRST if run.first is None else run.first
+        search = Study(opened.study, chosen, goal, unchanged, run.sampler, seed, first)
+        shared: Any = scratch  # which has the interface of Prepared
+        why = run_trials(search, evaluator, shared, run.trials, run.deadline, run.parallel)
+        return finished(search, evaluator, shared, evaluate_s, run, why, seed, opened.notes)
 
 
 def _parsed(space: Any) -> tuple[dict[str, Spec], dict[str, Spec], dict[Any, Any]]:
@@ -186,13 +178,3 @@ def _parsed(space: Any) -> tuple[dict[str, Spec], dict[str, Spec], dict[Any, Any
         for value in grid(spec):
             TrainConfig(**{key: value})
     return parts[0], parts[1], layers
-
-
-def _called(model_fn: Callable[..., nn.Module], arguments: Mapping[str, Any], where: str) -> nn.Module:
-    try:
-        model = model_fn(**arguments)
-    except Exception as error:
-        raise TuningError(f"the model's function raised {type(error).__name__}: {error} for {where}") from error
-    if not isinstance(model, nn.Module):
-        raise TuningError(f"the model's function returned a {type(model).__name__}, and must return an nn.Module")
-    return model

@@ -403,7 +403,9 @@ def test_arguments_that_are_not_understood(net, accuracy, data, options, words):
 def test_arguments_of_the_wrong_kind(net, accuracy, data):
     with pytest.raises(TypeError, match="evaluate must be a function of a model, not a float"):
         pr.tune(net, 0.9, data)
-    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, or a function that returns one, not a int"):
+        pr.tune(3, accuracy, data)
+    with pytest.raises(TuningError, match="the model's function raised TypeError"):
         pr.tune(accuracy, accuracy, data)
     with pytest.raises(ConfigError, match="latency needs calibration="):
         pr.tune(net, accuracy, objective="latency")

@@ -9,7 +9,7 @@ from panther.tuning.evaluation import Evaluator
 from panther.tuning.prepared import Prepared
 from panther.tuning.runners.processes import run_in_processes
 from panther.tuning.runners.serial import run_here
-from panther.tuning.study import Study
+from panther.tuning.search.study import Study
 
 
 def check_parallel(parallel: Any) -> int | str:

@@ -17,16 +17,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from typing import IO
 
 import torch
 
 from panther.errors import ConfigError
-from panther.tuning.evaluation import Evaluator
+from panther.tuning.evaluation import Evaluator, failed
 from panther.tuning.prepared import Prepared
 from panther.tuning.runners.serial import EXHAUSTED, OVER
-from panther.tuning.runners.work import RETRIES, dead_outcome, packed
-from panther.tuning.study import Job, Study
+from panther.tuning.runners.work import RETRIES, packed
+from panther.tuning.search.study import Job, Study
 
 # The module is found as it is here, wherever the script itself has it from.
 _START = (
@@ -44,10 +44,10 @@ def run_in_processes(
         raise ConfigError(f"parallel={count} needs processes as POSIX has them: use parallel='ray', or 1")
     count = min(count, max(trials - search.count, 1))
     progress = iter(prepared.runner.over(range(search.count, trials), "trials"))
-    with tempfile.TemporaryDirectory(prefix="panther-tune-") as folder:
-        path = Path(folder, "work")
-        path.write_bytes(packed(evaluator, prepared))
-        with _Workers(path, count).running() as workers:
+    with tempfile.TemporaryFile(prefix="panther-tune-") as work:  # without a name, so that a kill leaves none
+        work.write(packed(evaluator, prepared))
+        work.flush()
+        with _Workers(work, count).running() as workers:
             return _run(search, workers, trials, deadline, progress)
 
 
@@ -84,7 +84,7 @@ def _run(search: Study, workers: "_Workers", trials: int, deadline: float | None
                 if deaths[job.number] <= RETRIES:
                     again.append(job)
                     continue
-                search.tell(job, dead_outcome(f"its process died {deaths[job.number]} times ({ended})"))
+                search.tell(job, failed(f"its process died {deaths[job.number]} times ({ended})"))
             elif message[0] == "report":
                 worker.send(search.report(job, message[1], message[2]))
                 continue
@@ -99,13 +99,12 @@ def _run(search: Study, workers: "_Workers", trials: int, deadline: float | None
 class _Worker:
     """A process, the connection to it, and the trial that it runs."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, work: IO[bytes], threads: int) -> None:
         self.connection, other = multiprocessing.Pipe()
-        arguments = [json.dumps(sys.path), str(other.fileno()), str(path), str(threads)]
+        files = [other.fileno(), work.fileno()]
+        arguments = [json.dumps(sys.path), *map(str, files), str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, *arguments], pass_fds=[other.fileno()], env=environment
-        )
+        self.process = subprocess.Popen([sys.executable, "-c", _START, *arguments], pass_fds=files, env=environment)
         other.close()
         self.job: Job | None = None
 
@@ -138,8 +137,8 @@ class _Worker:
 class _Workers:
     """As many processes as run trials at a time."""
 
-    def __init__(self, path: Path, count: int) -> None:
-        self._path, self._threads = path, max(1, torch.get_num_threads() // count)
+    def __init__(self, work: IO[bytes], count: int) -> None:
+        self._work, self._threads = work, max(1, torch.get_num_threads() // count)
         self._workers: list[_Worker] = []
         self._count = count
 
@@ -148,7 +147,7 @@ class _Workers:
         """Start the processes, and end them whatever happens."""
         try:
             for _ in range(self._count):
-                self._workers.append(_Worker(self._path, self._threads))
+                self._workers.append(_Worker(self._work, self._threads))
             yield self
         finally:
             for worker in self._workers:
@@ -178,5 +177,5 @@ class _Workers:
     def replace(self, worker: _Worker) -> str:
         """Start another process in the place of one that died, and return how that ended."""
         ended = worker.end()
-        self._workers[self._workers.index(worker)] = _Worker(self._path, self._threads)
+        self._workers[self._workers.index(worker)] = _Worker(self._work, self._threads)
         return ended

@@ -7,7 +7,7 @@ import time
 from panther.tuning.evaluation import Evaluator
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Prepared
-from panther.tuning.study import Job, Study
+from panther.tuning.search.study import Job, Study
 
 OVER = "the time was over"
 EXHAUSTED = "plans that were not tried are no longer found"

@@ -1,15 +1,15 @@
 """What a process needs to run trials, as bytes: the user's function, the prepared model, and the plan of a trial."""
 
-__all__ = ["RETRIES", "dead_outcome", "packed", "unpacked"]
+__all__ = ["RETRIES", "packed", "unpacked"]
 
 import importlib
-import math
+import mmap
 import pickle
+from dataclasses import replace
 from typing import Any
 
 from panther.errors import TuningError
-from panther.tuning.evaluation import Evaluator, Outcome
-from panther.tuning.goal import Figures
+from panther.tuning.evaluation import Evaluator
 from panther.tuning.prepared import Prepared
 
 RETRIES = 2  # of a trial whose process died
@@ -26,6 +26,8 @@ def packed(evaluator: Evaluator, prepared: Prepared) -> bytes:
         dumps: Any = importlib.import_module("cloudpickle").dumps
     except ModuleNotFoundError:
         dumps = pickle.dumps
+    if isinstance(prepared, Prepared):
+        prepared = replace(prepared, model_fn=None)  # results are built here
     try:
         data: bytes = dumps((evaluator, prepared))
     except Exception as error:
@@ -36,7 +38,7 @@ def packed(evaluator: Evaluator, prepared: Prepared) -> bytes:
     return data
 
 
-def unpacked(data: bytes) -> tuple[Evaluator, Prepared]:
+def unpacked(data: bytes | mmap.mmap) -> tuple[Evaluator, Prepared]:
     """Return what :func:`packed` was given.
 
     Raises:
@@ -50,8 +52,3 @@ def unpacked(data: bytes) -> tuple[Evaluator, Prepared]:
             f"{error}): define evaluate in a module that can be imported, install cloudpickle, or use parallel=1"
         ) from error
     return evaluator, prepared
-
-
-def dead_outcome(reason: str) -> Outcome:
-    """Return the outcome of a trial whose process died again and again."""
-    return Outcome(Figures(math.nan, 0, None, math.nan), "failed", (), 0.0, 0.0, reason)

@@ -6,10 +6,10 @@ are ``("report", step, figures)``, ``("done", outcome)`` and ``("error", excepti
 
 __all__ = ["main"]
 
+import mmap
 import signal
 import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
@@ -22,11 +22,11 @@ from panther.tuning.runners.work import unpacked
 def main() -> None:
     """Run trials until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the search ends its processes
-    number, path, threads = sys.argv[-3:]
-    connection = Connection(int(number))
-    torch.set_num_threads(int(threads))
+    number, work, threads = map(int, sys.argv[-3:])
+    connection = Connection(number)
+    torch.set_num_threads(threads)
     try:
-        _serve(connection, Path(path))
+        _serve(connection, work)
     except (EOFError, ConnectionError):  # the search has ended, or was killed
         pass
     except PantherError as error:
@@ -35,8 +35,9 @@ def main() -> None:
         connection.send(("error", TuningError(f"a process of the search failed: {type(error).__name__}: {error}")))
 
 
-def _serve(connection: Connection, path: Path) -> None:
-    evaluator, prepared = unpacked(path.read_bytes())
+def _serve(connection: Connection, work: int) -> None:
+    with mmap.mmap(work, 0, prot=mmap.PROT_READ) as data:  # the place in the file is that of all processes
+        evaluator, prepared = unpacked(data)
 
     def report(step: int, figures: Figures) -> bool:
         connection.send(("report", step, figures))

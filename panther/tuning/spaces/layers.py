@@ -1,6 +1,6 @@
 """Spaces of what layers become: one of a budget and of emphases on groups of layers, and one of settings of layers."""
 
-__all__ = ["AUTO", "AutoSpace", "LayerSpace", "LayerSpaceBase", "Line", "parse_lines", "used_forms"]
+__all__ = ["AUTO", "AutoSpace", "LayerSpace", "LayerSpaceBase", "Line", "parse_lines", "unchanged_layers"]
 
 import itertools
 import math
@@ -12,21 +12,20 @@ from typing import Any
 from torch import nn
 
 from panther.compression.forms.choice import choose_global
-from panther.compression.forms.options import DENSE, INTERPOLATIVE, KNOWN_FORMS, LOW_RANK, Choice, Option
+from panther.compression.forms.options import DENSE, INTERPOLATIVE, LOW_RANK, Choice, Option
 from panther.compression.targets import Target
 from panther.errors import ConfigError
-from panther.nn.attention.random_features import KERNELS
 from panther.tuning.attention import EXACT
 from panther.tuning.prepared import Plan, Prepared
 from panther.tuning.spaces.selection import as_group, selected
+from panther.tuning.spaces.settings import OF_ATTENTION, OF_LAYERS, check_settings
 from panther.tuning.spaces.values import Float, Spec, as_spec, grid, suggest
 
 _EMPHASIS = 8.0  # most by which a group's losses count more or less than predicted
 _GROUPS = 8  # at most: trials are few
 _LEAST_DEPTH = 3  # layers of a group, from which on early and late ones are weighted differently
+_NOTED = 5  # notes of one kind
 _COMBINATIONS = 512  # of the settings of a line, that are looked at for the first trials
-_SETTINGS = ("form", "rank", "bits", "share", "num_terms", "low_rank")
-_OF_ATTENTION = ("kernel_fn", "num_random_features")
 AUTO = "auto"
 
 
@@ -34,6 +33,8 @@ class LayerSpaceBase:
     """What a study draws plans from."""
 
     prepared: Prepared
+    notes: tuple[str, ...] = ()
+    """What of the space is not done as it was asked for."""
 
     @property
     def least(self) -> float:
@@ -142,20 +143,20 @@ class Line:
         """Return what its settings are of: ``"layers"``, ``"auto"`` or ``"attention"``."""
         if not self.specs:
             return AUTO
-        return "attention" if not self.specs.keys().isdisjoint(_OF_ATTENTION) else "layers"
+        return "attention" if not self.specs.keys().isdisjoint(OF_ATTENTION) else "layers"
 
     def draw(self, trial: Any) -> dict[str, Any]:
         """Draw the settings of an Optuna trial; those that the form does not have are not drawn."""
         found: dict[str, Any] = {}
-        for name in (*_SETTINGS, *_OF_ATTENTION):
+        for name in (*OF_LAYERS, *OF_ATTENTION):
             if name in self.specs and _is_used(name, found):
                 found[name] = suggest(trial, f"{self.label}/{name}", self.specs[name])
         return found
 
     def values(self) -> list[dict[str, Any]]:
         """Return all settings, or of many some that cover them."""
-        grids = [grid(self.specs[name]) for name in _SETTINGS if name in self.specs]
-        names = [name for name in _SETTINGS if name in self.specs]
+        grids = [grid(self.specs[name]) for name in OF_LAYERS if name in self.specs]
+        names = [name for name in OF_LAYERS if name in self.specs]
         total = math.prod(map(len, grids))
         every = (dict(zip(names, several, strict=True)) for several in itertools.product(*grids))
         step = -(-total // _COMBINATIONS)
@@ -167,10 +168,17 @@ class Line:
 
 
 def _is_used(name: str, values: Mapping[str, Any]) -> bool:
-    if name in _OF_ATTENTION:
+    if name in OF_ATTENTION:
         return name == "kernel_fn" or values.get("kernel_fn") not in (EXACT, "taylor")
     form = _form_of(values)
     return name in ("form", "bits") or form in (None, LOW_RANK, INTERPOLATIVE) or form.endswith("low_rank")
+
+
+def _asked(values: Mapping[str, Any], name: str) -> float | None:
+    """Return the rank or the share of a line's values, if they have one."""
+    if name == "rank" and "low_rank" in values:  # of an SKLinear with so many terms
+        return float(2 * values.get("num_terms", 1) * values["low_rank"])
+    return values.get(name)
 
 
 def _form_of(values: Mapping[str, Any]) -> str | None:
@@ -186,11 +194,49 @@ class LayerSpace(LayerSpaceBase):
         self.prepared = prepared
         by_name = {name: target for target in prepared.targets for name in target.names}
         self._targets: dict[str, list[Target]] = {}
+        notes: list[str] = []
         for line in lines:
-            found = (by_name[name] for name in line.names if name in by_name)
-            self._targets[line.label] = [target for target in dict.fromkeys(found) if target not in self._moved]
+            found = dict.fromkeys(by_name[name] for name in line.names if name in by_name)
+            self._targets[line.label] = [target for target in found if target not in self._moved]
+            notes += [
+                f"{line.label!r} shares its weight with a layer of an earlier line of the space, and follows that"
+                for target in found
+                if target not in self._targets[line.label]
+            ]
         self.lines = [line for line in lines if self._targets[line.label]]
         self._options = {line.label: self._of_line(line) for line in self.lines}
+        below = [
+            note for line in self.lines for target in self._targets[line.label] for note in self._below(line, target)
+        ]
+        self.notes = (*notes, *_some(below))
+
+    def _below(self, line: Line, target: Target) -> list[str]:
+        """Return notes of forms that a layer cannot have, and of ranks and shares below its smallest.
+
+        Raises:
+            ConfigError: If all values of a line are below the smallest.
+        """
+        notes = []
+        every = line.values()
+        forms = dict.fromkeys(_form_of(values) or LOW_RANK for values in every)
+        for form in forms:
+            several = [option for option in self.prepared.options[target] if option.form == form]
+            if not several and form != DENSE:
+                notes.append(f"{target.name!r} takes no fewer bytes in the form {form!r}, and stays dense there")
+            asked = [values for values in every if (_form_of(values) or LOW_RANK) == form]
+            for name in ("rank", "share"):
+                wanted = [found for found in (_asked(values, name) for values in asked) if found is not None]
+                if not several or not wanted:
+                    continue
+                ranks, sizes = [option.rank or 0 for option in several], [option.bytes for option in several]
+                least = min(ranks) if name == "rank" else min(sizes) / target.dense_bytes
+                if min(wanted) >= least:
+                    continue
+                what = f"the smallest {name} of {target.name!r} in the form {form!r} is {least:.4g}"
+                if max(wanted) < least and len(forms) == 1:
+                    raise ConfigError(f"{what}, and the space asks for at most {max(wanted):.4g}: ask for more")
+                notes.append(f"{what}, and is taken where the space asks for less, down to {min(wanted):.4g}")
+        return notes
 
     @property
     def _moved(self) -> set[Target]:
@@ -243,10 +289,8 @@ class LayerSpace(LayerSpaceBase):
         several = [option for option in self.prepared.options[target] if option.form == form]
         if not several:  # the layer cannot take the form, or would not shrink in it
             return Option(DENSE, target.dense_bytes, error=0.0)
-        if "low_rank" in values:  # of an SKLinear with so many terms
-            values = dict(values) | {"rank": 2 * values.get("num_terms", 1) * values["low_rank"]}
-        if "rank" in values:
-            below = [option for option in several if (option.rank or 0) <= values["rank"]]
+        if (rank := _asked(values, "rank")) is not None:
+            below = [option for option in several if (option.rank or 0) <= rank]
             return max(below, key=lambda option: option.rank or 0, default=min(several, key=lambda o: o.rank or 0))
         if "share" in values:
             below = [option for option in several if option.bytes <= values["share"] * target.dense_bytes]
@@ -254,8 +298,22 @@ class LayerSpace(LayerSpaceBase):
         return several[-1]
 
 
-def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]]) -> list[Line]:
-    """Return the lines of a space that a user wrote, with their layers.
+def unchanged_layers(lines: Sequence[Line], prepared: Prepared) -> list[str]:
+    """Return a note for each layer that a line names and that stays as it is, with the reason."""
+    known = {name for target in prepared.targets for name in target.names}
+    reasons = {entry.name: entry.reason for entry in prepared.survey.skipped}
+    left = [name for line in lines if line.kind != "attention" for name in line.names if name not in known]
+    return _some(
+        [f"{name!r} stays as it is although the space names it: {reasons.get(name, 'cannot change')}" for name in left]
+    )
+
+
+def _some(notes: list[str]) -> list[str]:
+    return notes if len(notes) <= _NOTED else [*notes[:_NOTED], f"{len(notes) - _NOTED} more notes like the last one"]
+
+
+def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]], scratch: bool = False) -> list[Line]:
+    """Return the lines of a space that a user wrote; with ``scratch``, of layers that start sketched.
 
     Raises:
         ConfigError: If a key selects no layer, or a setting is unknown or contradicts another one.
@@ -266,14 +324,14 @@ def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]]) -> lis
     taken: dict[str, Any] = {}
     for key, given in space.items():
         group = as_group(key)
-        if given == AUTO:
+        if isinstance(given, str) and given == AUTO:
             given = {}
         elif not isinstance(given, Mapping) or not given:
             raise ConfigError(
                 f"space[{key!r}]={given!r} must be 'auto' or a dict of settings, such as {{'rank': [16, 32]}}"
             )
         specs = {name: as_spec(f"space[{key!r}][{name!r}]", value) for name, value in given.items()}
-        _check_settings(key, specs)
+        check_settings(key, specs, scratch)
         line = Line(group.label, (), specs)
         names = selected(model, group, attention=line.kind == "attention")
         if twice := next((name for name in names if name in taken), None):
@@ -282,44 +340,9 @@ def parse_lines(model: nn.Module, space: Mapping[Any, Mapping[str, Any]]) -> lis
             )
         taken |= dict.fromkeys(names, key)
         if group.joint or line.kind == AUTO:
-            lines.append(Line(group.label, names, specs))
+            # Lambdas, for example, all have one name; and no layer is in two lines.
+            label = group.label if group.label not in {one.label for one in lines} else f"{group.label} ({names[0]})"
+            lines.append(Line(label, names, specs))
         else:
             lines += [Line(name, (name,), specs) for name in names]
     return lines
-
-
-def _check_settings(key: Any, specs: Mapping[str, Spec]) -> None:
-    of_attention = not specs.keys().isdisjoint(_OF_ATTENTION)
-    known = _OF_ATTENTION if of_attention else _SETTINGS
-    for name in specs:
-        if name not in known:
-            every = (*_SETTINGS, *_OF_ATTENTION) if not of_attention else known
-            raise ConfigError(f"space[{key!r}] has the setting {name!r}, and knows {', '.join(map(repr, every))}")
-    if of_attention:
-        kernels = grid(specs["kernel_fn"]) if "kernel_fn" in specs else []
-        if unknown := [name for name in kernels if name not in (EXACT, *KERNELS)]:
-            names = ", ".join(map(repr, (EXACT, *KERNELS)))
-            raise ConfigError(f"space[{key!r}]: kernel_fn {unknown[0]!r} is unknown: use some of {names}")
-        if "num_random_features" not in specs and not {EXACT, "taylor"}.issuperset(kernels):
-            raise ConfigError(f"space[{key!r}] has no number of features: add 'num_random_features'")
-        return
-    for one, other in (("form", "bits"), ("rank", "share"), ("rank", "low_rank"), ("share", "low_rank")):
-        if one in specs and other in specs:
-            raise ConfigError(f"space[{key!r}] has both {one!r} and {other!r}, which say the same: leave one out")
-    for form in used_forms(specs):
-        if form not in KNOWN_FORMS:
-            raise ConfigError(f"space[{key!r}]: form {form!r} is unknown: use some of {', '.join(KNOWN_FORMS)}")
-    ranked = [form for form in used_forms(specs) if form == INTERPOLATIVE or form.endswith("low_rank")]
-    if "num_terms" in specs and "low_rank" not in specs:
-        raise ConfigError(f"space[{key!r}] has 'num_terms' and no rank of a term: add 'low_rank'")
-    if specs and ranked and not {"rank", "share", "low_rank"} & specs.keys():
-        raise ConfigError(f"space[{key!r}] has the form {ranked[0]!r} and no rank: add 'rank' or 'share'")
-
-
-def used_forms(specs: Mapping[str, Spec]) -> list[str]:
-    """Return the forms that a line's layers may take."""
-    if "form" in specs:
-        return [str(form) for form in grid(specs["form"])]
-    if "bits" in specs:
-        return [f"int{bits}" for bits in grid(specs["bits"])]
-    return [LOW_RANK]

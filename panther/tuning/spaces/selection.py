@@ -44,8 +44,18 @@ class Group:
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-        if isinstance(self.indices, bool) or not isinstance(self.indices, int | tuple | range | None):
-            raise ConfigError(f"indices={self.indices!r} must be an integer, several, or a range")
+        for name in ("names", "contains"):
+            if not all(isinstance(one, str) for one in _several(getattr(self, name))):
+                raise ConfigError(f"{name}={getattr(self, name)!r} of a Group must be a text, or several")
+        if not all(isinstance(one, str | type) for one in _several(self.type)):
+            raise ConfigError(f"type={self.type!r} of a Group must be a class of layers, its name, or several")
+        if self.where is not None and not callable(self.where):
+            raise ConfigError(f"where={self.where!r} of a Group must be a function of a module and its name")
+        several = self.indices if isinstance(self.indices, range) else _several(self.indices)
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in several):
+            raise ConfigError(f"indices={self.indices!r} of a Group must be an integer, several, or a range")
+        if self.indices is not None and not len(several):
+            raise ConfigError(f"indices={self.indices!r} of a Group selects nothing: leave it out for all")
 
     @property
     def label(self) -> str:
@@ -97,7 +107,7 @@ def selected(model: nn.Module, group: Group, attention: bool = False) -> tuple[s
         return found
     places: Sequence[int] = group.indices if isinstance(group.indices, range) else _several(group.indices)
     try:
-        return tuple(found[place] for place in places)
+        return tuple(dict.fromkeys(found[place] for place in places))
     except IndexError:
         raise ConfigError(
             f"{group.label!r} of the space needs the layers at {list(places)}, and {len(found)} match, from 0 to "

@@ -88,13 +88,14 @@ class Choice:
         """Check the values."""
         if isinstance(self.values, str) or not isinstance(self.values, Iterable):
             raise ConfigError(f"a choice is among several values, not {self.values!r}: give a list")
-        object.__setattr__(self, "values", tuple(dict.fromkeys(self.values)))
-        if not self.values:
+        values = tuple(self.values)
+        if not values:
             raise ConfigError("a choice has no values: give at least one")
-        for value in self.values:
+        for value in values:
             if not isinstance(value, _PLAIN):
                 kind = type(value).__name__
                 raise ConfigError(f"a choice is among texts, numbers, truth values and None, not a {kind}: {value!r}")
+        object.__setattr__(self, "values", tuple(dict.fromkeys(values)))
 
 
 Spec = Int | Float | Choice

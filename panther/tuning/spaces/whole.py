@@ -10,7 +10,7 @@ from panther.compression.config import HealConfig
 from panther.errors import ConfigError
 from panther.tuning.attention import EXACT
 from panther.tuning.prepared import Plan, Prepared
-from panther.tuning.spaces.layers import AUTO, AutoSpace, LayerSpace, LayerSpaceBase, Line
+from panther.tuning.spaces.layers import AUTO, AutoSpace, LayerSpace, LayerSpaceBase, Line, unchanged_layers
 from panther.tuning.spaces.values import Choice, Spec, as_spec, grid, suggest
 
 
@@ -22,7 +22,18 @@ class WholeSpace(LayerSpaceBase):
     ) -> None:
         self.prepared, self._heal = prepared, heal
         self._parts: list[LayerSpaceBase] = []
-        self._attention = [line for line in lines or () if line.kind == "attention"]
+        notes = unchanged_layers(lines or (), prepared)
+        self._attention = []
+        for line in lines or ():
+            if line.kind == "attention":
+                names = prepared.attention.checked(line.label, line.names)
+                self._attention.append(replace(line, names=names))
+                reasons = prepared.attention.reasons
+                notes += [
+                    f"{name!r} stays as it is although the space names it: {reasons.get(name, 'cannot be replaced')}"
+                    for name in line.names
+                    if name not in names
+                ]
         of_layers = [line for line in lines or () if line.kind == "layers"]
         auto = {name for line in lines or () if line.kind == AUTO for name in line.names}
         if lines is None:
@@ -31,6 +42,7 @@ class WholeSpace(LayerSpaceBase):
             self._parts.append(AutoSpace(prepared, auto, forms))
         if of_layers:
             self._parts.append(LayerSpace(prepared, of_layers))
+        self.notes = tuple([*notes, *(note for part in self._parts for note in part.notes)])
 
     @property
     def least(self) -> float:
@@ -99,6 +111,11 @@ def as_heal(given: Any) -> Mapping[str, Spec] | None:
         for value in grid(spec):
             if name == "train" and value != "factors":
                 raise ConfigError("heal trains the new layers alone in a search: leave 'train' out")
+            if name == "max_seconds" and value is not None:
+                raise ConfigError(
+                    "heal in a search has no max_seconds, because trials would then depend on how busy the machine is: "
+                    "use max_steps"
+                )
             if name in ("checkpoint_dir", "trackers"):
                 raise ConfigError(f"heal in a search keeps no {name}: leave it out")
             if not (name == "max_steps" and value == 0):  # which is without healing

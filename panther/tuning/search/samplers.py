@@ -1,0 +1,72 @@
+"""Optuna's samplers and pruners by name."""
+
+__all__ = ["check_sampler", "looks_at_constraints", "make_pruner", "make_sampler", "quiet"]
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from panther.errors import ConfigError, require_extra
+
+_SAMPLERS = ("tpe", "gp", "random")
+_PRUNERS = ("median", "asha", "none")
+_PRUNER_STARTUP = 4  # trials that are not pruned by the median of others
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raise ConfigError unless this is a name, or a sampler of Optuna."""
+    optuna = require_extra("optuna", "tune")
+    if isinstance(sampler, str) and sampler not in _SAMPLERS:
+        raise ConfigError(f"sampler={sampler!r} is unknown: use {', '.join(map(repr, _SAMPLERS))}, or one of Optuna's")
+    if not isinstance(sampler, str | optuna.samplers.BaseSampler):
+        raise ConfigError(f"sampler must be a name or one of Optuna's samplers, not a {type(sampler).__name__}")
+
+
+def make_sampler(name: str, seed: int, startup: int, others_run: bool) -> Any:
+    """Return the sampler of a name."""
+    from optuna import samplers
+
+    if name == "tpe":
+        # While others run, a constant in the place of their results keeps the sampler from drawing near them again.
+        return samplers.TPESampler(seed=seed, n_startup_trials=startup, constant_liar=others_run)
+    if name == "gp":
+        return samplers.GPSampler(seed=seed, n_startup_trials=startup, warn_independent_sampling=False)
+    return samplers.RandomSampler(seed=seed)
+
+
+def looks_at_constraints(sampler: Any) -> bool:
+    """Return whether a sampler takes constraints into account; others get values with penalties."""
+    from optuna import samplers
+
+    looks = (samplers.TPESampler, samplers.GPSampler, samplers.NSGAIISampler, samplers.NSGAIIISampler)
+    return isinstance(sampler, looks)
+
+
+def make_pruner(optuna: Any, pruner: Any) -> Any:
+    """Return the pruner of a name, or the one that was given.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if isinstance(pruner, optuna.pruners.BasePruner):
+        return pruner
+    if pruner == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=_PRUNER_STARTUP)
+    if pruner == "asha":
+        return optuna.pruners.SuccessiveHalvingPruner()
+    if pruner == "none":
+        return optuna.pruners.NopPruner()
+    raise ConfigError(f"pruner={pruner!r} is unknown: use {', '.join(map(repr, _PRUNERS))}, or one of Optuna's")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Optuna's log off the terminal: progress is shown by the search itself."""
+    from optuna import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
