@@ -141,7 +141,7 @@ clean:
 
 .venv/.all-stamp: .venv/.torch-stamp pyproject.toml constraints.txt
 	$(INSTALL) --no-build-isolation \
-	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,peft,tune,tensorboard,mlflow,test,docs,bench,dev]'
+	    -e '.[demo,triton,transformers,onnx,accelerate,lightning,peft,tune,gpu,tensorboard,mlflow,test,docs,bench,dev]'
 	touch $@ .venv/.test-stamp
 
 .venv-engines/.stamp: pyproject.toml constraints.txt

@@ -46,6 +46,7 @@ _EQUALS = {
     "timeout_s": "timeout",
     "topk_fraction": "compression_ratio",
     "trackers": "mlflow_tracking tensorboard",
+    "utilization": "device_utilization gpu_utilization",
     "warmup_steps": "warmup",
 }
 
@@ -173,7 +174,7 @@ _OF_A_TRAINER = (
     "gradient_accumulation_steps gradient_clipping learning_rate log_every_n_steps max_steps mixed_precision "
     "num_microbatches pipeline_parallel_size profile progress reshard_after_forward resume run_name "
     "scaler_growth_interval scaler_init_scale schedule seed strategy tensor_parallel_size topk_fraction trackers "
-    "warmup_steps"
+    "utilization warmup_steps"
 )
 
 _SEVERAL = "use strategy='hybrid' with tensor_parallel_size or pipeline_parallel_size"

@@ -27,8 +27,9 @@ class History:
     ``epoch`` counts completed epochs; the end of a stream is not known before the step after it. ``elapsed_s`` is the
     time spent in ``fit``, with that of the run which this one resumed. Training records have ``loss`` (the mean over
     the samples of all ranks since the last record), ``learning_rate``, ``gradient_norm``, ``samples_per_s``,
-    ``memory_bytes`` (this process's peak memory; None on Windows without a GPU) and ``skipped``; validation records
-    have ``validation_loss`` and ``validation_<metric>``.
+    ``memory_bytes`` (this process's peak memory; None on Windows without a GPU) and ``skipped``; with
+    ``TrainConfig(utilization=True)`` also ``utilization`` and ``utilization_rank_<rank>``. Validation records have
+    ``validation_loss`` and ``validation_<metric>``.
 
     Example:
         >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}])

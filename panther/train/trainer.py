@@ -117,6 +117,7 @@ class Trainer:
         self._engine: Engine = None  # type: ignore[assignment] # set by _start, which precedes everything
         self._built_in: list[BuiltInCallback] = []
         self._sums = [0.0, 0.0]  # losses and samples since the last record
+        self._utilization: DeviceUtilization | None = None
         self._peak_rates: list[float] = []
         self._pending: Any = None
         self._validated_at = -1
@@ -158,6 +159,9 @@ class Trainer:
             self._resume(feed)
             validation_feed = None if validation is None else self._feed(validation, False)
             self._built_in = stack.enter_context(built_in_callbacks(self.config, self.step, self.history))
+            if self.config.utilization:
+                utilization = DeviceUtilization(self._engine.device)
+                self._utilization = run_on_all_ranks(lambda: stack.enter_context(utilization), None)
             self._train(feed, validation_feed, exchange)
         return self.history
 
@@ -417,11 +421,23 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             **more,
             "samples_per_s": self._samples_seen / seconds,
+            **self._utilizations(),
             "memory_bytes": peak_memory(),
             "skipped": self.skipped,
         }
         self._sums, self._clock, self._samples_seen = [0.0, 0.0], time.perf_counter(), 0.0
         self._append(quantities)
+
+    def _utilizations(self) -> dict[str, float]:
+        """Return the share of the time since the last record in which each rank's device computed, and the mean."""
+        if self._utilization is None:
+            return {}
+        world = get_world_size()
+        own = [0.0] * world
+        own[get_rank()] = self._utilization.restart()
+        shares = sum_over_ranks(own)
+        each = {f"utilization_rank_{rank}": share for rank, share in enumerate(shares)} if world > 1 else {}
+        return {"utilization": sum(shares) / world, **each}
 
     def _validate(self, validation: Feed) -> None:
         begin = time.perf_counter()

@@ -5,6 +5,7 @@ import math
 import threading
 from contextlib import redirect_stdout
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +148,11 @@ def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
     with utilization:
         clock.update(elapsed=9.0, computed=100.0)  # by threads that are not torch's
     assert utilization.value == 1.0
+    with utilization:
+        clock.update(elapsed=11.0, computed=100.0 + torch.get_num_threads())
+        assert utilization.restart() == 0.5
+        clock.update(elapsed=12.0)
+    assert utilization.value == 0.0  # since it was restarted
 
     info = metrics.get_distributed_info()
     fake = dataclasses.replace(info, device=torch.device("cuda", 1))
@@ -172,7 +178,35 @@ def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
     monkeypatch.setattr(torch.cuda, "utilization", missing)
-    with pytest.raises(MissingExtraError, match="run pip install nvidia-ml-py"), DeviceUtilization():
+    with pytest.raises(MissingExtraError, match=r"run pip install 'panther-sketch\[gpu\]'"), DeviceUtilization():
+        pass
+
+    def refused(device):
+        raise RuntimeError("Not Supported")  # as nvidia-ml-py's own errors, for a part of a GPU
+
+    monkeypatch.setattr(torch.cuda, "utilization", refused)
+    with (
+        pytest.raises(DistributedError, match="the driver does not report the utilization of cuda:1: Not Supported"),
+        DeviceUtilization(),
+    ):
         pass
     with pytest.raises(ValueError, match="interval_s=0 must be positive"):
         DeviceUtilization(interval_s=0)
+
+
+@pytest.mark.extra
+def test_the_driver_is_asked_by_the_package_for_gpus(monkeypatch):
+    pynvml = pytest.importorskip("pynvml", reason="extra gpu")
+    asked = []
+
+    def rates(handle):
+        asked.append(handle)
+        return SimpleNamespace(gpu=37)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: f"GPU {index}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", rates)
+    with DeviceUtilization("cuda:0", interval_s=1000) as utilization:
+        pass
+    assert utilization.value == 0.37
+    assert asked == ["GPU 0"] * 2

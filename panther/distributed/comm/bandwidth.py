@@ -18,9 +18,11 @@ The factors are those of NCCL's performance tests (NVIDIA, nccl-tests, doc/PERFO
 
 __all__ = ["CommunicationProfile", "profile_communication_overhead"]
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +31,12 @@ from torch import Tensor
 
 from panther._text import format_table
 from panther.distributed.comm._ranks import Group, in_process_group, require_process_group, transport
-from panther.errors import check_size
+from panther.distributed.comm.metrics import DeviceUtilization
+from panther.errors import DistributedError, MissingExtraError, check_size
 
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 _NO_GROUP = "There is no process group, so there is no communication to profile: call panther.distributed.init() first."
+_SHOWN = 16  # ranks of which the table names the utilization
 _WARM_UP = 2  # the first calls also open connections
 
 
@@ -55,6 +59,9 @@ class CommunicationProfile:
     world_size: int
     backend: str
     timings: tuple[Timing, ...]
+    utilization: tuple[float, ...] = ()
+    """For what share of the time the device of each rank computed, by :class:`DeviceUtilization`; NaN where it cannot
+    be measured."""
 
     def __str__(self) -> str:
         """Return the table."""
@@ -66,7 +73,17 @@ class CommunicationProfile:
             ]
             for row in self.timings
         ]  # fmt: skip
-        return f"{self.world_size} ranks, {self.backend}\n{format_table(rows, align='<>')}"
+        table = f"{self.world_size} ranks, {self.backend}\n{format_table(rows, align='<>')}"
+        return f"{table}\n{self._utilization_in_words()}" if self.utilization else table
+
+    def _utilization_in_words(self) -> str:
+        measured = [value for value in self.utilization if not math.isnan(value)]
+        if not measured:
+            return "utilization: not measured, because nvidia-ml-py is missing: run pip install 'panther-sketch[gpu]'"
+        shown = [f"{value:.0%} on rank {rank}" for rank, value in enumerate(self.utilization[:_SHOWN])]
+        if len(self.utilization) > _SHOWN:
+            shown.append(f"{min(measured):.0%} to {max(measured):.0%} on all")
+        return f"utilization: {', '.join(shown)}"
 
 
 def profile_communication_overhead(
@@ -84,7 +101,7 @@ def profile_communication_overhead(
         show: Whether the first rank of the group prints.
 
     Returns:
-        Times and bandwidths; see the module for the formulas.
+        Times and bandwidths, see the module for the formulas; and the utilization of each rank's device meanwhile.
 
     Raises:
         ShapeError: If a size or ``repetitions`` is not positive.
@@ -111,13 +128,21 @@ def profile_communication_overhead(
     check_size("repetitions", repetitions, least=1)
     device = transport(group)
     timings = []
-    for size in message_sizes:
-        size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
-        for name, (run, bus_factor) in _operations(torch.zeros(size // 4, device=device), group).items():
-            seconds = _time(run, repetitions, device, group)
-            bandwidth = size / seconds / 1e9
-            timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
-    profile = CommunicationProfile(n, backend, tuple(sorted(timings, key=lambda timing: timing.operation)))
+    utilization = DeviceUtilization(device)
+    with ExitStack() as stack:
+        with suppress(MissingExtraError, DistributedError):  # the times are worth having without it
+            stack.enter_context(utilization)
+        for size in message_sizes:
+            size = -(-check_size("message_sizes", size, least=1) // (4 * n)) * 4 * n
+            for name, (run, bus_factor) in _operations(torch.zeros(size // 4, device=device), group).items():
+                seconds = _time(run, repetitions, device, group)
+                bandwidth = size / seconds / 1e9
+                timings.append(Timing(name, size, seconds * 1e3, bandwidth, bandwidth * bus_factor))
+    shares = torch.zeros(n, dtype=torch.float64, device=device)
+    shares[dist.get_rank(group)] = utilization.value
+    dist.all_reduce(shares, group=group)
+    timings.sort(key=lambda timing: timing.operation)
+    profile = CommunicationProfile(n, backend, tuple(timings), tuple(shares.tolist()))
     if show and dist.get_rank(group) == 0:
         print(f"Communication Profiling Results:\n{profile}")
     return profile

@@ -172,6 +172,7 @@ class DeviceUtilization:
     that waits for others, for data or for the network has less than those that it waits for.
 
     Args:
+        device: The device; None is that of this rank.
         interval_s: Time between two samples of a GPU, in seconds.
 
     Attributes:
@@ -179,6 +180,7 @@ class DeviceUtilization:
 
     Raises:
         MissingExtraError: If the device is a GPU, and torch lacks nvidia-ml-py, by which it asks the driver.
+        DistributedError: If the driver does not report it, as for a part of a GPU.
 
     Example:
         >>> collector = DistributedMetricsCollector(0, 1)
@@ -189,32 +191,43 @@ class DeviceUtilization:
         ['utilization, rank 0']
     """
 
-    def __init__(self, *, interval_s: float = 0.5) -> None:
+    def __init__(self, device: torch.device | str | None = None, *, interval_s: float = 0.5) -> None:
         if not interval_s > 0:
             raise ValueError(f"interval_s={interval_s} must be positive")
+        self.device = None if device is None else torch.device(device)
         self.interval_s, self.value = interval_s, math.nan
         self._end = threading.Event()
         self._samples: list[float] = []
 
     def __enter__(self) -> Self:
-        self._device = get_distributed_info().device
+        self._device = self.device or get_distributed_info().device
         if self._device.type == "cuda":
-            self._samples = [self._sample()]  # here, where an error reaches the caller
+            self._sample()  # here, where an error reaches the caller; it is of the time before the block
             self._end.clear()
             self._sampler = threading.Thread(target=self._follow, daemon=True)
+        self._begin()
+        if self._device.type == "cuda":
             self._sampler.start()
-        self._begin = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        elapsed, computed = time.perf_counter() - self._begin[0], time.process_time() - self._begin[1]
         if self._device.type == "cuda":
             self._end.set()
             self._sampler.join()
-            # The first one is of the time before the block.
-            self.value = statistics.mean([*self._samples[1:], self._sample()])
+        self.value = self.restart()
+
+    def restart(self) -> float:
+        """Return the share since the block began, or since the last call, and begin anew."""
+        if self._device.type == "cuda":
+            value = statistics.mean([*self._samples, self._sample()])
         else:
-            self.value = min(computed / max(elapsed * torch.get_num_threads(), 1e-9), 1.0)
+            elapsed, computed = time.perf_counter() - self._clocks[0], time.process_time() - self._clocks[1]
+            value = min(computed / max(elapsed * torch.get_num_threads(), 1e-9), 1.0)
+        self._begin()
+        return value
+
+    def _begin(self) -> None:
+        self._clocks, self._samples = (time.perf_counter(), time.process_time()), []
 
     def _follow(self) -> None:
         while not self._end.wait(self.interval_s):
@@ -226,5 +239,7 @@ class DeviceUtilization:
         except ModuleNotFoundError as error:
             raise MissingExtraError(
                 "the utilization of a GPU is asked for by nvidia-ml-py, which is not installed: run pip install "
-                "nvidia-ml-py"
+                "'panther-sketch[gpu]'"
             ) from error
+        except Exception as error:  # of the driver, in classes of nvidia-ml-py
+            raise DistributedError(f"the driver does not report the utilization of {self._device}: {error}") from error

@@ -64,7 +64,8 @@ def data_parallel(
         comm_hook: For ``"ddp"``, the compression of gradients: ``"fp16"``, ``"bf16"``, ``"powersgd"`` (low rank, after
             uncompressed steps; Vogels and others 2019, arXiv:1905.13727) or ``"topk"`` (the largest entries, and what
             is left added to the next gradient; Stich and others 2018, arXiv:1809.07599). None sends them uncompressed.
-            What the last two keep from step to step is not in checkpoints.
+            What the last two keep from step to step is in the checkpoints of a :class:`panther.train.Trainer`, not in
+            those of :func:`panther.distributed.checkpoint.save` in a loop of your own.
         powersgd_rank: Rank to which each gradient is approximated; 4 if None.
         powersgd_start_step: Number of uncompressed steps before, at least 2; 10 if None.
         topk_fraction: Share of the entries that is sent, each with an index of 4 bytes, to every other rank; 0.01 if
