@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
-from panther.distributed import checkpoint, get_rank
-from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
+from panther.distributed.comm._agreement import run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
 from panther.distributed.data.gradient_compression import hook_state, load_hook_state
 from panther.distributed.sync.replicas import built
