@@ -58,7 +58,17 @@ def word_block(
     """Draw one block of a matrix of random 32-bit words, held in int64.
 
     Entry (i, j) is word ``j % 4`` of the Philox call with counter ``(i, j // 4, stream, tag)`` and key ``seed``.
-    Arguments are those of :func:`sign_block`.
+
+    Args:
+        seed: The 64-bit key.
+        stream: Third counter word: which matrix of this seed.
+        tag: Fourth counter word: kind and version of the stream.
+        rows: Contiguous range of row indices, step 1.
+        cols: Contiguous range of column indices, step 1.
+        device: Device of the result; the drawing happens there.
+
+    Raises:
+        ValueError: If ``rows`` or ``cols`` has another step, or a counter word or the seed is out of its range.
 
     Cost: one Philox call for each row and each 4 columns touched; 8 bytes an entry, and the temporaries of as many.
 
@@ -83,7 +93,21 @@ def uniform_block(
     """Draw one block of a matrix of entries uniform in ``(-scale, scale)``.
 
     Word w of :func:`word_block` gives ``scale (2 w + 1 - 2^32) / 2^32``, in float64, then rounded to ``dtype``.
-    Arguments are otherwise those of :func:`sign_block`.
+
+    Args:
+        seed: The 64-bit key.
+        stream: Third counter word: which matrix of this seed.
+        tag: Fourth counter word: kind and version of the stream.
+        rows: Contiguous range of row indices, step 1.
+        cols: Contiguous range of column indices, step 1.
+        scale: Bound of the entries.
+        dtype: Floating dtype of the result.
+        device: Device of the result; the drawing happens there.
+
+    Raises:
+        ValueError: If ``rows`` or ``cols`` has another step, or a counter word or the seed is out of its range.
+
+    Cost: one Philox call for each row and each 4 columns touched.
 
     Example:
         >>> uniform_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")
@@ -108,7 +132,22 @@ def normal_block(
     Box and Muller's transform (Ann. Math. Stat. 29, 1958, doi:10.1214/aoms/1177706645) in float64, then rounded to
     ``dtype``: of the words a, b of a pair of columns, with :math:`\rho = \sqrt{-2 \log((a + 1/2) / 2^{32})}` and
     :math:`\phi = 2 \pi (b + 1/2) / 2^{32}`, the even column gets :math:`\rho \cos \phi`, the odd one
-    :math:`\rho \sin \phi`. No entry exceeds 6.77 ``scale``. Arguments are otherwise those of :func:`sign_block`.
+    :math:`\rho \sin \phi`. No entry exceeds 6.77 ``scale``.
+
+    Args:
+        seed: The 64-bit key.
+        stream: Third counter word: which matrix of this seed.
+        tag: Fourth counter word: kind and version of the stream.
+        rows: Contiguous range of row indices, step 1.
+        cols: Contiguous range of column indices, step 1.
+        scale: Standard deviation of the entries.
+        dtype: Floating dtype of the result.
+        device: Device of the result; the drawing happens there.
+
+    Raises:
+        ValueError: If ``rows`` or ``cols`` has another step, or a counter word or the seed is out of its range.
+
+    Cost: one Philox call for each row and each 4 columns touched, and logarithms, sines and cosines in float64.
 
     Example:
         >>> normal_block(0, 0, 0, range(1), range(2), dtype=torch.float32, device="cpu")

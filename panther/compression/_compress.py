@@ -83,22 +83,22 @@ def compress(
         bits: The same as an average of bits for each eligible weight, scales and factors included.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
         max_error: Relative error of the output that the held-out batches may show; the smallest budget is searched.
-        speedup: How many times faster the whole model is to be, on the first held-out batch. Each form of each layer is
-            timed on what the layer reads in it; the forms of the least loss are chosen, whatever their bytes.
+        speedup: Required speed-up of the whole model on the first held-out batch. Each form of each layer is timed on
+            the layer's input in this batch; the forms with the smallest loss are chosen, whatever their bytes.
         max_latency_ms: The same as milliseconds of that batch, with torch's present number of threads.
-        forms: What a layer may become; of all, that which gains most per byte, or second, is chosen for each.
+        forms: Forms that a layer may take. Each layer gets the form with the largest gain per byte or per second.
             ``"dense"``: it stays as it is. ``"low_rank"``: factors in its dtype. ``"interpolative"``: the same matrix
             as some of its rows or columns and the others' coefficients, in fewer numbers. ``"int8_low_rank"``: factors
             in 8 bits. ``"int8"``, ``"int6"``, ``"int5"``, ``"int4"``, ``"int3"``, ``"int2"``: codes of so many bits,
             rounded with error feedback in the norm above. ``"int4+low_rank"`` and so on: codes, and an 8-bit correction
-            of what they leave. Convolutions are never interpolative, and those in groups take ``"dense"``,
+            of their error. Convolutions are never interpolative, and those in groups take ``"dense"``,
             ``"low_rank"`` and plain widths only. None is these three kinds and ``"interpolative"``.
         allow_slower: Whether layers may take forms that were measured below 0.8 of the dense layer's speed. None: those
             that ``forms`` names; without ``forms``, all of them where the size cannot be reached without them, or where
             they halve the held-out error, or the bytes for ``max_error``, which is a note in the report. False: never.
             Without batches or ``measure_speed`` nothing is timed, and None is True.
-        rank_multiple: What ranks are multiples of, even, because aligned products are faster; a weight with room for
-            fewer than eight of it has even ranks.
+        rank_multiple: Ranks are multiples of this even number, because aligned products are faster; a weight with room
+            for fewer than eight such ranks has even ranks.
         group_size: Columns of a quantized weight that share a scale; None is a whole row.
         activations: ``"int8"``: quantized linear layers round their inputs to 8 bits and multiply integers, which is
             faster from tens of rows on and adds about 1 % of error to each layer's output, which the measured errors
@@ -113,7 +113,7 @@ def compress(
             so.
         sequential: Fit every layer to its input in the model whose earlier layers are compressed, and to the mean of
             its own output there and of the original's. Keeps more, with two partial forwards over the batches for each
-            set of layers with one input: three times the time for an encoder of six blocks.
+            set of layers with one input: 2 to 3.5 times the time for an encoder of six blocks.
         forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above; if the output
             is a mapping, ``logits`` or ``last_hidden_state`` is kept, of a tuple the first floating tensor.
         loss_fn: ``loss_fn(output, batch)``, a scalar whose gradients make G, instead of random directions.

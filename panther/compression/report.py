@@ -61,8 +61,11 @@ class LayerReport:
     """One weight, which several names can share."""
 
     names: tuple[str, ...]
+    """The names of the modules that have it."""
     kind: str
+    """Class of the dense layer."""
     shape: tuple[int, ...]
+    """Shape of the weight."""
     form: str
     """``"dense"``, ``"low_rank"``, ``"interpolative"``, ``"int8_low_rank"``, or the width, as in ``"int4"`` and
     ``"int4+low_rank"``."""
@@ -73,7 +76,9 @@ class LayerReport:
     low_rank: int | None
     """The ``low_rank`` of the new layer, which has that rank."""
     bytes_before: int
+    """Bytes of the dense weight."""
     bytes_after: int
+    """Bytes of the new weight, as saved."""
     predicted_error: float | None
     """Relative error of the layer's own output, on the calibration batches' moments."""
     measured_error: float | None
@@ -115,9 +120,11 @@ class CompressionReport:
     """What :func:`panther.compress` did. ``print(report)`` shows the table."""
 
     layers: tuple[LayerReport, ...]
+    """The eligible layers."""
     skipped: tuple[SkippedLayer, ...]
     """Modules with a matrix that are kept dense, with the reason."""
     method: str
+    """The ``method`` of the call."""
     allocate: str
     """How forms were chosen: ``"global"``, ``"uniform"``, or ``"fixed"`` by :func:`panther.sketch_layers_`."""
     notes: tuple[str, ...]
@@ -125,6 +132,7 @@ class CompressionReport:
     bytes_before: int
     """Bytes of all tensors of the whole model, as saved."""
     bytes_after: int
+    """The same after compression."""
     predicted_error: float | None = None
     """Relative error of the model's output, to first order."""
     measured_error: float | None = None
@@ -132,6 +140,7 @@ class CompressionReport:
     uniform_error: float | None = None
     """The same with uniform forms and ranks, where both were tried."""
     healed: HealResult | None = None
+    """The result of healing; None without it."""
     measured_speedup: float | None = None
     """Speed-up of the whole model, on the first held-out batch."""
     measured_latency_s: float | None = None
@@ -143,6 +152,7 @@ class CompressionReport:
     batches, ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. What the model itself takes was
     measured on the largest batch; the code of libraries that load on first use comes on top."""
     seed: int = 0
+    """The seed of the call, drawn if none was given."""
 
     @property
     def extra_bytes(self) -> int:

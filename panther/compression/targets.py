@@ -34,8 +34,11 @@ class SkippedLayer(NamedTuple):
     """A module with a matrix that is kept dense, and the reason."""
 
     name: str
+    """Name of the module."""
     kind: str
+    """Its class."""
     reason: str
+    """Why it stays dense."""
 
 
 @dataclass(frozen=True)

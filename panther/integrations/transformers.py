@@ -48,7 +48,9 @@ class PantherConfig(_configs.QuantizationConfigMixin):
 
     Args:
         modules: Class, arguments and dtype of every compressed layer, by name; written by ``save_pretrained``.
-        version: Of this entry.
+        version: Version of this entry.
+        quant_method: Name of the method, always ``"panther"``.
+        panther_version: Version of the Panther that wrote the entry.
         options: Arguments of :func:`panther.compress`, without the model, by name. They are not saved.
 
     Raises:

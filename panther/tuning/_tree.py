@@ -41,6 +41,7 @@ class ModuleTree:
     """The rows of a model, the model itself first. ``print`` shows them."""
 
     rows: tuple[TreeRow, ...]
+    """The rows, parents before their children."""
 
     def __str__(self) -> str:
         """Return the table, children indented below their parents."""

@@ -26,6 +26,7 @@ class Trial:
     """One trial of a search."""
 
     number: int
+    """Its number, from 0 in the order of starting."""
     params: Mapping[str, Any]
     """What was drawn, by the names of the space's parameters."""
     state: str
@@ -74,8 +75,11 @@ class TuneResult:
     report: CompressionReport | None
     """What the best model's layers became; None of models that are trained from scratch."""
     objective: str
+    """Name of the objective that was minimised."""
     constraints: tuple[str, ...]
+    """The constraints, as texts."""
     higher_is_better: bool
+    """Whether a larger metric is better."""
     by_metric: bool
     """Whether the best trial is that of the best metric, and not that of the smallest objective."""
     prepare_s: float
@@ -83,10 +87,13 @@ class TuneResult:
     seconds: float
     """Seconds of the search, with the preparation."""
     seed: int
+    """The seed of the search, drawn if none was given."""
     notes: tuple[str, ...] = ()
+    """Deviations from the arguments, and why."""
     study: Any = None
     """The study, for Optuna's own plots and importances."""
     prepared: Any = None
+    """State from which :meth:`build` makes models; internal."""
 
     def build(self, trial: int | Trial) -> nn.Module:
         """Return the model of another trial, such as one of the front.

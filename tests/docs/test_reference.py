@@ -1,9 +1,11 @@
 """The reference is complete: public names, commands, settings, environment variables and errors."""
 
 import ast
+import enum
 import importlib
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +22,8 @@ INTERNAL = {
     "panther.integrations.transformers": {"PantherQuantizer"},
     "panther.integrations.peft": {"CompressedLoraModel"},
 }
+
+FROM_TORCH = (panther.distributed.ReduceOp,)  # has no signature; torch describes it
 
 
 def documented():
@@ -46,7 +50,7 @@ def documented():
     return names, whole
 
 
-def public_modules():
+def public_modules(adapters=True):
     """Panther's modules that a user names: those that another public one lists, and the adapters."""
     found, open_ = {}, [panther]
     while open_:
@@ -54,7 +58,7 @@ def public_modules():
         found[module.__name__] = module
         members = [getattr(module, name) for name in module.__all__]
         open_ += [m for m in members if isinstance(m, ModuleType) and m.__name__ not in found]
-    for path in (ROOT / "panther/integrations").iterdir():
+    for path in (ROOT / "panther/integrations").iterdir() if adapters else ():
         if not path.name.startswith("_"):
             name = f"panther.integrations.{path.stem}"
             try:
@@ -82,6 +86,84 @@ def test_every_public_name_is_in_the_reference():
 def _resolve(name):
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
+
+
+def described(member):
+    """The arguments that a docstring describes, and the fields of a class that have one of their own."""
+    sections = re.split(r"^(\w[\w ]*):\n", inspect.getdoc(member) or "", flags=re.M)
+    names = set()
+    for head, body in zip(sections[1::2], sections[2::2], strict=True):
+        if head in ("Args", "Attributes"):
+            for found in re.finditer(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \(.*?\))?:", body, re.M):
+                names |= {name.strip().lstrip("*") for name in found[1].split(",")}
+    if inspect.isclass(member):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(member))).body
+        names |= {
+            field.target.id
+            for field, below in zip(tree.body, tree.body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        }
+    return names
+
+
+def undescribed(modules):
+    """Arguments of public functions and classes that no docstring describes, except for private ones."""
+    missing, seen = set(), set()
+    for module_name, module in modules.items():
+        for name in module.__all__:
+            member = getattr(module, name)
+            hidden = inspect.ismodule(member) or name in INTERNAL.get(module_name, ()) or id(member) in seen
+            if hidden or not callable(member):
+                continue
+            seen.add(id(member))
+            if inspect.isclass(member) and (issubclass(member, BaseException | enum.Enum) or member in FROM_TORCH):
+                continue
+            names = described(member) | (described(member.__init__) if inspect.isclass(member) else set())
+            missing |= {
+                f"{module_name}.{name}({argument})"
+                for argument in inspect.signature(member).parameters
+                if argument not in names and not argument.startswith("_")
+            }
+    return missing
+
+
+def test_every_argument_is_described():
+    modules = public_modules(adapters=False)
+    assert len(modules) > 10
+    assert undescribed(modules) == set()
+
+
+@pytest.mark.slow  # imports every adapter's library
+def test_every_argument_of_an_adapter_is_described():
+    assert undescribed(public_modules()) == set()
+
+
+def test_what_counts_as_described():
+    def function(a, b, *c, **d):
+        """Do something.
+
+        Args:
+            a, b: Two numbers.
+            *c: More
+                b2: of them.
+        """
+
+    class Record:
+        """A record.
+
+        Attributes:
+            first: One.
+        """
+
+        first: int
+        second: int
+        """Two."""
+        third: int
+
+    assert described(function) == {"a", "b", "c"}
+    assert described(Record) == {"first", "second"}
 
 
 def test_every_command_has_its_help():

@@ -18,10 +18,15 @@ class LinearizedLayer:
     """One attention module that was converted. Figures are of held-out batches, and None without calibration."""
 
     name: str
+    """Name of the module."""
     kind: str
+    """Its class before the conversion."""
     num_heads: int
+    """Number of heads."""
     head_dim: int
+    """Width of a head."""
     is_causal: bool | None
+    """Whether its calls were causal; None without calibration."""
     far_mass: float | None = None
     """Share of the exact weights beyond the window, on queries that have keys there."""
     divergence: float | None = None
@@ -35,15 +40,19 @@ class LinearizationReport:
     """What :func:`panther.linearize_` did. ``print(report)`` shows the table."""
 
     layers: tuple[LinearizedLayer, ...]
+    """The converted modules."""
     skipped: tuple[SkippedLayer, ...]
     """Attention modules that keep their softmax, with the reason."""
     num_features: int
+    """Number of features of each head."""
     window: int
+    """Number of positions of a block of exact attention."""
     notes: tuple[str, ...] = ()
     """Deviations from the arguments, and why."""
     measured_error: float | None = None
     """Relative error of the model's output on the held-out batches, before healing."""
     healed: HealResult | None = None
+    """The result of healing; None without it."""
     measured_speedup: float | None = None
     """Speed-up of the whole model, on a held-out batch; see ``length``."""
     length: int | None = None
@@ -53,6 +62,7 @@ class LinearizationReport:
     fit_s: float = 0.0
     """Seconds that learning the feature maps took, besides the passes."""
     seed: int = 0
+    """The seed of the call, drawn if none was given."""
 
     @property
     def healed_error(self) -> float | None:

@@ -54,14 +54,21 @@ class ParallelismPlan:
     """Layouts of a model on a cluster, the best first. ``print`` shows a table and the reasons."""
 
     options: tuple[Option, ...]
+    """All layouts that were considered, the best first."""
     cluster: ClusterSpec
+    """The cluster of the call."""
     batch: int
+    """Number of samples of a step, over all ranks."""
     objective: str
+    """The measure by which options are sorted."""
     notes: tuple[str, ...]
     """Layouts that were not considered, and why."""
     mixed_precision: str | None = None
+    """Dtype of the computation; None is that of the parameters."""
     run: TrainingRun | None = None
+    """The run whose time and cost are estimated, if one was given."""
     tokens_per_sample: int | None = None
+    """Number of tokens of a sample; None if the input has none."""
 
     @property
     def best(self) -> Option:

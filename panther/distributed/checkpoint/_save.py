@@ -29,7 +29,11 @@ _pending: dict[Group, "PendingSave"] = {}
 
 
 class PendingSave(Future[Path]):
-    """The future of a checkpoint that :func:`async_save` is writing; its result is the checkpoint's folder."""
+    """The future of a checkpoint that :func:`async_save` is writing; its result is the checkpoint's folder.
+
+    Args:
+        write: Function that writes the checkpoint and returns its folder; it runs in a thread.
+    """
 
     def __init__(self, write: Callable[[], Path]) -> None:
         super().__init__()

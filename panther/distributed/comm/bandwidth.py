@@ -57,8 +57,11 @@ class CommunicationProfile:
     """Times and bandwidths, the same on every rank; ``print`` shows a table."""
 
     world_size: int
+    """Number of ranks of the group."""
     backend: str
+    """Its backend, such as ``"gloo"``."""
     timings: tuple[Timing, ...]
+    """A row for each operation and message size."""
     utilization: tuple[float, ...] = ()
     """For what share of the time the device of each rank computed, by :class:`DeviceUtilization`; NaN where it cannot
     be measured."""

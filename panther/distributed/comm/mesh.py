@@ -31,6 +31,9 @@ AXES = ("replicate", "dp", "pp", "tp")
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
     """Return the rank of this process in a group, -1 outside of it; 0 where there is no process group.
 
+    Args:
+        group: Process group; None is all ranks.
+
     Example:
         >>> get_rank()
         0
@@ -40,6 +43,9 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of processes of a group, -1 outside of it; 1 where there is no process group.
+
+    Args:
+        group: Process group; None is all ranks.
 
     Example:
         >>> get_world_size()
@@ -53,7 +59,9 @@ class DistributedInfo:
     """Rank, world size, backend and device of a process: ``info.rank``, or ``info["rank"]``."""
 
     rank: int
+    """Number of this process in the run."""
     world_size: int
+    """Number of processes of the run."""
     local_rank: int
     """Rank among the processes of this node, as the launcher said; 0 if it did not."""
     backend: str | None
@@ -61,6 +69,7 @@ class DistributedInfo:
     device: torch.device
     """The device of this rank: its current GPU with nccl, else the CPU."""
     host: str
+    """Host name of this node."""
 
     def __getitem__(self, name: str) -> Any:
         """Return a field by its name.

@@ -20,6 +20,11 @@ from panther.errors import ShapeError, check_size
 class PipelineSchedule:
     """A schedule over this rank's stages; made by :func:`make_schedule`.
 
+    Args:
+        make: Function that makes torch's schedule.
+        stages: This rank's stages.
+        num_microbatches: Number of microbatches of a batch.
+
     Attributes:
         schedule: torch's schedule; a new one after a batch of a different size.
         stages: This rank's stages.

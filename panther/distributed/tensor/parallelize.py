@@ -57,6 +57,7 @@ class TensorParallelReport:
     """What :func:`tensor_parallel` did to every module that has parameters; ``print`` shows it."""
 
     placements: tuple[ModulePlacement, ...]
+    """A row for each module with parameters."""
     model: nn.Module = field(repr=False, compare=False)
     """The sharded model."""
 

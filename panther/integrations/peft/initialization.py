@@ -58,6 +58,7 @@ class InitReport:
     """What an initialisation did; ``print`` shows a table."""
 
     layers: tuple[InitializedLayer, ...]
+    """The layers whose adapters were initialised."""
     kept: tuple[tuple[str, str], ...]
     """Names of layers whose adapters were left as they were, each with the reason."""
     notes: tuple[str, ...] = ()

@@ -55,6 +55,7 @@ class ResizeReport:
     """What :func:`resize_lora` did; ``print`` shows a table."""
 
     layers: tuple[ResizedLayer, ...]
+    """A row for each adapter."""
     error: float
     """Relative error of all adapters' matrices together."""
     bytes_before: int

@@ -18,6 +18,12 @@ _GRID = 32  # values of a range that are looked at for the first trials
 class Int:
     """An integer from ``low`` to ``high``, both included, in steps, or drawn by its logarithm.
 
+    Args:
+        low: The smallest value.
+        high: The largest value.
+        step: Distance between values.
+        log: Whether the logarithm of the value is drawn uniformly.
+
     Raises:
         ConfigError: If the range is empty, or ``log`` is given with a step, or a ``low`` below 1.
         TypeError: If a bound is not an integer.
@@ -44,6 +50,12 @@ class Int:
 @dataclass(frozen=True)
 class Float:
     """A number from ``low`` to ``high``, both included, in steps if one is given, or drawn by its logarithm.
+
+    Args:
+        low: The smallest value.
+        high: The largest value.
+        step: Distance between values; None allows any number.
+        log: Whether the logarithm of the value is drawn uniformly.
 
     Raises:
         ConfigError: If the range is empty or not finite, or ``log`` is given with a step, or a ``low`` of at most 0.
@@ -73,6 +85,9 @@ class Float:
 @dataclass(frozen=True)
 class Choice:
     """One of several values: texts, numbers, truth values or None. A list stands for it.
+
+    Args:
+        values: The values.
 
     Raises:
         ConfigError: If there are none, or a value is of another kind.

@@ -37,7 +37,9 @@ class ModelStats:
     """
 
     tensors: tuple[TensorStats, ...]
+    """Parameters, buffers and sketches."""
     layers: tuple[LayerStats, ...]
+    """Flops, bytes and activations of each layer, in the order of the forward."""
     is_sequential: bool
     """Whether the model is an nn.Sequential, which a pipeline can split."""
     tp: int = 1
