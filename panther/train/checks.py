@@ -1,16 +1,42 @@
 """Checks of the arguments of a Trainer, before training starts."""
 
-__all__ = ["check_arguments", "check_model"]
+__all__ = ["check_arguments", "check_model", "knows_settings"]
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from panther._setting_names import name_hint
 from panther.errors import ConfigError
 from panther.train.callbacks import Callback
 from panther.train.config import TrainConfig
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def knows_settings(method: _Method) -> _Method:
+    """Return a method of the Trainer that says where to put a setting, in place of Python's TypeError."""
+    arguments = [name for name in inspect.signature(method).parameters if name != "self"]
+    place = "Trainer" if method.__name__ == "__init__" else f"Trainer.{method.__name__}"
+
+    @functools.wraps(method)
+    def checked(self: Any, *values: Any, **named: Any) -> Any:
+        settings = [field.name for field in dataclasses.fields(TrainConfig)]
+        for name in named:
+            if name in settings:
+                fix = f"pass config=TrainConfig({name}=...) to Trainer"
+                raise ConfigError(f"{name!r} is not an argument of {place}: {fix}")
+            if name not in arguments:
+                hint = name_hint(name, [*arguments, *settings], "TrainConfig")
+                raise ConfigError(f"{name!r} is not an argument of {place}, nor a setting of TrainConfig: {hint}")
+        return method(self, *values, **named)
+
+    return checked  # type: ignore[return-value]
 
 
 def check_model(model: Any) -> None:

@@ -31,7 +31,7 @@ from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError, ConfigError, FormatError, TrainingError
 from panther.train.batches import Batch, Feed
 from panther.train.callbacks import BuiltInCallback, Callback
-from panther.train.checks import check_arguments, check_model
+from panther.train.checks import check_arguments, check_model, knows_settings
 from panther.train.config import TrainConfig
 from panther.train.coordination import StepExchange, catch_signals, join_process_group, sum_over_ranks
 from panther.train.engines import Engine
@@ -89,6 +89,7 @@ class Trainer:
         8
     """
 
+    @knows_settings
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -124,6 +125,7 @@ class Trainer:
         self._elapsed_s = 0.0  # in earlier calls of fit, and in the run that this one resumes
         self._saved_at: tuple[int, ...] = ()
 
+    @knows_settings
     def fit(self, train: Any, validation: Any = None) -> History:
         """Train the model.
 
@@ -224,7 +226,7 @@ class Trainer:
                     self._load(path, feed)
                     break
                 except FormatError as error:
-                    warnings.warn(f"{path} is skipped: {error}", UserWarning, stacklevel=3)
+                    warnings.warn(f"{path} is skipped: {error}", UserWarning, stacklevel=4)
         else:
             self._load(Path(resume), feed)
             if found and int(found[-1].stem.removeprefix("step-")) > self.step:

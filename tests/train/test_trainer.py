@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 from functools import partial
 
@@ -420,6 +421,23 @@ def test_a_disk_that_is_full_stops_with_the_last_checkpoint_intact(tmp_path, mon
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000002"]
     with pytest.raises(CheckpointError, match="cannot be written to"):
         run("shuffled", "/proc/nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("epochs", "'epochs' is not an argument of Trainer{}: pass config=TrainConfig(epochs=...) to Trainer"),
+        ("lr", "'lr' is not an argument of Trainer{}, nor a setting of TrainConfig: did you mean 'learning_rate'?"),
+        ("num_gpus", "nor a setting of TrainConfig: the launcher decides it, in panther launch --nproc-per-node"),
+        ("criterion", "nor a setting of TrainConfig: pass it to Trainer as loss_fn"),
+        ("train_loader", "nor a setting of TrainConfig: pass it to fit"),
+    ],
+)
+def test_settings_of_other_trainers_are_told_their_place(name, hint):
+    with pytest.raises(ConfigError, match=re.escape(hint.format(""))):
+        Trainer(build(), **{name: 1})
+    with pytest.raises(ConfigError, match=re.escape(hint.format(".fit"))):
+        Trainer(build()).fit([], **{name: 1})
 
 
 def test_what_cannot_be_trained_is_said():
