@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from panther._setting_names import name_hint
 from panther.cli._arguments import add_option, check_folder, non_negative, positive
 from panther.cli._user_function import call, current_folder_importable, find, names_function, wrong_return
 from panther.errors import ConfigError, PantherError
@@ -116,8 +117,12 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     from panther.train import TrainConfig
 
     for key in settings:
+        hint = name_hint(key, _FUNCTIONS)
+        # These names are short: a letter off makes them less alike than those of settings.
         if near := difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7):
-            raise ConfigError(f"{key!r} is not a setting: did you mean {near[0]!r}?")
+            hint = f"did you mean {near[0]!r}?"
+        if hint.startswith("did you mean"):
+            raise ConfigError(f"{key!r} is not a setting: {hint}")
     TrainConfig(**settings)
     for name, function in functions.items():
         if name in ("loss_fn", "optimizer"):

@@ -3,7 +3,6 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import difflib
 import inspect
 import re
 import warnings
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from panther._setting_names import name_hint
 from panther.cli._arguments import check_folder, note
 from panther.cli._user_function import call, current_folder_importable, explained, find, names_function, wrong_return
 from panther.errors import ConfigError, NumericalWarning, PantherError, PerformanceWarning
@@ -103,8 +103,7 @@ def _check(settings: Mapping[str, Any], path: str) -> None:
     known = [*_FUNCTIONS, *(name for name in inspect.signature(tune).parameters if not name.endswith("_fn"))]
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(dict.fromkeys(known))}"
+            hint = name_hint(name, list(dict.fromkeys(known)))
             raise ConfigError(f"{name!r} in {path} is not a setting: {hint}")
     for name in ("model", "evaluate"):
         if name not in settings:

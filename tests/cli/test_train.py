@@ -112,6 +112,8 @@ def test_export(work):
     [
         (["epoch=3"], "'epoch' is not a setting of TrainConfig: did you mean 'epochs'?"),
         (["loss=mse_loss"], "'loss' is not a setting: did you mean 'loss_fn'?"),
+        (["criterion=mse_loss"], "'criterion' is not a setting: did you mean 'loss_fn'?"),
+        (["train_loader=x:y"], "'train_loader' is not a setting: did you mean 'data'?"),
         (["modle=x:y"], "'modle' is not a setting: did you mean 'model'?"),
         (["epochs=many"], "epochs='many' must be a whole number, not str"),
         (["epochs"], "'epochs' is not a setting: write key=value"),

@@ -34,6 +34,7 @@ VALUES = {
     "tensor_parallel_size": (2, [0, "2"]),
     "pipeline_parallel_size": (2, [0, False]),
     "pipeline_layers": ("blocks", [1]),
+    "inside_sketched_layers": (True, [1]),
     "num_microbatches": (4, [0, 0.5]),
     "pipeline_schedule": ("gpipe", [None, 1, "2f2b"]),
     "mixed_precision": ("bf16", ["fp8", "fp32"]),
@@ -86,7 +87,7 @@ def with_directory(name, value):
         return {name: value, "comm_hook": "topk"}
     if name == "cluster_file":
         return {name: value, "strategy": "auto"}
-    if name in ("pipeline_layers", "num_microbatches", "pipeline_schedule"):
+    if name in ("pipeline_layers", "num_microbatches", "pipeline_schedule", "inside_sketched_layers"):
         return {name: value, "strategy": "pp"}
     needs = name.startswith("checkpoint_every") or name in ("profile", "trackers")
     return {name: value} | ({"checkpoint_dir": "runs"} if needs else {})
@@ -282,9 +283,8 @@ def test_a_value_of_other_libraries_leads_to_the_right_one(setting, value, hint)
 
 def test_the_settings_that_other_owners_are_sent_here_for_exist():
     assert set(_setting_names._OF_A_TRAINER.split()) <= FIELDS
-    assert set(_setting_names._EQUALS) <= FIELDS | {field.name for field in dataclasses.fields(LaunchConfig)} | {
-        "data_parallel"
-    }
+    others = {field.name for field in dataclasses.fields(LaunchConfig)} | {"data_parallel", "data", "loss_fn"}
+    assert set(_setting_names._EQUALS) <= FIELDS | others
 
 
 def test_a_key_near_to_nothing_lists_all():
