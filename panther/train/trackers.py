@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +21,12 @@ from panther.train.callbacks import BuiltInCallback, StepProfiler
 from panther.train.config import TrainConfig
 from panther.train.history import History
 
+_encode = json.JSONEncoder(default=float).encode  # json.dumps would make an encoder for each line
 _log = logging.getLogger(__name__)
 
 
 class _Bar(BuiltInCallback):
-    """A progress bar of tqdm, which shows nothing unless the output is a terminal."""
+    """A progress bar of tqdm."""
 
     def __init__(self) -> None:
         self._tqdm = require_extra("tqdm", "demo").tqdm
@@ -33,7 +35,7 @@ class _Bar(BuiltInCallback):
         self._bar: Any = None
 
     def on_start(self, trainer: Any) -> None:
-        self._bar = self._tqdm(total=trainer.total_steps, initial=trainer.step, unit="step", disable=None)
+        self._bar = self._tqdm(total=trainer.total_steps, initial=trainer.step, unit="step")
 
     def on_step(self, trainer: Any, loss: float) -> None:
         self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
@@ -78,7 +80,7 @@ class _JsonLines(BuiltInCallback):
 def _line(record: Mapping[str, Any]) -> str:
     # JSON has no NaN.
     odd = {name: None for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps({**record, **odd}, default=float) + "\n"
+    return _encode({**record, **odd}) + "\n"
 
 
 class _TensorBoard(BuiltInCallback):
@@ -154,7 +156,9 @@ def built_in_callbacks(config: TrainConfig, step: int, history: History) -> Iter
     found: list[BuiltInCallback] = []
 
     def make_trackers() -> None:
-        if config.progress and importlib.util.find_spec("tqdm"):
+        # Else the bar would be asked in every step, and show nothing. There is no stderr under pythonw.
+        shows = config.progress and sys.stderr is not None and sys.stderr.isatty()
+        if shows and importlib.util.find_spec("tqdm"):
             found.append(_Bar())
         for name in config.trackers if config.checkpoint_dir is not None else ():
             found.append(makers[name]())

@@ -2,10 +2,15 @@
 
 import csv
 import math
+import re
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from panther.train import History
+from panther.train import History, history
+from panther.train.history import peak_memory
 
 ROWS = [
     {"step": 5, "epoch": 0, "loss": 2.0, "learning_rate": 0.1, "gradient_norm": None},
@@ -75,3 +80,33 @@ def test_plot(tmp_path, rows, labels):
     assert found == labels
     if rows:
         assert [list(line.get_xdata()) for line in figure.axes[0].lines] == [[5, 10], [10, 20, 30]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the file that is compared with is Linux's")
+def test_peak_memory_is_this_process_s_own():
+    with open("/proc/self/status") as status:
+        own = 1024 * int(re.search("VmHWM:(.*) kB", status.read())[1])
+    assert peak_memory() == pytest.approx(own, rel=0.02)
+
+
+@pytest.mark.parametrize("inherited", [0, 700])
+def test_a_peak_that_getrusage_has_from_the_parent_is_left_out(monkeypatch, inherited):
+    """Until this process has had a larger one; without it the file is read once."""
+    own, reads = 300, []
+
+    def read():
+        reads.append(own)
+        return own
+
+    rusage = lambda who: SimpleNamespace(ru_maxrss=max(own, inherited))  # noqa: E731
+    monkeypatch.setattr(history, "resource", SimpleNamespace(getrusage=rusage, RUSAGE_SELF=0))
+    monkeypatch.setattr(history, "_own_peak", read)
+    monkeypatch.setattr(history.sys, "platform", "linux")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    history._inherited_peak.cache_clear()
+    try:
+        for own in (300, 300, 500, 650, 800, 900):
+            assert peak_memory() == 1024 * own
+    finally:
+        history._inherited_peak.cache_clear()
+    assert reads == ([300] if not inherited else [300, 300, 300, 500, 650])

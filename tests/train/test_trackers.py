@@ -1,8 +1,10 @@
 """Records in files: read back, one run even after a restart, on the first rank only."""
 
+import io
 import itertools
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -151,10 +153,14 @@ def test_a_lost_mlflow_store_is_said_with_the_fix(tmp_path):
 
 
 def test_what_a_tracker_says_at_the_end_does_not_hide_how_the_run_ended(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("panther.train.trackers._Bar.close", lambda self, status: 1 / 0)
+    def close(self, status):
+        self._file.close()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(_JsonLines, "close", close)
     with pytest.raises(BrokenError):
         train(tmp_path, [Breaks(3)])
-    assert "_Bar could not be closed: ZeroDivisionError" in caplog.text
+    assert "_JsonLines could not be closed: ZeroDivisionError" in caplog.text
 
 
 def test_a_log_that_cannot_be_written_is_said(tmp_path):
@@ -200,9 +206,22 @@ def test_what_is_not_installed_is_said_on_every_rank(tmp_path, monkeypatch):
     assert "mlflow" in second
 
 
-def test_without_tqdm_there_is_no_bar(tmp_path, monkeypatch):
-    monkeypatch.setattr("panther.train.trackers.importlib.util.find_spec", lambda name: None)
-    assert train(tmp_path, max_steps=1).step == 1
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("given", ["terminal", "file", "nothing", "no tqdm", "progress=False"])
+def test_a_bar_is_shown_in_a_terminal(tmp_path, monkeypatch, given):
+    pytest.importorskip("tqdm", reason="the extra demo is not installed")
+    output = {"file": io.StringIO(), "nothing": None}.get(given, Terminal())
+    monkeypatch.setattr(sys, "stderr", output)
+    if given == "no tqdm":
+        monkeypatch.setattr("panther.train.trackers.importlib.util.find_spec", lambda name: None)
+    assert train(tmp_path, max_steps=3, progress=given != "progress=False").step == 3
+    shown = "" if output is None else output.getvalue()
+    assert ("3/3" in shown and "loss " in shown) == (given == "terminal")
+    assert given == "terminal" or not shown
 
 
 def test_records_have_the_utilization_if_asked(tmp_path):

@@ -208,6 +208,26 @@ def test_half_precision_learns(precision, tmp_path):
         assert again._engine.scaler.state_dict() == trainer._engine.scaler.state_dict() != {}
 
 
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_clipping_looks_at_what_the_optimizer_trains(precision):
+    """Gradients of other parameters are neither unscaled nor cleared."""
+    trained = []
+    for frozen in (False, True):
+        model = nn.Sequential(nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 3))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        model[0].requires_grad_(not frozen)
+        config = TrainConfig(
+            epochs=2, learning_rate=0.1, gradient_clipping=0.05, mixed_precision=precision, log_every_n_steps=1
+        )
+        optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
+        history = Trainer(model, optimizer, nn.CrossEntropyLoss(), config).fit(DataLoader(samples(), 10))
+        trained.append((history["gradient_norm"], history["loss"]))
+    assert trained[0] == trained[1]
+    assert min(trained[0][0][1]) > 0.05
+
+
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_recomputed_activations_change_nothing(kind):
     def trained(kind):
