@@ -6,6 +6,7 @@ pages that were touched count as memory of the process. Here, one tensor at a ti
 
 __all__ = ["StoredTensor", "contents_checksum", "read_slice", "stored_checksum", "stored_tensors", "write_file"]
 
+import io
 import json
 import os
 import struct
@@ -122,7 +123,7 @@ def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int
     run = size * prod(sizes[last:])
     begin = stored.start + (size * offsets[last] * strides[last] if shape else 0)
     done, view = 0, _bytes_of(read)
-    with open(stored.path, "rb", buffering=_BUFFER) as file:
+    with io.BufferedReader(io.FileIO(stored.path), _BUFFER) as file:
         for index in product(*(range(o, o + s) for o, s in zip(offsets[:last], sizes[:last], strict=True))):
             file.seek(begin + size * sum(i * stride for i, stride in zip(index, strides, strict=False)))
             if file.readinto(view[done : done + run]) != run:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .launcher.config import LaunchConfig
     from .launcher.function import launch
     from .launcher.script import DistributedLauncher, launch_distributed_training
-    from .materialize import materialize_
+    from .materialize.model import materialize_
     from .pipeline.microbatches import MicrobatchPipelineTrainer, PipelineParallelSketchedModel
     from .pipeline.schedules import PipelineSchedule, make_schedule
     from .pipeline.stages import split_stages
@@ -56,7 +56,7 @@ _MODULES = {
     "launcher.function": ("launch",),
     "launcher.config": ("LaunchConfig",),
     "launcher.script": ("DistributedLauncher", "launch_distributed_training"),
-    "materialize": ("materialize_",),
+    "materialize.model": ("materialize_",),
     "pipeline.microbatches": ("MicrobatchPipelineTrainer", "PipelineParallelSketchedModel"),
     "pipeline.schedules": ("PipelineSchedule", "make_schedule"),
     "pipeline.stages": ("split_stages",),

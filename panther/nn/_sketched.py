@@ -171,6 +171,9 @@ class SketchedModule(CompressedModule):
     seed: int | None
     """The seed of a seeded layer, None for a fitted one. The truth; the buffer ``sketch_seed`` mirrors it."""
 
+    seed_is_given: bool = True
+    """Whether the constructor's caller chose the seed, so that initialisation by another seed must keep it."""
+
     num_terms: int
     low_rank: int
     groups: int = 1
@@ -193,7 +196,7 @@ class SketchedModule(CompressedModule):
         check_device(device)
         check_flag("bias", bias)
         check_floating("dtype", dtype)
-        seed = check_seed(seed)
+        self.seed_is_given, seed = seed is not None, check_seed(seed)
         for name, shape in factors.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
@@ -247,11 +250,8 @@ class SketchedModule(CompressedModule):
         The weight gets the variance of torch's default, 1 / (3 fan_in). A fitted layer starts from fresh signs and
         stays fitted.
         """
-        level = 1.0
         if self.is_fitted:
-            # The level of both U and S, so that U S has the scale of a seeded layer.
-            level = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25
-            seed = check_seed(None)
+            level, seed = self._fitted_level, check_seed(None)
             with torch.no_grad():
                 for stream, name in enumerate(self.sketch_names):
                     U = getattr(self, name)
@@ -260,13 +260,23 @@ class SketchedModule(CompressedModule):
             self._mirror_seed()
         else:
             self.set_seeded_(self.seed)  # type: ignore[arg-type]
+        self.reset_factors()
+
+    def reset_factors(self) -> None:
+        """Draw new factors and bias, as :meth:`reset_parameters` does, and leave the sketches."""
         # With entries of variance s^2 in the factors, an entry of the weight sums 2 L k / g of them with signs, times
         # 1/(2 L sqrt(k)), so it has variance s^2 / (2 L g); uniform on (-a, a) has variance a^2 / 3.
+        level = self._fitted_level if self.is_fitted else 1.0
         bound = level * math.sqrt(2 * self.num_terms * self.groups / self.fan_in)
         for name in self.factor_names:
             nn.init.uniform_(getattr(self, name), -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(self.fan_in), 1 / math.sqrt(self.fan_in))
+
+    @property
+    def _fitted_level(self) -> float:
+        """The level of both U and S of a fitted layer, so that U S has the scale of a seeded one."""
+        return (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25
 
     def freeze_sketches_(self) -> Self:
         """Stop training the sketches of a fitted layer; those of a seeded one are fixed anyway."""

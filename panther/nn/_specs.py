@@ -147,13 +147,17 @@ def load_modules(specs: dict[str, Any], model: nn.Module, state: dict[str, Tenso
 def build_modules(
     specs: dict[str, Any], model: nn.Module, device: torch.device | str | None = None
 ) -> dict[str, CompressedModule]:
-    """Return the sketched modules by name, freshly initialised, each on the device of the one in its place.
+    """Return the compressed modules by name, freshly initialised, each on the device of the one in its place.
 
-    Raises FormatError if they do not fit ``model``.
+    It also takes that one's dtype, which is then the dtype of the whole model, whatever was saved. What replaces a
+    module on the meta device is there too. Raises FormatError if they do not fit ``model``.
     """
 
     def build(name: str, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
-        module = _construct(*_checked_spec(name, spec, old), device=device or _device_of(old))
+        is_empty = any(tensor.is_meta for tensor in (*old.parameters(), *old.buffers()))
+        where = device or _device_of(old, "meta" if is_empty else "cpu")
+        make, args, dtype = _checked_spec(name, spec, old)
+        module = _construct(make, args, _dtype_in_place(old) or dtype, device=where)
         if isinstance(module, SketchedModule) and spec.get("mode") == "fitted":
             like = module.sketch_like()
             module.set_fitted_({key: like.new_zeros(shape) for key, shape in module.sketch_shapes().items()})
@@ -297,8 +301,15 @@ def place(value: Tensor, device: torch.device | str) -> Tensor:
     return value.to(device, copy=True)
 
 
-def _device_of(old: nn.Module) -> torch.device | str:
-    return next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), "cpu")
+def _device_of(old: nn.Module, without: str = "cpu") -> torch.device | str:
+    """Return the device on which a module has values, or ``without`` if it has none."""
+    return next((tensor.device for tensor in (*old.parameters(), *old.buffers()) if not tensor.is_meta), without)
+
+
+def _dtype_in_place(old: nn.Module) -> torch.dtype | None:
+    if isinstance(old, CompressedModule):
+        return _dtype_of(old)
+    return next((tensor.dtype for tensor in old.parameters() if tensor.is_floating_point()), None)
 
 
 def _mode_of(module: CompressedModule) -> str:

@@ -27,7 +27,7 @@ from panther.errors import FormatError
 from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
 
 _FORMAT, _VERSIONS = "panther", range(1, 3)  # those that are read, of which the last is written; 1 has no checksums
-_WEIGHTS, _MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
+_WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
 
 
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
@@ -97,15 +97,16 @@ def write_folder(
 
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: folder / f"{name}.tmp" for name in (_WEIGHTS, _MANIFEST, *(() if config is None else (_CONFIG,)))}
+    names = (_WEIGHTS, INFERENCE_MANIFEST, *(() if config is None else (_CONFIG,)))
+    parts = {name: folder / f"{name}.tmp" for name in names}
     try:
         write_file(parts[_WEIGHTS], tensors, value)
-        for name, record in ((_MANIFEST, _manifest(modules, aliases, checksums)), (_CONFIG, config)):
-            if record is not None:
-                with open(parts[name], "w", encoding="utf-8") as file:
-                    file.write(json.dumps(record, indent=1) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
+        texts = {INFERENCE_MANIFEST: _manifest(modules, aliases, checksums), _CONFIG: config}
+        for name in names[1:]:
+            with open(parts[name], "w", encoding="utf-8") as file:
+                file.write(json.dumps(texts[name], indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
         for name, part in parts.items():
             os.replace(part, folder / name)
     finally:
@@ -155,13 +156,13 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     folder, model = Path(dir), unwrapped(model)
     if folder.is_file():
         raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
-    manifest = _read_manifest(folder / _MANIFEST)
+    manifest = inference_manifest(folder)
     state = _read_tensors(folder, manifest)
     for alias, name in manifest["aliases"].items():
         if name not in state or alias in state:
             raise FormatError(
-                f"{folder / _MANIFEST} makes {alias!r} an alias of {name!r}, but the weights do not: the save is "
-                "damaged, write it again"
+                f"{folder / INFERENCE_MANIFEST} makes {alias!r} an alias of {name!r}, but the weights do not: the save "
+                "is damaged, write it again"
             )
         state[alias] = state[name]
 
@@ -187,7 +188,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
 def check_folder(dir: Path) -> None:
     """Raise FormatError if a file of a folder is missing, damaged, or not that which was saved."""
-    _read_tensors(dir, _read_manifest(dir / _MANIFEST))
+    _read_tensors(dir, inference_manifest(dir))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -264,8 +265,10 @@ def _described_checksum(tensor: Tensor) -> int:
     return contents_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    if not path.is_file() and (path.parent / "config.json").is_file():
+def inference_manifest(folder: Path) -> dict[str, Any]:
+    """Return the checked contents of a folder's panther.json."""
+    path = folder / INFERENCE_MANIFEST
+    if not path.is_file() and (folder / _CONFIG).is_file():
         raise FormatError(
             f"{path} is missing, and config.json is there: pr.from_pretrained(folder) loads what save_pretrained wrote"
         )
@@ -300,8 +303,8 @@ def _read_tensors(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor
         return tensors
     if differing := sorted(checksums.keys() ^ tensors.keys()):
         raise FormatError(
-            f"{path} and {_MANIFEST} beside it name different tensors ({_some(differing)}): both files must be of one "
-            "save, write it again"
+            f"{path} and {INFERENCE_MANIFEST} beside it name different tensors ({_some(differing)}): both files must "
+            "be of one save, write it again"
         )
     for name, tensor in tensors.items():
         if checksums[name] != (found := _described_checksum(tensor)):

@@ -1,5 +1,6 @@
 """Models without values: sharded first, then filled, each rank with what it holds."""
 
+import random
 import re
 
 import pytest
@@ -8,11 +9,12 @@ import torch.distributed.checkpoint as dcp
 from ranks import on_ranks, weights_of
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import panther as pr
 from panther.distributed import checkpoint, data_parallel, make_mesh, materialize_
 from panther.errors import CheckpointError
-from panther.nn import SKLinear
+from panther.nn import RandMultiHeadAttention, SKConv1d, SKLinear, sinSRPE
 
 pytestmark = [
     pytest.mark.distributed,
@@ -40,7 +42,6 @@ class Net(nn.Module):
 
 
 def empty():
-    torch.manual_seed(3)
     with torch.device("meta"):
         model = Net()
     model.head.weight = model.embedding.weight
@@ -74,10 +75,52 @@ def test_seeded_values_are_those_of_one_process(world, replicas):
         for name, parameter in one.named_parameters():
             assert torch.equal(weights[name], parameter), name
         assert held < 1.25 * whole * replicas / world
-    assert not torch.equal(materialize_(empty(), seed=6).head.weight, one.head.weight)
-    state = torch.get_rng_state()
-    materialize_(empty())
-    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Drawing(nn.Sequential):
+    """Everything with a seed; the last layer's is chosen."""
+
+    def __init__(self):
+        attention = RandMultiHeadAttention(8, 2, num_random_features=40, SRPE=sinSRPE(2, 4, 2, 8))
+        super().__init__(SKLinear(8, 8, 2), SKConv1d(8, 8, 3, sketch_size=2), attention, SKLinear(8, 8, 2, seed=11))
+
+
+def test_a_seed_decides_everything_that_nobody_chose():
+    def drawn(seed, caller):
+        torch.manual_seed(caller)
+        random.seed(caller)
+        before = torch.get_rng_state(), random.getstate()
+        with torch.device("meta"):
+            model = Drawing()
+        between = torch.get_rng_state()
+        materialize_(model, seed=seed)
+        assert torch.equal(torch.get_rng_state(), between)
+        assert random.getstate() == before[1]
+        seeds = [module.seed for module in model.modules() if hasattr(module, "seed")]
+        return seeds, {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    seeds, tensors = drawn(1, caller=2)
+    again, same = drawn(1, caller=3)
+    assert seeds == again
+    assert all(torch.equal(tensor, same[name]) for name, tensor in tensors.items())
+    others, different = drawn(2, caller=2)
+    assert len({*seeds, *others}) == 2 * len(seeds) - 1
+    assert seeds[-1] == others[-1] == 11
+    drawn_anew = {name for name, tensor in tensors.items() if not torch.equal(tensor, different[name])}
+    assert {"0.S1", "0.U1", "1.S", "1.U", "2.Wq", "2.directions", "2.SRPE.noise", "3.S1"} <= drawn_anew
+    assert torch.equal(tensors["3.U1"], different["3.U1"])
+
+
+def test_activation_checkpointing_changes_no_value():
+    def model():
+        with torch.device("meta"):
+            return nn.Sequential(SKLinear(8, 6, 2), nn.Linear(6, 3))
+
+    plain, wrapped = model(), model()
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, SKLinear | nn.Linear))
+    expected = materialize_(plain, seed=4).state_dict()
+    found = materialize_(wrapped, seed=4).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def saved(folder, kind):

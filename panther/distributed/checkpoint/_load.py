@@ -4,7 +4,7 @@ __all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._folders import folder_of, remove
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint._storage import empty, read_manifest, read_tensors, reader_of
+from panther.distributed.checkpoint._weights import check_architecture, put_modules_, saved_modules
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
+from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError
-from panther.nn._specs import build_modules, model_config, module_specs
+from panther.nn._specs import model_config
 from panther.nn.io import unwrapped, write_folder
 
 
@@ -29,7 +31,9 @@ class LoadedCheckpoint:
     """What :func:`load` returns in addition to loading the model and the optimizer."""
 
     path: Path
+    """The folder that was loaded."""
     step: int
+    """The number of steps that it was saved after."""
     extra: Any
     """The first rank's ``extra`` of :func:`save`."""
     per_rank_extra: Any
@@ -79,7 +83,7 @@ def load(
     entries = {name: entry for name, entry in manifest["model"].items() if name in own}
 
     def targets_of_rank() -> dict[str, Tensor]:
-        _check_architecture(parts, manifest["modules"], folder)
+        check_architecture(parts, manifest["modules"], folder)
         _check_names(own, names, manifest, folder)
         targets = {
             place: empty(manifest["tensors"][place])
@@ -176,7 +180,7 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
     first: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for name, entry in manifest["model"].items():
-        if not _is_tensor(entry):
+        if not states.is_tensor(entry):
             raise CheckpointError(f"state_dict entry {name!r} is not a tensor: the inference format holds only tensors")
         place = places[name] = entry["$tensor"]
         if first.setdefault(place, name) == name:
@@ -195,49 +199,36 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
     write_folder(target, tensors, value_of, manifest["modules"], aliases, config)
 
 
-def _is_tensor(entry: Any) -> bool:
-    return isinstance(entry, dict) and "$tensor" in entry
+def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Replace layers of a model, in place, by the compressed layers that a folder has under their names.
 
-
-def restore_architecture(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
-    """Replace layers of a model, in place, by the sketched layers that a checkpoint has under their names.
-
-    The new layers have no trained values: :func:`load` brings them. Call this before the model is wrapped or sharded,
-    and before its optimizer is made.
+    The new layers have no trained values: :func:`load` brings them, or, where the model is on the meta device and so
+    these layers too, :func:`panther.distributed.materialize_`. Call this before the model is wrapped or sharded, and
+    before its optimizer is made.
 
     Args:
-        path: Folder of a checkpoint, or the directory of checkpoints.
-        model: The architecture, with dense or with sketched layers.
+        path: Folder of a checkpoint, or the directory of checkpoints, or the folder of a compressed model, as
+            :func:`panther.save_compressed` or transformers' ``save_pretrained`` has written it.
+        model: The architecture, with dense or with compressed layers; or a function that builds it, which is called
+            with ``torch.device("meta")``. New layers take the dtype of those that they replace.
 
     Returns:
         ``model``, or the new layer if the model is itself a layer that is replaced.
 
     Raises:
-        FormatError: If the checkpoint is damaged, or does not suit the model.
+        FormatError: If the folder is damaged or holds no model, or does not suit the model.
+
+    Example:
+        >>> import tempfile, torch, panther as pr
+        >>> compressed = torch.nn.Sequential(pr.nn.SKLinear.from_linear(torch.nn.Linear(256, 64), 1, 4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model = restore_architecture(
+        ...         pr.save_compressed(compressed, folder), lambda: torch.nn.Sequential(torch.nn.Linear(256, 64))
+        ...     )
+        ...     model[0].U1.is_meta, type(pr.distributed.materialize_(model, folder)[0]).__name__
+        (True, 'SKLinear')
     """
-    manifest = read_manifest(folder_of(Path(path)))
-    built = build_modules(manifest["modules"], model)
-    if "" in built:
-        return built[""]
-    for name, module in built.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, module)
-    return model
-
-
-def _check_architecture(parts: Sequence[nn.Module], saved: dict[str, Any], folder: Path) -> None:
-    """Raise unless sketched layers have the class, the arguments and the mode that were saved."""
-    for part in parts:
-        for name, spec in module_specs(part).items():
-            was, keys = saved.get(name, {}), ("class", "args", "mode")
-            differ = [
-                f"{key} is {spec.get(key)} and was {was.get(key)}" for key in keys if spec.get(key) != was.get(key)
-            ]
-            if differ:
-                raise CheckpointError(
-                    f"{folder} does not fit layer {name!r}: {'; '.join(differ)}: call restore_architecture on the "
-                    "model first"
-                )
+    return put_modules_(built(model), saved_modules(Path(path)))
 
 
 def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str, Any], folder: Path) -> None:
@@ -248,7 +239,7 @@ def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str,
     wrong = []
     for name, value in own.items():
         entry = manifest["model"].get(name)
-        if isinstance(value, Tensor) and _is_tensor(entry):
+        if isinstance(value, Tensor) and states.is_tensor(entry):
             stored = manifest["tensors"][entry["$tensor"]]
             dtype = getattr(torch, stored["dtype"])
             # float32 may be loaded into bfloat16; a float into an integer is a different model.

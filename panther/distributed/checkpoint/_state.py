@@ -8,8 +8,9 @@ several pipeline stages.
 """
 
 __all__ = [
-    "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "first_names", "model_state",
-    "optimizer_state", "optimizer_targets", "parts_of", "places", "random_state", "set_random_state",
+    "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "first_names", "is_tensor", "model_state",
+    "module_name", "optimizer_state", "optimizer_targets", "parts_of", "places", "plain", "random_state",
+    "set_random_state",
 ]  # fmt: skip
 
 import random
@@ -41,10 +42,16 @@ def parts_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [unwrapped(stage) for stage in model] if are_stages(model) else [unwrapped(model)]  # type: ignore
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """Return the name of a tensor or module without those of the wrappers around it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def module_name(name: str) -> str:
+    """Return the name of a module without those of the wrappers around it, of which one may be its last part."""
+    return plain(f"{name}.").removesuffix(".")
 
 
 def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def model_state(parts: Iterable[nn.Module]) -> dict[str, Any]:
         for name, value in part.state_dict().items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise CheckpointError(f"{name!r} is on the meta device and has no values: initialise the model first")
-            state[_plain(name)] = value
+            state[plain(name)] = value
     return state
 
 
@@ -75,7 +82,7 @@ def first_names(state: Mapping[str, Any]) -> dict[str, str]:
 def fill_model(parts: Iterable[nn.Module], values: Mapping[str, Any]) -> None:
     """Load values by global name through ``load_state_dict``, which also draws the sketches of a loaded seed."""
     for part in parts:
-        part.load_state_dict({name: values[_plain(name)] for name in part.state_dict()})
+        part.load_state_dict({name: values[plain(name)] for name in part.state_dict()})
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -91,7 +98,7 @@ def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
 
 def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return the optimizer's parameters with their names, in the order of its own numbers."""
-    names = {parameter: _plain(name) for part in parts for name, parameter in part.named_parameters()}
+    names = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
         raise CheckpointError(
@@ -253,6 +260,11 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return {_hashable(decode(key, tensors)): decode(item, tensors) for key, item in value["$dict"]}
         return {key: decode(item, tensors) for key, item in value.items()}
     return value
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether :func:`encode` has returned this value for a tensor."""
+    return isinstance(value, dict) and "$tensor" in value
 
 
 def places(value: Any) -> Iterator[str]:

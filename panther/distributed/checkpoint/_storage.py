@@ -175,7 +175,7 @@ class _Writer(UnusedHooks, StorageWriter):
 
 def reader_of(folder: Path, manifest: Mapping[str, Any]) -> TensorReader:
     """Return the reader of a checkpoint."""
-    tensors = {}
+    tensors: dict[str, Any] = {}
     chunks = {}
     for name, entry in manifest["tensors"].items():
         tensors[name] = TensorStorageMetadata(

@@ -38,7 +38,7 @@ class Half(SKLinear):
 
     def __init__(self, layer: SKLinear) -> None:
         CompressedModule.__init__(self)  # not SKLinear's, which draws and allocates
-        for name in ("in_features", "out_features", "fan_in", "num_terms", "low_rank", "seed", "training"):
+        for name in ("in_features", "out_features", "fan_in", "num_terms", "low_rank", "seed", "seed_is_given", "training"):
             setattr(self, name, getattr(layer, name))
         for name in (*self.factor_names, *self.sketch_names):
             if name in layer._parameters:

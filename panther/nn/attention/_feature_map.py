@@ -28,6 +28,7 @@ class FeatureMap(nn.Module):
     center: Tensor
     kernel_fn: str
     seed: int
+    seed_is_given: bool = True
     num_heads: int
     head_dim: int
     num_random_features: int

@@ -174,7 +174,7 @@ class RandMultiHeadAttention(FeatureMap):
         if redraw_interval is not None:
             check_size("redraw_interval", redraw_interval, least=1)
         self.redraw_interval = redraw_interval
-        self.seed, self._draws, self._forwards = check_seed(seed), 0, 0
+        self.seed_is_given, self.seed, self._draws, self._forwards = seed is not None, check_seed(seed), 0, 0
         self.SRPE = SRPE
 
         def parameter(*shape: int) -> nn.Parameter:

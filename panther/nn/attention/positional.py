@@ -78,7 +78,7 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         self.num_realizations = check_size("num_realizations", num_realizations, least=1)
         check_device(device)
         check_floating("dtype", dtype)
-        self.seed, self._draws = check_seed(seed), 0
+        self.seed_is_given, self.seed, self._draws = seed is not None, check_seed(seed), 0
         shape = (num_heads, perHead_in, sines)
         for name in ("frequencies", "phases", "gains"):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))

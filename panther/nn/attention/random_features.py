@@ -56,7 +56,7 @@ class RandomFeatureAttention(FeatureMap):
         self.head_dim = self.feature_width = check_size("head_dim", head_dim, least=1)
         self.num_random_features = check_size("num_random_features", num_random_features, least=1)
         self.kernel_fn, self.SRPE, self.feature_norm = kernel_fn, None, head_dim**0.5
-        self.seed, self._draws, self._forwards = check_seed(seed), 0, 0
+        self.seed_is_given, self.seed, self._draws, self._forwards = seed is not None, check_seed(seed), 0, 0
         self._default_kernel = self._centered = False
         rows = self.num_random_features
         if kernel_fn == "hermite":

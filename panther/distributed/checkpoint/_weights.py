@@ -1,0 +1,185 @@
+"""Folders that hold the values of a model, of any writer: their names, shapes and compressed layers, read by slices."""
+
+__all__ = [
+    "StoredWeights",
+    "check_architecture",
+    "differing_modules",
+    "put_modules_",
+    "saved_modules",
+    "stored_weights",
+]
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from panther.distributed.checkpoint import _state as states
+from panther.distributed.checkpoint._folders import checkpoints, folder_of
+from panther.distributed.checkpoint._reader import Chunk, TensorReader
+from panther.distributed.checkpoint._storage import MANIFEST, read_manifest, read_tensors, reader_of
+from panther.errors import CheckpointError, FormatError
+from panther.nn._specs import QUANTIZATION_METHOD, build_modules, module_specs
+from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
+
+
+@dataclass
+class StoredWeights:
+    """The tensors and compressed layers of a folder."""
+
+    folder: Path
+    reader: StorageReader
+    modules: Mapping[str, Any]
+    """The records of the compressed layers, by name."""
+    places: dict[str, str]
+    """Under which name the reader knows a tensor, by each name that it has in a model."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What is not a tensor, as a checkpoint of Panther's encodes it."""
+    is_latest: bool = False
+    """Whether this is the latest checkpoint of the folder that was named."""
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Any]:
+        return self.reader.read_metadata().state_dict_metadata
+
+    def names(self) -> set[str]:
+        """Return the names of everything that the folder holds."""
+        return {*self.places, *self.values}
+
+    def difference(self, name: str, value: Any) -> str | None:
+        """Return how a value of a model differs in kind and shape from that which is stored."""
+        stored = self._tensors.get(self.places.get(name, ""))
+        if not (isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor)):
+            same = name in self.values and not isinstance(value, Tensor)
+            return None if same else f"is a {type(value).__name__} and something else"
+        if stored.size != value.shape:
+            return f"has the shape {tuple(value.shape)}, and {tuple(stored.size)}"
+        dtype = stored.properties.dtype
+        # float32 may be read into bfloat16; a float into an integer is a different model.
+        return f"is {value.dtype}, and {dtype}" if value.is_floating_point() != dtype.is_floating_point else None
+
+    def read(self, name: str, like: Any) -> Any:
+        """Return a value; of a tensor the shard that ``like`` is, on its device and in its floating dtype."""
+        if name in self.values:
+            return states.decode(self.values[name], {})
+        stored = self._tensors[self.places[name]].properties.dtype
+        # Integers in the stored dtype, for the module to judge.
+        target = torch.empty_like(like, dtype=like.dtype if like.is_floating_point() else stored, requires_grad=False)
+        read_tensors(self.reader, {self.places[name]: target}, alone=True)
+        return target
+
+
+class _DCPReader(dcp.FileSystemReader):
+    """DCP's own, which reads the metadata once: it is asked for every module."""
+
+    _metadata: Any = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
+def stored_weights(folder: Path) -> StoredWeights:
+    """Return what a folder holds.
+
+    Raises:
+        CheckpointError: If it holds no weights.
+        FormatError: If a file is damaged.
+    """
+    if _has_checkpoint(folder):
+        given, folder = folder, folder_of(folder)
+        manifest = read_manifest(folder)
+        entries = manifest["model"]
+        places = {name: entry["$tensor"] for name, entry in entries.items() if states.is_tensor(entry)}
+        values = {name: entry for name, entry in entries.items() if name not in places}
+        reader = reader_of(folder, manifest)
+        return StoredWeights(folder, reader, manifest["modules"], places, values, is_latest=folder != given)
+    if (folder / ".metadata").is_file():
+        files = _DCPReader(folder)
+        return StoredWeights(folder, files, {}, {name: name for name in files.read_metadata().state_dict_metadata})
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} holds no weights: give a folder with safetensors, a checkpoint of "
+            "torch.distributed.checkpoint, or one of Panther's"
+        )
+    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
+    chunks = {index: Chunk(Path(info.relative_path), index.fqn) for index, info in metadata.storage_data.items()}
+    places = {name: name for name in metadata.state_dict_metadata}
+    if (folder / INFERENCE_MANIFEST).is_file():
+        places |= inference_manifest(folder)["aliases"]
+    return StoredWeights(folder, TensorReader(metadata, chunks), saved_modules(folder), places)
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).exists() or bool(checkpoints(folder))
+
+
+def saved_modules(folder: Path) -> Mapping[str, Any]:
+    """Return the records of the compressed layers of a folder, by name; those without any have none.
+
+    Raises:
+        FormatError: If it holds no model, or a file with such records is damaged.
+    """
+    if (folder / INFERENCE_MANIFEST).is_file():
+        return inference_manifest(folder)["modules"]
+    if (folder / ".metadata").is_file():
+        return {}
+    if _has_checkpoint(folder) or not any(folder.glob("*.safetensors")):
+        return read_manifest(folder_of(folder))["modules"]
+    config = folder / "config.json"
+    try:
+        entry = json.loads(config.read_text(encoding="utf-8")).get("quantization_config") if config.is_file() else None
+    except ValueError as error:
+        raise FormatError(f"{config} cannot be read as JSON ({error}): write the folder again") from None
+    if isinstance(entry, dict) and entry.get("quant_method") == QUANTIZATION_METHOD:
+        return entry.get("modules") or {}  # of transformers' save_pretrained
+    return {}
+
+
+def put_modules_(model: nn.Module, specs: Mapping[str, Any]) -> nn.Module:
+    """Put freshly initialised layers in the places that records name; return the model, or the layer in its place.
+
+    Raises FormatError if they do not fit the model.
+    """
+    built = build_modules(dict(specs), model)
+    if "" in built:
+        return built[""]
+    for name, module in built.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, module)
+    return model
+
+
+def differing_modules(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> dict[str, str]:
+    """Return how compressed layers differ from their records in class, arguments or mode, by name."""
+    found = {}
+    for part in parts:
+        own, present = module_specs(part), {states.module_name(name): module for name, module in part.named_modules()}
+        for name in dict.fromkeys([*own, *saved]):
+            if name not in present or own.get(name) == saved.get(name):
+                continue
+            if name not in own:
+                found[name] = f"a {type(present[name]).__name__} is not the {saved[name].get('class')} that was saved"
+                continue
+            spec, was = own[name], saved.get(name, {})
+            differ = [key for key in ("class", "args", "mode") if spec.get(key) != was.get(key)]
+            if differ:
+                found[name] = "; ".join(f"{key} is {spec.get(key)} and was {was.get(key)}" for key in differ)
+    return found
+
+
+def check_architecture(parts: Sequence[nn.Module], saved: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError unless compressed layers have the class, the arguments and the mode that were saved."""
+    for name, how in differing_modules(parts, saved).items():
+        raise CheckpointError(
+            f"{folder} does not fit layer {name!r}: {how}: call restore_architecture on the model first"
+        )

@@ -1,0 +1,143 @@
+"""Draw the values of a model on the meta device: the same numbers in every layout, a module in full at a time."""
+
+__all__ = ["Draw", "planned_draws", "set_seeds_"]
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from panther._random_state import preserved_generators, seed_cpu_generators
+from panther.distributed.checkpoint._state import module_name
+from panther.distributed.checkpoint._storage import placed
+from panther.distributed.pipeline._modules import source_of
+from panther.distributed.sync.sketches import sketch_ids
+from panther.errors import ConfigError
+from panther.nn._sketched import SketchedModule
+
+
+def set_seeds_(parts: Sequence[nn.Module], seed: int) -> None:
+    """Draw the seeds of sketches and random features that nobody has chosen, by the module's name."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if not getattr(module, "seed_is_given", True) and module.seed is not None:
+                module.seed = _number(f"sketch {seed} {module_name(name)}", 8) >> 1  # below 2^63
+
+
+class Draw(NamedTuple):
+    """A module whose tensors are to be drawn."""
+
+    name: str
+    module: nn.Module
+    names: list[str]
+    """Of its own tensors without values."""
+    owner: nn.Module
+    """The module that draws them: of a stage's code, and of half a layer, that of the model."""
+    draw: Callable[[], Any]
+
+    def fill(self, seed: int, filled: set[int]) -> None:
+        """Draw the module in full on the CPU, and copy this rank's shards to those of its tensors not filled yet."""
+        with _in_full(self.owner) as drawn, preserved_generators():
+            seed_cpu_generators(_number(f"{seed} {self.name}", 7))
+            self.draw()
+        for name in self.names:
+            tensor, full = getattr(self.module, name), drawn[name]
+            if id(tensor) in filled:
+                continue
+            if full.is_floating_point() and full.sum().isnan():
+                raise ConfigError(
+                    f"{name!r} of a {type(self.owner).__name__} was not drawn by its model's or its own "
+                    "initialisation: give the class a reset_parameters that draws it, or weights that hold it"
+                )
+            offsets, shard = placed(tensor)
+            shard.copy_(full[tuple(slice(o, o + size) for o, size in zip(offsets, shard.shape, strict=True))])
+            filled.add(id(tensor))
+
+
+def _number(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest())
+
+
+def planned_draws(parts: Sequence[nn.Module], draw_all: bool) -> list[Draw]:
+    """Return what is to be drawn, or raise if the model cannot be filled."""
+    draws = []
+    for part in parts:
+        source = source_of(part)
+        for name, module in part.named_modules():
+            tensors = {**module._parameters, **module._buffers}
+            names = [key for key, tensor in tensors.items() if tensor is not None and tensor.is_meta]
+            if not names or not (draw_all or _is_unsaved(module)):
+                continue
+            owner = module if source is part else source.get_submodule(name)
+            if (draw := _drawing(source, owner)) is None:
+                raise ConfigError(
+                    f"{name!r}, a {type(owner).__name__}, has tensors and no reset_parameters that draws their values: "
+                    "give the class one, or weights that hold them all"
+                )
+            sketches = _drawn_apart(module)
+            draws.append(Draw(module_name(name), module, [key for key in names if key not in sketches], owner, draw))
+    return draws
+
+
+def _drawn_apart(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the buffers that a module draws from its seed when it is allocated."""
+    if not isinstance(module, SketchedModule) or module.is_fitted:
+        return ()
+    # A class with an initialisation of its own may draw other things there, in an order that counts.
+    is_own = type(module).reset_parameters is not SketchedModule.reset_parameters
+    return () if is_own else (*module.sketch_names, "sketch_seed")
+
+
+def _drawing(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None:
+    """Return what draws the values of a module's own tensors; None if nothing is known to."""
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if _drawn_apart(module):
+        own = module.reset_factors
+    initialize = getattr(model, "_init_weights", None)
+    if not callable(own) and not callable(initialize):
+        return None
+
+    def draw() -> None:
+        if callable(own):
+            own()
+        if callable(initialize):  # that of transformers' models has the last word, and leaves what it does not know
+            initialize(module)
+
+    return draw
+
+
+def _is_unsaved(module: nn.Module) -> bool:
+    """Return whether a module has buffers that files do not hold, and that are not sketches, which are drawn anew."""
+    sketches = sketch_ids(module)
+    return any(
+        id(buffer) not in sketches and name in module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False)
+    )
+
+
+@contextmanager
+def _in_full(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Let a module's own tensors be full and on the CPU; return what they are at the end."""
+    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    kept = [dict(place) for place in places]
+    packed = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}  # bits of sketches
+    apart = _drawn_apart(module)
+    for place in places:
+        for name, tensor in place.items():
+            if tensor is not None and name not in apart:
+                full = torch.full(tensor.shape, torch.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+                trained = isinstance(tensor, nn.Parameter)
+                place[name] = nn.Parameter(full, tensor.requires_grad) if trained else full
+    drawn: dict[str, Tensor] = {}
+    try:
+        yield drawn
+        for place in places:
+            drawn.update(place)
+    finally:
+        for place, before in zip(places, kept, strict=True):
+            place.clear()
+            place.update(before)
+        vars(module).update(packed)

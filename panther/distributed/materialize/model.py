@@ -1,0 +1,114 @@
+"""Give a model on the meta device its values, shard by shard: no rank ever holds the whole."""
+
+__all__ = ["materialize_"]
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from panther.distributed.checkpoint._state import parts_of
+from panther.distributed.checkpoint._weights import stored_weights
+from panther.distributed.comm._agreement import run_on_all_ranks
+from panther.distributed.comm.mesh import get_distributed_info, get_world_size
+from panther.distributed.materialize.initialization import planned_draws, set_seeds_
+from panther.distributed.materialize.values import names_in, read_seeds_, read_values_, with_layers_of
+from panther.distributed.pipeline._modules import from_source_
+from panther.distributed.tensor._plan import shared_parameters, tie_
+from panther.errors import ConfigError
+
+
+def materialize_(
+    model: nn.Module | Sequence[nn.Module],
+    weights: str | os.PathLike[str] | None = None,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Allocate and fill a model on the meta device, in place. Every rank must call it.
+
+    Shard the model first: :func:`tensor_parallel`, :func:`split_stages`, ``data_parallel(model, strategy="fsdp")`` and
+    :class:`HybridParallelTrainer` take one without values. A rank then allocates its shards alone. From ``weights`` it
+    reads the slices that it needs. Without, every module draws its values by its own ``reset_parameters`` (or the
+    model's ``_init_weights``, as those of transformers) from generators that are seeded by ``seed`` and the module's
+    name, and so are the sketches of layers that were built without a seed: the same numbers in every layout and on one
+    process, whatever was drawn before. A rank holds one module at a time in full.
+
+    Layers that ``weights`` holds in compressed form are put in the place of dense ones, if the model is not sharded.
+    Before it is sharded, :func:`panther.distributed.checkpoint.restore_architecture` does that.
+
+    Args:
+        model: With all parameters on the meta device, sharded or not; or the modules of this rank's stages,
+            ``[stage.submod for stage in stages]``.
+        weights: A folder of safetensors (one file or several), as transformers and :func:`panther.save_compressed`
+            write it, a checkpoint of ``torch.distributed.checkpoint``, or one of Panther's. None draws new values.
+        seed: Of the values that are drawn.
+        device: Where to allocate; None is the device of this rank, :func:`get_distributed_info`.
+
+    Returns:
+        The model; or the compressed layer, if the model is itself a layer that is replaced.
+
+    Raises:
+        ConfigError: On every rank, if a parameter has values already, or a module has parameters or buffers and no way
+            to draw them.
+        CheckpointError: On every rank, if the folder does not hold the model's tensors, all of them and no others, in
+            their shapes, or compressed layers that a sharded model does not have.
+        FormatError: On every rank, if a file is damaged.
+        SketchMismatchError: On every rank, if a seed is damaged.
+
+    Cost: the bytes of this rank's shards, read or drawn. Drawing takes every rank the time of the whole model, or of
+    its stages.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> materialize_(model, seed=1)[2].weight.shape
+        torch.Size([2, 3])
+    """
+    target = get_distributed_info().device if device is None else torch.device(device)
+    parts = parts_of(model)
+    _on_all_ranks(lambda: _check_empty(parts))
+    stored, names = None, {}
+    if weights is not None:
+        stored = run_on_all_ranks(lambda: stored_weights(Path(weights)), None)
+        model = _on_all_ranks(lambda: with_layers_of(stored, model))
+        parts = parts_of(model)
+        names = names_in(stored, parts)
+    draws = _on_all_ranks(lambda: planned_draws(parts, stored is None))
+    # Before the model is allocated, when sketches are drawn.
+    _on_all_ranks(lambda: set_seeds_(parts, seed) if stored is None else read_seeds_(parts, stored, names))
+    for part in parts:
+        tied = shared_parameters(part)
+        part._apply(lambda tensor: torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target))
+        tie_(part, tied)
+
+    def fill() -> None:
+        filled: set[int] = set()  # what modules share has the values of the first
+        for draw in draws:
+            draw.fill(seed, filled)
+        if stored is not None:
+            for part in parts:
+                read_values_(part, stored, names)
+
+    _on_all_ranks(fill)
+    for part in parts:
+        from_source_(part, None)
+    return model
+
+
+def _on_all_ranks(work: Callable[[], Any]) -> Any:
+    """Do the work, and raise on all ranks if it fails on one: stages have different modules."""
+    return work() if get_world_size() == 1 else run_on_all_ranks(work, None)
+
+
+def _check_empty(parts: Sequence[nn.Module]) -> None:
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if not parameter.is_meta:
+                raise ConfigError(
+                    f"materialize_ fills a model on the meta device, and {name!r} has values already: build the model "
+                    "under torch.device('meta')"
+                )

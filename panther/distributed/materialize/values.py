@@ -1,0 +1,107 @@
+"""Read the values of a model on the meta device from a folder of weights, module by module."""
+
+__all__ = ["names_in", "read_seeds_", "read_values_", "with_layers_of"]
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from panther.distributed.checkpoint._state import are_stages, module_name, parts_of, plain
+from panther.distributed.checkpoint._weights import (
+    StoredWeights,
+    check_architecture,
+    differing_modules,
+    put_modules_,
+)
+from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks
+from panther.distributed.pipeline._modules import source_of
+from panther.errors import CheckpointError
+from panther.nn._sketch_record import read_record
+from panther.nn._sketched import SketchedModule
+
+
+def with_layers_of(stored: StoredWeights, model: Any) -> Any:
+    """Return the model with the compressed layers of a folder, or raise if it is sharded and does not have them."""
+    if not stored.modules:
+        return model
+    parts = parts_of(model)
+    differing = differing_modules(parts, stored.modules)
+    is_whole = not are_stages(model) and not any(isinstance(p, DTensor) for p in model.parameters())
+    if is_whole and differing.keys() <= stored.modules.keys():
+        specs = {name: spec for name, spec in stored.modules.items() if {name, spec.get("alias_of")} & differing.keys()}
+        made = put_modules_(parts[0], specs)
+        return model if made is parts[0] else made
+    check_architecture(parts, stored.modules, stored.folder)
+    return model
+
+
+def names_in(stored: StoredWeights, parts: Sequence[nn.Module]) -> dict[str, str]:
+    """Return under which name a folder holds each of this rank's values, or raise if it does not suit all ranks."""
+    state = {name: value for part in parts for name, value in part.state_dict().items()}
+    aliases = _aliases(parts)
+    every = gather_objects((set(state), stored.folder.name), None)
+    of_all = set().union(*(names for names, _ in every))  # a stage has only its own
+
+    def found() -> dict[str, str]:
+        if stored.is_latest and len({folder for _, folder in every}) > 1:
+            raise CheckpointError(
+                f"ranks find different checkpoints in {stored.folder.parent} "
+                f"({', '.join(sorted({folder for _, folder in every}))}): name the folder of one"
+            )
+        held = stored.names()
+        # Names that share a tensor are one: files hold it once.
+        names = {name: next((alias for alias in aliases.get(name, [name]) if alias in held), "") for name in state}
+        missing = sorted({aliases.get(name, [name])[0] for name, alias in names.items() if not alias})
+        unknown = sorted(held - of_all)
+        if missing or unknown:
+            kind, some = ("lacks", missing) if missing else ("holds, beside the model's tensors,", unknown)
+            more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+            raise CheckpointError(
+                f"{stored.folder} {kind} {', '.join(some[:3])}{more}: build the model that was saved there"
+            )
+        for name, alias in names.items():
+            if wrong := stored.difference(alias, state[name]):
+                raise CheckpointError(f"{name!r} {wrong} in {stored.folder}: build the model that was saved there")
+        return names
+
+    return run_on_all_ranks(found, None)
+
+
+def _aliases(parts: Sequence[nn.Module]) -> dict[str, list[str]]:
+    """Return the names of each shared tensor of the model, by each of them."""
+    names: dict[int, list[str]] = {}
+    for source in {id(source): source for source in map(source_of, parts)}.values():
+        named = (*source.named_parameters(remove_duplicate=False), *source.named_buffers(remove_duplicate=False))
+        for name, tensor in named:
+            names.setdefault(id(tensor), []).append(plain(name))
+    return {name: shared for shared in names.values() for name in shared}
+
+
+def read_seeds_(parts: Sequence[nn.Module], stored: StoredWeights, names: Mapping[str, str]) -> None:
+    """Read the seeds of sketched layers, which are then drawn once."""
+    for part in parts:
+        for name, module in part.named_modules():
+            key = plain(f"{name}.sketch_seed" if name else "sketch_seed")
+            if isinstance(module, SketchedModule) and not module.is_fitted:
+                record = stored.read(names[key], torch.empty(4, dtype=torch.int64))
+                module.seed = read_record(record, module.num_terms, key)
+
+
+def read_values_(part: nn.Module, stored: StoredWeights, names: Mapping[str, str]) -> None:
+    """Read the values of a part, module by module."""
+    modules = {module_name(name): module for name, module in part.named_modules(remove_duplicate=False)}
+    entries: dict[str, dict[str, Any]] = {}
+    for name, value in part.state_dict(keep_vars=True).items():
+        owner, _, key = name.rpartition(".")
+        entries.setdefault(owner, {})[key] = name, value
+    filled: set[int] = set()
+    for owner, own in entries.items():
+        state = {}
+        for key, (name, value) in own.items():
+            state[key] = value if id(value) in filled else stored.read(names[name], value)
+            filled.add(id(value))
+        # Through the module's own way of loading, which checks records of its form.
+        modules[owner].load_state_dict(state, strict=False)
