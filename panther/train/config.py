@@ -78,6 +78,10 @@ class TrainConfig(Settings):
     pipeline_layers: str | None = None
     """Name of the ModuleList between whose modules the model is split into stages. An nn.Sequential needs none."""
 
+    inside_sketched_layers: bool = False
+    """For pipelines, whether a stage that would begin with a sketched layer, or after one, begins inside of it, so that
+    2R numbers a row are sent in place of the width, as for :func:`panther.distributed.split_stages`."""
+
     num_microbatches: int | None = None
     """Number of microbatches that a pipeline splits each batch into. None is ``pipeline_parallel_size``."""
 

@@ -267,6 +267,7 @@ def _model_parallel_engine(
     if axes.pp > 1:
         if common["loss_fn"] is None:
             raise ConfigError("a pipeline needs loss_fn, which its last stage calls")
+        settings["inside_sketched_layers"] = config.inside_sketched_layers
         settings["num_microbatches"] = num_microbatches = config.num_microbatches or axes.pp
         if config.pipeline_layers is not None:
             data = sample_batch()

@@ -26,7 +26,17 @@ _RULES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("reshard_after_forward", True, ("fsdp", "hybrid")),
     ("compile", False, (*_REPLICATED, "replicate", "fsdp")),
 )
-_PIPELINE = (("num_microbatches", None), ("pipeline_layers", None), ("pipeline_schedule", "1f1b"))
+# A setting, the value that asks for nothing, a size that it does not go with, and why.
+_PAIRS = (
+    ("compile", False, "tensor_parallel_size", ""),
+    ("compile", False, "pipeline_parallel_size", ""),
+    ("reshard_after_forward", True, "pipeline_parallel_size", ", because stages stay gathered for all microbatches"),
+    ("inside_sketched_layers", False, "tensor_parallel_size", ", because halves of a layer are not sharded"),
+)
+_PIPELINE = (
+    ("num_microbatches", None), ("pipeline_layers", None), ("pipeline_schedule", "1f1b"),
+    ("inside_sketched_layers", False),
+)  # fmt: skip
 
 
 def possible_strategies(config: "TrainConfig") -> tuple[str, ...]:
@@ -54,16 +64,10 @@ def check_settings(config: "TrainConfig") -> None:
                 f"{setting} is for strategy={_listed(strategies)}, not {config.strategy!r}: leave it out, or change "
                 "the strategy"
             )
-    for name, size, why in (
-        ("compile", "tensor_parallel_size", ""),
-        ("compile", "pipeline_parallel_size", ""),
-        ("reshard_after_forward", "pipeline_parallel_size", ", because stages stay gathered for all microbatches"),
-    ):
-        value = getattr(config, size) or 1
-        if value > 1 and any(setting.startswith(f"{name}=") for setting, _ in asked):
-            raise ConfigError(
-                f"{name}={getattr(config, name)} and {size}={value} do not go together{why}: leave one out"
-            )
+    for name, nothing, size, why in _PAIRS:
+        chosen, value = getattr(config, name), getattr(config, size) or 1
+        if value > 1 and chosen != nothing:
+            raise ConfigError(f"{name}={chosen} and {size}={value} do not go together{why}: leave one out")
     for name, default in _PIPELINE:
         if getattr(config, name) != default and config.strategy != "pp" and (config.pipeline_parallel_size or 1) == 1:
             raise ConfigError(

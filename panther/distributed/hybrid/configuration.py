@@ -37,6 +37,7 @@ def checked_config(given: Mapping[str, Any]) -> dict[str, Any]:
         "reshard_after_forward": True,
         "pipeline_layers": None,
         "sample_input": None,
+        "inside_sketched_layers": False,
     }
     if not isinstance(given, Mapping):
         raise TypeError(f"parallelism_config must be a mapping of names to values, not {type(given).__name__}")
@@ -48,6 +49,7 @@ def checked_config(given: Mapping[str, Any]) -> dict[str, Any]:
     pp = check_size("pipeline_parallel_size", config["pipeline_parallel_size"], least=1)
     if config["data_parallel_size"] is None:
         config["data_parallel_size"] = max(get_world_size() // (tp * pp), 1)
+    check_size("data_parallel_size", config["data_parallel_size"], least=1)
     check_schedule(config["schedule"])
     per_rank = SCHEDULES[config["schedule"]].stages_per_rank
     if config["num_microbatches"] is None:
@@ -80,9 +82,15 @@ def checked_config(given: Mapping[str, Any]) -> dict[str, Any]:
             f"reshard_after_forward=False and pipeline_parallel_size={pp} do not go together, because stages stay "
             "gathered for all microbatches: leave one out"
         )
-    for name, default in (("cpu_offload", False), ("reshard_after_forward", True)):
+    for name in ("cpu_offload", "reshard_after_forward", "inside_sketched_layers"):
         if not isinstance(config[name], bool):
             raise TypeError(f"{name}={config[name]!r} must be True or False")
+    if config["inside_sketched_layers"] and (pp == 1 or tp > 1):
+        why = "is for pipelines: set pipeline_parallel_size"
+        if tp > 1:
+            why = f"and tensor_parallel_size={tp} do not go together, because halves of a layer are not sharded"
+        raise ValueError(f"inside_sketched_layers=True {why}, or leave it out")
+    for name, default in (("cpu_offload", False), ("reshard_after_forward", True)):
         if config[name] is not default and config["data_parallel"] != "fsdp":
             raise ValueError(
                 f"{name}={config[name]} is for data_parallel='fsdp', not {config['data_parallel']!r}, which does not "
@@ -107,7 +115,8 @@ def layers_of(model_config: Mapping[str, Any]) -> tuple[nn.Sequential, dict[str,
     if not isinstance(model_config, Mapping):
         raise TypeError(f"model_config must be a module or a mapping, not {type(model_config).__name__}")
     if set(model_config) != {"layers"}:
-        raise ValueError(f"model_config must be a module or have the key 'layers', and has {', '.join(model_config)}")
+        found = ", ".join(map(str, model_config)) or "none"
+        raise ValueError(f"model_config must be a module or have the key 'layers', and has {found}")
     layers = model_config["layers"]
     sizes = check_configs(layers, optional=("tensor_parallel",))
     model = nn.Sequential(*(SKLinear(*one) for one in sizes))

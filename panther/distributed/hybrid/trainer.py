@@ -55,7 +55,7 @@ class HybridParallelTrainer:
             ``"selective"``, ``"full"``, as in :class:`panther.train.TrainConfig`), and for ``"fsdp"`` ``cpu_offload``
             (False) and ``reshard_after_forward`` (True), as for :func:`data_parallel`. For the stages of a model other
             than an nn.Sequential, ``pipeline_layers``, the name of its ModuleList, and ``sample_input``, the inputs of
-            one microbatch, as for :func:`split_stages`.
+            one microbatch, and ``inside_sketched_layers`` (False), as for :func:`split_stages`.
 
     Attributes:
         model_config: The mapping or function that was passed; None for a module.
@@ -140,7 +140,11 @@ class HybridParallelTrainer:
         # Before data parallelism: FSDP can shard a shard again, and tensor parallelism cannot.
         if config["tensor_parallel_size"] > 1:
             self.report = shard_model_(model, self.mesh["tp"], layer_plan)
-        checkpoint_blocks_(model, fsdp_blocks(model), config["activation_checkpointing"])
+        halved = stage_plans[0].blocks.halved if stage_plans else ()
+        whole = {module for name, module in model.named_modules() if name not in halved}
+        # Halves of a layer have nothing to recompute: one keeps its input, the other 2R numbers.
+        blocks = [block for block in fsdp_blocks(model) if block in whole]
+        checkpoint_blocks_(model, blocks, config["activation_checkpointing"])
         self.stages: list[Any] = stage_plans[0].stages(model, self.mesh["pp"].get_group()) if stage_plans else []
         sharding: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": config["cpu_offload"]}
         if not config["reshard_after_forward"]:
@@ -169,7 +173,10 @@ class HybridParallelTrainer:
                 f"every one of {n} stages must have something to train, and {len(trained)} of the model's children "
                 "have parameters that require a gradient: use fewer stages"
             )
-        return plan_stages(model, n, ranks, order=kind.order, layers=layers, sample_input=sample_input)
+        inside = config["inside_sketched_layers"]
+        return plan_stages(
+            model, n, ranks, order=kind.order, layers=layers, sample_input=sample_input, inside_sketched_layers=inside
+        )
 
     def train_step(
         self,
@@ -192,10 +199,13 @@ class HybridParallelTrainer:
         Raises:
             ShapeError: If a rank has no samples, or a different number of targets, or they cannot be split into
                 microbatches of equal size.
+            TypeError: If the batch is not a pair, or the criterion not a function.
             ValueError: If the criterion's ``reduction`` is neither ``"mean"`` nor ``"sum"``.
             DistributedError: If ranks that share layers, or with a pipeline any ranks, pass batches of different shapes
                 or dtypes, or a rank is gone or late.
         """
+        if not (isinstance(batch, tuple | list) and len(batch) == 2):
+            raise TypeError(f"batch must be a pair of samples and targets, not {type(batch).__name__}")
         data, targets = batch
         with watched(f"a step of HybridParallelTrainer on {data.dtype} {tuple(data.shape)}"):
             divisor = self._divisor_of(data, targets, criterion)

@@ -21,6 +21,9 @@ class Blocks(Protocol):
 
     def module(self, model: "nn.Module", begin: int, end: int) -> "nn.Module": ...
 
+    @property
+    def halved(self) -> set[str]: ...
+
 
 def balance_stages(costs: Sequence[float], n: int) -> list[int]:
     """Return where each of n runs of consecutive items begins, none empty, for the smallest possible largest run.

@@ -25,7 +25,7 @@ class Children:
     def names_in(self, begin: int, end: int) -> set[str]:
         names = set()
         for name, half in zip(self.names[begin:end], self.halves[begin:end], strict=True):
-            names |= {name} if half is None else half.names_in(name, self.model.get_submodule(name))  # type: ignore[arg-type]
+            names |= {name} if half is None else half.names_in(name)
         return names
 
     def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
@@ -34,6 +34,11 @@ class Children:
             if half is not None:  # a stage never has both, as it begins or ends between them
                 children[name] = half(children[name])  # type: ignore[arg-type]
         return nn.Sequential(children)
+
+    @property
+    def halved(self) -> set[str]:
+        """The names of layers that are in two stages."""
+        return {name for name, half in zip(self.names, self.halves, strict=True) if half is not None}
 
 
 def begin_inside(children: Children, begins: list[int]) -> tuple[Children, list[int]]:

@@ -7,7 +7,7 @@ ATen, for the sizes of the sample. A block begins before the first call inside t
 are made in an earlier block are sent along to the block that uses them.
 """
 
-__all__ = ["StageGraph", "trace_stages"]
+__all__ = ["trace_stages"]
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
+from panther.distributed.pipeline._stage_graph import StageGraph
 from panther.errors import ShapeError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -57,94 +56,6 @@ def _(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
 def tensor_leaf(outputs: Any, i: int) -> Tensor:
     """Return the i-th tensor of a module's outputs."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)][i]
-
-
-def pass_through(x: Tensor) -> Tensor:
-    """Copy a tensor that a stage only forwards: its input and output must be different nodes of autograd's graph."""
-    return x.clone()
-
-
-def local(x: Tensor) -> Tensor:
-    """Return the local tensor of a parameter that tensor parallelism has replicated."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-@dataclass
-class StageGraph:
-    """A model as a graph of calls, divided into blocks; :meth:`module` makes a module of consecutive ones."""
-
-    block_of: dict[fx.Node, int]
-    """The block of each node, in order; inputs are in -1, and parameters belong to the block that uses them."""
-    constants: nn.Module
-    """Holds tensors that the trace made."""
-    starts: list[str]
-    """Names of the modules at which blocks begin, except the first."""
-    leaf_modules: list[str]
-
-    def __len__(self) -> int:
-        return len(self.starts) + 1
-
-    def names_in(self, begin: int, end: int) -> set[str]:
-        """Return the leaf modules and tensors that the blocks from ``begin`` to ``end`` (exclusive) use."""
-        found = set()
-        for node, block in self.block_of.items():
-            if begin <= block < end:
-                found |= {str(node.target)} if node.op == "call_module" else set()
-                found |= {str(used.target) for used in node.all_input_nodes if used.op == "get_attr"}
-        return found
-
-    def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
-        """Make a module of the blocks from ``begin`` to ``end`` (exclusive) that shares ``model``'s modules."""
-        graph = self._graph(begin, end)
-        targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-        # In the model's order, so that the parameters of a stage are numbered as in the model.
-        names = sorted(targets, key=lambda name: (order.get(name, -1), name))
-        parts = {name: _at(model, name, self.constants) for name in names}
-        stage = fx.GraphModule(parts, graph, type(model).__name__)
-        if end == len(self):
-            self._keep_unused(stage, model)
-        _save_as(stage, model)
-        stage.training = model.training  # its children keep their own modes
-        return stage
-
-    def _graph(self, begin: int, end: int) -> fx.Graph:
-        last = {used: block for node, block in self.block_of.items() for used in node.all_input_nodes}
-        made = [node for node in self.block_of if node.op not in ("get_attr", "output")]
-
-        def crossing(start: int) -> list[fx.Node]:
-            return [node for node in made if self.block_of[node] < start <= last.get(node, -1)]
-
-        graph = fx.Graph()
-        incoming = crossing(begin) if begin else [node for node in made if node.op == "placeholder"]
-        copied = {node: graph.placeholder(node.name) for node in incoming}
-        for node in made:
-            if begin <= self.block_of[node] < end:
-                for used in node.all_input_nodes:
-                    if used.op == "get_attr" and used not in copied:
-                        copied[used] = graph.call_function(local, (graph.node_copy(used),))
-                copied[node] = graph.node_copy(node, copied.__getitem__)
-        if end == len(self):
-            (result,) = list(self.block_of)[-1].all_input_nodes
-            graph.output(copied[result])
-            return graph
-        here = set(incoming)
-        results = [
-            graph.call_function(pass_through, (copied[node],)) if node in here else copied[node]
-            for node in crossing(end)
-        ]
-        graph.output(results[0] if len(results) == 1 else tuple(results))
-        return graph
-
-    def _keep_unused(self, stage: fx.GraphModule, model: nn.Module) -> None:
-        """Put unused modules and tensors into the last stage, so that every state_dict entry is in some stage."""
-        inside = tuple(f"{name}." for name in self.leaf_modules)
-        own: list[tuple[str, Any]] = [(name, model.get_submodule(name)) for name in self.leaf_modules]
-        own += [item for item in (*model.named_parameters(), *model.named_buffers()) if not item[0].startswith(inside)]
-        used = self.names_in(0, len(self))
-        for name, value in own:
-            if name not in used:
-                _assign_attr(value, stage, name)  # private, but what fx itself fills a GraphModule by
 
 
 def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, ...]) -> StageGraph:
@@ -328,26 +239,6 @@ def _put_call(graph: fx.Graph, node: fx.Node) -> None:
         user.replace_all_uses_with(part)
         graph.erase_node(user)
     graph.erase_node(node)
-
-
-def _at(model: nn.Module, name: str, constants: nn.Module) -> Any:
-    for root in (model, constants):
-        found: Any = root
-        for key in name.split("."):
-            found = getattr(found, key, None)
-        if found is not None:
-            return found
-    raise AttributeError(name)
-
-
-def _save_as(stage: nn.Module, model: nn.Module) -> None:
-    """Keep out of the state_dict constants of the trace, and buffers that the model does not save either."""
-    originals = dict(model.named_modules())
-    for prefix, module in stage.named_modules():
-        original = originals.get(prefix)
-        if original is not None and module is not original:
-            saved = set(original._buffers) - original._non_persistent_buffers_set
-            module._non_persistent_buffers_set |= set(module._buffers) - saved
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,14 +31,23 @@ class Half(SKLinear):
     """Base of both halves, made of a layer, whose tensors they share."""
 
     @classmethod
-    def names_in(cls, name: str, layer: SKLinear) -> set[str]:
+    def names_in(cls, name: str) -> set[str]:
         """Return the names of the layer's tensors that the half has; ``name`` is the layer's."""
         own = (*cls.factor_names, *cls.sketch_names, *(("bias",) if cls is SecondHalf else ()))
         return {f"{name}.{key}" for key in own}
 
     def __init__(self, layer: SKLinear) -> None:
         CompressedModule.__init__(self)  # not SKLinear's, which draws and allocates
-        for name in ("in_features", "out_features", "fan_in", "num_terms", "low_rank", "seed", "seed_is_given", "training"):
+        for name in (
+            "in_features",
+            "out_features",
+            "fan_in",
+            "num_terms",
+            "low_rank",
+            "seed",
+            "seed_is_given",
+            "training",
+        ):
             setattr(self, name, getattr(layer, name))
         for name in (*self.factor_names, *self.sketch_names):
             if name in layer._parameters:
@@ -73,7 +82,7 @@ class FirstHalf(Half):
         x, S1, U2 = autocast(input.device, input, self.S1, self.U2.to(self.S1.dtype))
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         inner = sketched_inner(rows, S1, U2, self.scale)
-        return inner.reshape(*x.shape[:-1], inner.shape[1])
+        return _with_rows_of(inner, x)
 
 
 class SecondHalf(Half):
@@ -96,4 +105,9 @@ class SecondHalf(Half):
         h, S2, U1, bias = autocast(input.device, input, self.S2, self.U1.to(self.S2.dtype), self.bias)
         rows = h.reshape(math.prod(h.shape[:-1]), h.shape[-1])
         bias = bias if bias is None else bias.to(h.dtype)
-        return sketched_outer(rows, U1, S2, bias).reshape(*h.shape[:-1], S2.shape[1])
+        return _with_rows_of(sketched_outer(rows, U1, S2, bias), h)
+
+
+def _with_rows_of(y: Tensor, x: Tensor) -> Tensor:  # (rows, n) -> (*, n)
+    """Return rows with the dimensions of the input; not as a view, of which FSDP2 warns where a stage ends in it."""
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])

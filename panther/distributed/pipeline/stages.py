@@ -28,8 +28,9 @@ from panther.distributed.pipeline._balance import (
     stages_of_rank,
 )
 from panther.distributed.pipeline._children import Children, begin_inside
-from panther.distributed.pipeline._export import StageGraph, trace_stages
+from panther.distributed.pipeline._export import trace_stages
 from panther.distributed.pipeline._modules import from_source_
+from panther.distributed.pipeline._stage_graph import StageGraph
 from panther.distributed.sync.replicas import broadcast_model, built
 from panther.errors import ShapeError, check_size
 
@@ -72,8 +73,9 @@ def split_stages(
         layers: Name of the ModuleList, or nn.Sequential, between whose children to split; instead of ``points``.
         sample_input: Inputs of one microbatch, without the target; for models other than nn.Sequential.
         inside_sketched_layers: Whether a stage that would begin with an SKLinear, or after one, begins inside of it:
-            the stage before has S1 and U2 and sends 2R numbers a row, this one has U1, S2 and the bias. For children of
-            an nn.Sequential that are neither packed, sharded, nor have hooks; other stages begin as without it.
+            the stage before has S1 and U2 and sends 2R numbers a row, this one has U1, S2 and the bias. For layers that
+            are neither packed, sharded, nor have hooks, and are children of an nn.Sequential, or, in a traced model,
+            called once by the forward itself; other stages begin as without it.
 
     Returns:
         This rank's stages, in the order of their indices.
@@ -82,7 +84,7 @@ def split_stages(
         ShapeError: If n is not a multiple of the ranks, there are fewer children than stages, ``points`` or ``layers``
             names the wrong modules, the model cannot be traced, or several stages would train one parameter.
         TypeError: If the model is not an nn.Sequential and ``sample_input``, or both ``points`` and ``layers``, are
-            missing, or ``inside_sketched_layers`` is set.
+            missing.
         ValueError: If ``order`` is unknown.
         DistributedError: On every rank, if models or arguments differ between ranks, or there is no process group.
 
@@ -206,6 +208,8 @@ def plan_stages(
     if n % ranks or (order == "v" and n != 2 * ranks):
         rule = f"twice the ranks of the axis ({ranks})" if order == "v" else f"a multiple of the ranks ({ranks})"
         raise ShapeError(f"n={n} stages must be {rule}: use n={2 * ranks if order == 'v' else -(-n // ranks) * ranks}")
+    if points is not None and (isinstance(points, str) or not all(isinstance(point, str) for point in points)):
+        raise TypeError(f"points={points!r} must be a list of names of modules at which stages begin, such as ['2']")
     if points is not None and layers is not None:
         raise TypeError("split_stages takes points or layers, not both: points are the names at which stages begin")
     inputs = (sample_input,) if isinstance(sample_input, Tensor) else sample_input
@@ -230,13 +234,10 @@ def plan_stages(
         blocks, begins = trace_stages(model, starts, inputs), list(range(n))
     if points is None:
         begins = balance_stages(sizes_in_parameters(model, blocks), n)
-    if inside_sketched_layers:
-        if not isinstance(blocks, Children):
-            raise TypeError(
-                f"inside_sketched_layers divides children of an nn.Sequential, and a {type(model).__name__} is traced: "
-                "leave it out"
-            )
+    if inside_sketched_layers and isinstance(blocks, Children):
         blocks, begins = begin_inside(blocks, begins)
+    elif inside_sketched_layers and isinstance(blocks, StageGraph):
+        blocks.begin_inside(model, begins)
     # After the balance: whether a shared parameter is in one stage depends on where stages begin.
     check_shared(model, blocks, begins)
     sample = None if inputs is None else [(tuple(x.shape), x.dtype) for x in inputs]

@@ -1,0 +1,172 @@
+"""A traced model as a graph of calls, divided into blocks, consecutive ones of which make the module of a stage."""
+
+__all__ = ["StageGraph"]
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.fx.graph_module import _assign_attr
+
+from panther.distributed.pipeline.sketched_halves import FirstHalf, SecondHalf, can_halve
+
+_HALF = "panther_half"  # of a node's meta: the class of the half of a layer that it calls
+
+
+def pass_through(x: Tensor) -> Tensor:
+    """Copy a tensor that a stage only forwards: its input and output must be different nodes of autograd's graph."""
+    return x.clone()
+
+
+def local(x: Tensor) -> Tensor:
+    """Return the local tensor of a parameter that tensor parallelism has replicated."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@dataclass
+class StageGraph:
+    """A model as a graph of calls, divided into blocks; :meth:`module` makes a module of consecutive ones."""
+
+    block_of: dict[fx.Node, int]
+    """The block of each node, in order; inputs are in -1, and parameters belong to the block that uses them."""
+    constants: nn.Module
+    """Holds tensors that the trace made."""
+    starts: list[str]
+    """Names of the modules at which blocks begin, except the first."""
+    leaf_modules: list[str]
+
+    def __len__(self) -> int:
+        return len(self.starts) + 1
+
+    @property
+    def halved(self) -> set[str]:
+        """The names of layers that are in two stages."""
+        return {str(node.target) for node in self.block_of if _HALF in node.meta}
+
+    def names_in(self, begin: int, end: int) -> set[str]:
+        """Return the leaf modules and tensors that the blocks from ``begin`` to ``end`` (exclusive) use."""
+        found: set[str] = set()
+        for node, block in self.block_of.items():
+            if begin <= block < end:
+                if node.op == "call_module":
+                    name, half = str(node.target), node.meta.get(_HALF)
+                    found |= {name} if half is None else half.names_in(name)
+                found |= {str(used.target) for used in node.all_input_nodes if used.op == "get_attr"}
+        return found
+
+    def module(self, model: nn.Module, begin: int, end: int) -> nn.Module:
+        """Make a module of the blocks from ``begin`` to ``end`` (exclusive) that shares ``model``'s modules."""
+        graph = self._graph(begin, end)
+        targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        # In the model's order, so that the parameters of a stage are numbered as in the model.
+        names = sorted(targets, key=lambda name: (order.get(name, -1), name))
+        parts = {name: _at(model, name, self.constants) for name in names}
+        for node in graph.nodes:
+            if _HALF in node.meta:  # a stage never has both halves of a layer, as it begins or ends between them
+                parts[str(node.target)] = node.meta[_HALF](parts[str(node.target)])
+        stage = fx.GraphModule(parts, graph, type(model).__name__)
+        if end == len(self):
+            self._keep_unused(stage, model)
+        _save_as(stage, model)
+        stage.training = model.training  # its children keep their own modes
+        return stage
+
+    def _graph(self, begin: int, end: int) -> fx.Graph:
+        last = {used: block for node, block in self.block_of.items() for used in node.all_input_nodes}
+        made = [node for node in self.block_of if node.op not in ("get_attr", "output")]
+
+        def crossing(start: int) -> list[fx.Node]:
+            return [node for node in made if self.block_of[node] < start <= last.get(node, -1)]
+
+        graph = fx.Graph()
+        incoming = crossing(begin) if begin else [node for node in made if node.op == "placeholder"]
+        copied = {node: graph.placeholder(node.name) for node in incoming}
+        for node in made:
+            if begin <= self.block_of[node] < end:
+                for used in node.all_input_nodes:
+                    if used.op == "get_attr" and used not in copied:
+                        copied[used] = graph.call_function(local, (graph.node_copy(used),))
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+        if end == len(self):
+            (result,) = list(self.block_of)[-1].all_input_nodes
+            graph.output(copied[result])
+            return graph
+        here = set(incoming)
+        results = [
+            graph.call_function(pass_through, (copied[node],)) if node in here else copied[node]
+            for node in crossing(end)
+        ]
+        graph.output(results[0] if len(results) == 1 else tuple(results))
+        return graph
+
+    def _keep_unused(self, stage: fx.GraphModule, model: nn.Module) -> None:
+        """Put unused modules and tensors into the last stage, so that every state_dict entry is in some stage."""
+        inside = tuple(f"{name}." for name in self.leaf_modules)
+        own: list[tuple[str, Any]] = [(name, model.get_submodule(name)) for name in self.leaf_modules]
+        own += [item for item in (*model.named_parameters(), *model.named_buffers()) if not item[0].startswith(inside)]
+        used = self.names_in(0, len(self)) | self.halved
+        for name, value in own:
+            if name not in used:
+                _assign_attr(value, stage, name)  # private, but what fx itself fills a GraphModule by
+
+    def begin_inside(self, model: nn.Module, begins: list[int]) -> None:
+        """Let stages that begin with a sketched layer, or after one, begin in the middle of the layer."""
+        for begin in begins[1:]:
+            calls = [node for node, block in self.block_of.items() if node.op == "call_module" and block >= 0]
+            first = next(node for node in calls if self.block_of[node] == begin)
+            before = [node for node in calls if self.block_of[node] == begin - 1]
+            # The call that begins the stage has the inputs of the stage before. If others need them too, they are sent
+            # in any case, and the 2R numbers would come on top.
+            if self._can_halve(model, first) and not self._used_from(first.all_input_nodes[0], begin, first):
+                self._halve(first, begin)
+            elif (
+                before
+                and self._can_halve(model, before[-1])
+                and self._used_from(before[-1], 0) == self._used_from(before[-1], begin)
+            ):
+                self._halve(before[-1], begin)
+
+    def _can_halve(self, model: nn.Module, call: fx.Node) -> bool:
+        calls = [node for node in self.block_of if node.op == "call_module" and node.target == call.target]
+        plain = len(call.args) == len(call.all_input_nodes) == 1 and not call.kwargs
+        return plain and len(calls) == 1 and can_halve(model.get_submodule(str(call.target)))
+
+    def _used_from(self, node: fx.Node, begin: int, except_by: fx.Node | None = None) -> list[fx.Node]:
+        """Return what uses a node's value from a block on."""
+        return [user for user in node.users if user is not except_by and self.block_of[user] >= begin]
+
+    def _halve(self, call: fx.Node, begin: int) -> None:
+        """Replace a call by those of the layer's halves, the second of which is in the block ``begin``."""
+        graph = call.graph
+        with graph.inserting_before(call):
+            first = graph.call_module(str(call.target), call.args)
+            second = graph.call_module(str(call.target), (first,))
+        call.replace_all_uses_with(second)
+        first.meta[_HALF], second.meta[_HALF] = FirstHalf, SecondHalf
+        in_order: dict[fx.Node, int] = {}
+        for node, block in self.block_of.items():
+            in_order |= {first: begin - 1, second: begin} if node is call else {node: block}
+        graph.erase_node(call)
+        self.block_of = in_order
+
+
+def _at(model: nn.Module, name: str, constants: nn.Module) -> Any:
+    for root in (model, constants):
+        found: Any = root
+        for key in name.split("."):
+            found = getattr(found, key, None)
+        if found is not None:
+            return found
+    raise AttributeError(name)
+
+
+def _save_as(stage: nn.Module, model: nn.Module) -> None:
+    """Keep out of the state_dict constants of the trace, and buffers that the model does not save either."""
+    originals = dict(model.named_modules())
+    for prefix, module in stage.named_modules():
+        original = originals.get(prefix)
+        if original is not None and module is not original:
+            saved = set(original._buffers) - original._non_persistent_buffers_set
+            module._non_persistent_buffers_set |= set(module._buffers) - saved
