@@ -27,6 +27,7 @@ from panther.errors import ConfigError
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NAME = "_numbers_of_the_step"
 _NUMBERS = 5
+_NO_SIGNALS = [0.0 for _ in SIGNALS]
 _SHOWN = 16  # samples of a rank that an error message lists
 
 
@@ -145,7 +146,7 @@ class StepExchange:
         if self._device is not None and self._device.type != "cpu" and not isinstance(loss_sum, Tensor):
             loss_sum = torch.full((), loss_sum, dtype=torch.float64, device=self._device)
         self._own_loss, self._carrier = loss_sum, carrier
-        signals = [float(number in self.received) for number in SIGNALS]
+        signals = [float(number in self.received) for number in SIGNALS] if self.received else _NO_SIGNALS
         counted = float(samples if reports_loss else 0)
         row: Tensor | list[float]
         if isinstance(loss_sum, Tensor):
@@ -180,7 +181,9 @@ class StepExchange:
         sent = self._sent.tolist() if isinstance(self._sent, Tensor) else self._sent
         *signals, nonfinite, loss_sum, samples = sent
         samples = float(round(samples))  # a mean times the number of ranks may be off by a rounding
-        self.stop_signal = int(SIGNALS[[bool(n) for n in signals].index(True)]) if any(signals) else 0
+        self.stop_signal = 0
+        if any(signals):
+            self.stop_signal = int(SIGNALS[[bool(n) for n in signals].index(True)])
         return (float("nan") if nonfinite else loss_sum / max(samples, 1.0)), samples
 
     def describe_nonfinite(self, indices: Sequence[int]) -> str:

@@ -149,7 +149,7 @@ class History:
 
 def peak_memory() -> int | None:
     """Return this process's peak memory in bytes: the GPU's if it uses one, else resident memory; None on Windows."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+    if torch.cuda.is_initialized() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
     if resource is None:
         return None

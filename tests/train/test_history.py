@@ -102,7 +102,7 @@ def test_a_peak_that_getrusage_has_from_the_parent_is_left_out(monkeypatch, inhe
     monkeypatch.setattr(history, "resource", SimpleNamespace(getrusage=rusage, RUSAGE_SELF=0))
     monkeypatch.setattr(history, "_own_peak", read)
     monkeypatch.setattr(history.sys, "platform", "linux")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     history._inherited_peak.cache_clear()
     try:
         for own in (300, 300, 500, 650, 800, 900):
