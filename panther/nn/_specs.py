@@ -36,6 +36,8 @@ _CLASSES: dict[str, type[Any]] = {
 }
 _LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
 
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+
 # Of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers reads.
 QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 1
 
@@ -51,6 +53,8 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, CompressedModule):
             continue
+        # As in the state_dict, where torch's activation checkpointing removes what it adds to names.
+        name = f"{name}.".replace(_CHECKPOINTED, "").removesuffix(".")
         if module in first_name:
             modules[name] = {"alias_of": first_name[module]}
             continue

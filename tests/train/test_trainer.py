@@ -1,5 +1,6 @@
 """The trainer in one process: resuming, what is recorded, what stops it."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
+from panther import load_compressed
 from panther.distributed import checkpoint
 from panther.errors import CheckpointError, ConfigError, TrainingError
 from panther.nn import SKLinear
@@ -237,6 +239,22 @@ def test_recomputed_activations_change_nothing(kind):
         return [p.detach() for p in trainer.model.parameters()]
 
     assert all(map(torch.equal, trained(kind), trained("none")))
+
+
+def test_recomputed_layers_are_saved_under_their_own_names(tmp_path):
+    """A run continues without recomputing, and its export fits the plain model."""
+    config = TrainConfig(max_steps=2, activation_checkpointing="full", checkpoint_dir=str(tmp_path / "run"))
+    Trainer(build(), loss_fn=nn.CrossEntropyLoss(), config=config).fit(DataLoader(samples(), 10))
+    config = dataclasses.replace(config, activation_checkpointing="none", max_steps=3)
+    trainer = Trainer(build(5), loss_fn=nn.CrossEntropyLoss(), config=config)
+    assert trainer.fit(DataLoader(samples(), 10)).last["step"] == 3
+    config = TrainConfig(max_steps=1, activation_checkpointing="selective")
+    again = Trainer(build(6), loss_fn=nn.CrossEntropyLoss(), config=config)
+    again.fit(DataLoader(samples(), 10))
+    again.export(str(tmp_path / "export"))
+    loaded = load_compressed(tmp_path / "export", build(7))
+    for name, parameter in again.model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name.replace("_checkpoint_wrapped_module.", "")), parameter)
 
 
 def poisoned():
