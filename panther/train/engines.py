@@ -4,7 +4,7 @@ __all__ = ["Engine", "ModelEngine", "PipelineEngine", "loss_of_output"]
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,11 +113,6 @@ class Engine(ABC):
                     saved = name not in module._non_persistent_buffers_set
                     if buffer is not None and saved and buffer.is_floating_point() and module.training:
                         dist.broadcast(buffer, first, group=self.group)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this rank."""
-        for module in self.modules():
-            yield from module.parameters()
 
     def _to_device(self, data: Any) -> Any:
         if isinstance(data, Tensor):
