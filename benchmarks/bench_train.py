@@ -1,4 +1,4 @@
-"""Measure the Trainer on one process and on two, over gloo: its overhead, and the time of a checkpoint and a restart.
+"""Measure the Trainer on one process and on two, over gloo: its overhead, messages, checkpoints and restarts.
 
 Times are of one machine, whose cores the processes share with whatever else runs: of steps, only ratios of what ran in
 turns mean anything.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import figure, main, print_table, write_csv
+from train_messages import SENT_ALONE, message_rows
 from train_restart import train
 from train_steps import CASES, checkpoint_rows, overhead_rows
 
@@ -40,6 +41,8 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     )
     overheads = [row for case, n, log in cases for row in overhead_rows(case, n, logging=log, rounds=rounds)]
     _show("train-overhead", overheads, quick)
+    alone = [("1 ms", "bf16 hook")] if quick else [(case, sent) for sent in SENT_ALONE for case in ("1 ms", "5 ms")]
+    _show("train-messages", [row for case, sent in alone for row in message_rows(case, sent, rounds)], quick)
     starters = ("launch, fork",) if quick else ("launch, spawn", "panther launch")
     models = {"demo, sketched": ("sketched", 64, 2)} if quick else _MODELS
     _show("train-checkpoint", checkpoint_rows(models, 2 if quick else 20), quick)

@@ -5,14 +5,14 @@ the clock again: all see the same disturbances. Wall time is that of the slower 
 the machine lengthens less, is that of all processes, their helper threads counted.
 """
 
-__all__ = ["CASES", "checkpoint_rows", "overhead_rows"]
+__all__ = ["CASES", "Samples", "beside", "checkpoint_rows", "clocks", "model_and_data", "overhead_rows"]
 
 import copy
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ CASES = {"1 ms": (64, 3, 16, 100), "5 ms": (256, 4, 32, 40), "20 ms": (768, 4, 3
 _HAND, _AGAIN = "loop by hand", "the same again"
 _CLASSES, _SAMPLES = 10, 4096
 _NEVER = 10**9
+Samples = dict[str, tuple[list[float], list[float]]]
+"""Wall and CPU seconds a step of one process, by name and turn."""
 
 
 def overhead_rows(case: str, nproc: int, *, logging: bool, rounds: int) -> list[dict[str, Any]]:
@@ -40,30 +42,32 @@ def overhead_rows(case: str, nproc: int, *, logging: bool, rounds: int) -> list[
         samples = [_overhead(case, logging, rounds)]
     else:
         samples = launch(_overhead, case, logging, rounds, nproc=nproc, start_method="fork")
-    rows = []
-    wall = {name: [max(times) for times in zip(*(s[name][0] for s in samples), strict=True)] for name in samples[0]}
-    cpu = {name: [sum(times) for times in zip(*(s[name][1] for s in samples), strict=True)] for name in samples[0]}
-    for name in wall:
-        row = {"case": case, "processes": nproc, "logging": "every 10" if logging else "none", "steps by": name}
-        row |= {"turns": len(wall[name]), "steps a turn": CASES[case][3]}
-        for kind, times in (("cpu", cpu), ("wall", wall)):
-            ratios = [a / b for a, b in zip(times[name], times[_HAND], strict=True)]
+    row = {"case": case, "processes": nproc, "logging": "every 10" if logging else "none"}
+    return [
+        {**row, "steps by": name, "turns": rounds, "steps a turn": CASES[case][3], **times}
+        for name, times in beside(samples, _HAND).items()
+    ]
+
+
+def beside(samples: list[Samples], baseline: str) -> dict[str, dict[str, Any]]:
+    """Return, by name, the wall and CPU times of all processes and their ratios to the baseline's of the same turn."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in samples[0]}
+    kinds: list[tuple[str, int, Callable[[Iterable[float]], float]]] = [("cpu", 1, sum), ("wall", 0, max)]
+    for kind, place, combine in kinds:
+        times = {name: list(map(combine, zip(*(s[name][place] for s in samples), strict=True))) for name in found}
+        for name, columns in found.items():
+            ratios = [a / b for a, b in zip(times[name], times[baseline], strict=True)]
             low, _, high = statistics.quantiles(ratios, n=4)
-            row |= {
-                f"{kind}_ms": figure(1e3 * statistics.median(times[name])),
-                f"{kind}_ratio": round(statistics.median(ratios), 4),
-                f"{kind}_quartiles": f"{low:.3f} to {high:.3f}",
-            }
-        rows.append(row)
-    return rows
+            columns[f"{kind}_ms"] = figure(1e3 * statistics.median(times[name]))
+            columns[f"{kind}_ratio"] = round(statistics.median(ratios), 4)
+            columns[f"{kind}_quartiles"] = f"{low:.3f} to {high:.3f}"
+    return found
 
 
-def _overhead(case: str, logging: bool, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    width, layers, batch, turn = CASES[case]
+def _overhead(case: str, logging: bool, rounds: int) -> Samples:
+    _, _, batch, turn = CASES[case]
     torch.manual_seed(0)
-    middle = [layer for _ in range(layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
-    model = nn.Sequential(*middle, nn.Linear(width, _CLASSES))
-    data = TensorDataset(torch.randn(_SAMPLES, width), torch.randint(_CLASSES, (_SAMPLES,)))
+    model, data = model_and_data(case)
     clock = _Turns({name: _by_hand(copy.deepcopy(model), data, batch) for name in (_HAND, _AGAIN)}, turn)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -81,12 +85,20 @@ def _overhead(case: str, logging: bool, rounds: int) -> dict[str, tuple[list[flo
     return {name: clock.samples[name] for name in (_HAND, _AGAIN, "Trainer")}
 
 
+def model_and_data(case: str) -> tuple[nn.Module, TensorDataset]:
+    """Return the perceptron of a case, and samples."""
+    width, layers, _, _ = CASES[case]
+    middle = [layer for _ in range(layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
+    data = TensorDataset(torch.randn(_SAMPLES, width), torch.randint(_CLASSES, (_SAMPLES,)))
+    return nn.Sequential(*middle, nn.Linear(width, _CLASSES)), data
+
+
 class _Turns(Callback):
     """Times the Trainer from one turn of the others to the next."""
 
     def __init__(self, others: dict[str, Callable[[], object]], turn: int) -> None:
         self.others, self.turn = others, turn
-        self.samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*others, "Trainer")}
+        self.samples: Samples = {name: ([], []) for name in (*others, "Trainer")}
         self._begun: tuple[float, float] | None = None
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
@@ -95,19 +107,20 @@ class _Turns(Callback):
         if self._begun is not None:  # the first turn warms up
             self._note("Trainer", self._begun)
         for name in list(self.others)[:: 1 if trainer.step // self.turn % 2 else -1]:
-            begun = _now()
+            begun = clocks()
             for _ in range(self.turn):
                 self.others[name]()
             if self._begun is not None:
                 self._note(name, begun)
-        self._begun = _now()
+        self._begun = clocks()
 
     def _note(self, name: str, begun: tuple[float, float]) -> None:
-        for samples, now, before in zip(self.samples[name], _now(), begun, strict=True):
+        for samples, now, before in zip(self.samples[name], clocks(), begun, strict=True):
             samples.append((now - before) / self.turn)
 
 
-def _now() -> tuple[float, float]:
+def clocks() -> tuple[float, float]:
+    """Return wall and CPU seconds, when all processes have come here."""
     if get_world_size() > 1:
         dist.barrier()
     return time.perf_counter(), time.process_time()
@@ -177,10 +190,10 @@ def _checkpoints(size: Any, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         place = _shared(folder)
         for step in range(repeats):
-            begun = _now()[0]
+            begun = clocks()[0]
             checkpoint.save(place, parallel, optimizer, step=2 * step, keep=2)
             found["save"].append(time.perf_counter() - begun)
-            begun = _now()[0]
+            begun = clocks()[0]
             pending = checkpoint.async_save(place, parallel, optimizer, step=2 * step + 1, keep=2)
             found["async_save"].append(time.perf_counter() - begun)
             pending.result()
