@@ -42,11 +42,11 @@ _CHECKPOINTED = "_checkpoint_wrapped_module."
 QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 1
 
 
-def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return by name what is needed to build each sketched module; of a sharded layer, the unsharded one.
+def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, dict[str, Any]]:
+    """Return by name what is needed to build each compressed module; of a sharded layer, the unsharded one.
 
     Raises FormatError if the format does not know a module, or it is parametrized or pruned, and SketchMismatchError if
-    a seed is damaged.
+    a seed is damaged. ``in_training``, scales of quantized layers may be in another dtype than the format's.
     """
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
@@ -64,7 +64,7 @@ def module_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
             raise FormatError(
                 f"module {name!r} is a {kind}, which the format does not know: it knows {', '.join(_CLASSES)}"
             )
-        _check_plain(name, module)
+        _check_plain(name, module, in_training)
         modules[name] = {
             "class": kind,
             "args": arguments_of(module, (*module.dense_arguments, *module.size_arguments)),
@@ -258,14 +258,14 @@ def _is_size(value: Any, optional: bool) -> bool:
     return (optional and value is None) or (type(value) is int and value < _LARGEST_SIZE)
 
 
-def _check_plain(name: str, module: CompressedModule) -> None:
+def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None:
     module.check_record()
     own = {key for key, tensor in module._parameters.items() if tensor is not None}
     own |= {key for key in module.integer_names if module._buffers.get(key) is not None}
     dtypes = _dtypes_of(module)
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
-    if isinstance(module, QuantizedMatrix) and (wide := module.scales_dtype()) is not torch.bfloat16:
+    if isinstance(module, QuantizedMatrix) and not in_training and (wide := module.scales_dtype()) != torch.bfloat16:
         raise FormatError(f"module {name!r} holds its scales in {wide}: call hold_scales_(torch.bfloat16) first")
     extra = sorted(module.state_dict().keys() ^ own)
     if extra:

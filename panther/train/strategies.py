@@ -19,6 +19,7 @@ from panther.distributed import (
     ClusterSpec,
     HybridParallelTrainer,
     ModelStats,
+    checkpoint,
     data_parallel,
     get_distributed_info,
     get_rank,
@@ -28,7 +29,7 @@ from panther.distributed import (
     plan_parallelism,
 )
 from panther.distributed.advisor.cost_model import Layout
-from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm._agreement import run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.nodes import physical_memory
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.gradient_compression import follow_loss_scale
@@ -62,15 +63,12 @@ def set_up(
     """
     world = get_world_size()
     axes_of(config, world)  # before the advisor is asked
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    if config.initial_weights is not None:
+        model = _with_layers_of(config.initial_weights, model, is_empty, optimizer)
     config = _with_strategy(model, config, loss_fn, sample_batch)
     axes = axes_of(config, world)
     strategy = "single" if world == 1 else config.strategy
-    is_empty = any(parameter.is_meta for parameter in model.parameters())
-    if config.initial_weights is not None and not is_empty:
-        raise ConfigError(
-            f"initial_weights={config.initial_weights!r} is for a model on the meta device, and this one has values: "
-            "build it in a function, and pass that as the model"
-        )
     divided = strategy != "single" and _is_model_parallel(config)
     if world > 1:
         device = get_distributed_info().device
@@ -145,6 +143,23 @@ def set_up(
     for group in made.param_groups:
         group["lr"] = (config.learning_rate or group["lr"]) * scaling
     return engine, made
+
+
+def _with_layers_of(weights: str, model: nn.Module, is_empty: bool, optimizer: Optimizer) -> nn.Module:
+    """Return the model with the compressed layers of a folder, which are sharded as those of the model are."""
+    if not is_empty:
+        raise ConfigError(
+            f"initial_weights={weights!r} is for a model on the meta device, and this one has values: build it in a "
+            "function, and pass that as the model"
+        )
+    before = set(model.parameters())
+    model = run_on_all_ranks(lambda: checkpoint.restore_architecture(weights, model), None)
+    if isinstance(optimizer, torch.optim.Optimizer) and before != set(model.parameters()):
+        raise ConfigError(
+            f"initial_weights={weights!r} has compressed layers in the place of some that the optimizer was made of: "
+            "pass a function of parameters, such as torch.optim.AdamW"
+        )
+    return model
 
 
 def _with_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample_batch: Callable[[], Any]) -> TrainConfig:

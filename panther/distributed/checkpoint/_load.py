@@ -17,7 +17,7 @@ from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._folders import folder_of, remove
 from panther.distributed.checkpoint._save import save
 from panther.distributed.checkpoint._storage import empty, read_manifest, read_tensors, reader_of
-from panther.distributed.checkpoint._weights import check_architecture, put_modules_, saved_modules
+from panther.distributed.checkpoint._weights import check_architecture, saved_modules, with_saved_layers
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
@@ -126,6 +126,8 @@ def export(
 ) -> Path:
     """Write the whole model for inference, from any layout, in the format of :func:`panther.save_compressed`.
 
+    Scales of quantized layers that were trained in a wider dtype are rounded to the format's bfloat16.
+
     Args:
         model: A model as for :func:`save`, and then every rank must call it; or the folder of a checkpoint or the
             directory of checkpoints, and then only one process may call it.
@@ -175,6 +177,12 @@ def export(
 def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> None:
     """Write the whole model of a checkpoint in the inference format, in one process."""
     manifest = read_manifest(folder)
+    quantized = [name for name, spec in manifest["modules"].items() if spec.get("mode") == "quantized"]
+    scales = {f"{name}.{key}" if name else key for name in quantized for key in ("scales", "factor_scales")}
+
+    def rounded(name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(torch.bfloat16) if name in scales else tensor  # in training they may be wider
+
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     first: dict[str, str] = {}
@@ -184,7 +192,7 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
             raise CheckpointError(f"state_dict entry {name!r} is not a tensor: the inference format holds only tensors")
         place = places[name] = entry["$tensor"]
         if first.setdefault(place, name) == name:
-            tensors[name] = empty(manifest["tensors"][place], "meta")
+            tensors[name] = rounded(name, empty(manifest["tensors"][place], "meta"))
         else:
             aliases[name] = first[place]
     reader = reader_of(folder, manifest)
@@ -193,7 +201,7 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
         place = places[name]
         value = empty(manifest["tensors"][place])
         read_tensors(reader, {place: value}, alone=True)
-        return value
+        return rounded(name, value)
 
     config = None if model is None else model_config(model, manifest["modules"])
     write_folder(target, tensors, value_of, manifest["modules"], aliases, config)
@@ -201,6 +209,8 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
 
 def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Replace layers of a model, in place, by the compressed layers that a folder has under their names.
+
+    Those that have the class, the sizes and the mode that were saved are left.
 
     The new layers have no trained values: :func:`load` brings them, or, where the model is on the meta device and so
     these layers too, :func:`panther.distributed.materialize_`. Call this before the model is wrapped or sharded, and
@@ -228,7 +238,7 @@ def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callab
         ...     model[0].U1.is_meta, type(pr.distributed.materialize_(model, folder)[0]).__name__
         (True, 'SKLinear')
     """
-    return put_modules_(built(model), saved_modules(Path(path)))
+    return with_saved_layers(built(model), saved_modules(Path(path)))
 
 
 def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str, Any], folder: Path) -> None:

@@ -210,7 +210,7 @@ def _collect(
         entries = {name: states.encode(value, f"model.{first[name]}", tensors) for name, value in state.items()}
         return {
             "arguments": {"step": step, "optimizer": optimizer is not None, "directory": where, "keep": keep},
-            "modules": {name: spec for part in parts for name, spec in module_specs(part).items()},
+            "modules": {name: spec for part in parts for name, spec in module_specs(part, in_training=True).items()},
             "model": entries,
             "optimizer": None if optimizer is None else states.optimizer_state(optimizer, parts, tensors),
             "random": states.random_state(f"random.{rank}", tensors),

@@ -3,10 +3,9 @@
 __all__ = [
     "StoredWeights",
     "check_architecture",
-    "differing_modules",
-    "put_modules_",
     "saved_modules",
     "stored_weights",
+    "with_saved_layers",
 ]
 
 import json
@@ -133,8 +132,13 @@ def saved_modules(folder: Path) -> Mapping[str, Any]:
         return inference_manifest(folder)["modules"]
     if (folder / ".metadata").is_file():
         return {}
-    if _has_checkpoint(folder) or not any(folder.glob("*.safetensors")):
+    if _has_checkpoint(folder):
         return read_manifest(folder_of(folder))["modules"]
+    if not any(folder.glob("*.safetensors")):
+        raise FormatError(
+            f"{folder} holds no model: give a folder that panther.distributed.checkpoint, pr.save_compressed or "
+            "save_pretrained of transformers wrote"
+        )
     config = folder / "config.json"
     try:
         entry = json.loads(config.read_text(encoding="utf-8")).get("quantization_config") if config.is_file() else None
@@ -145,12 +149,14 @@ def saved_modules(folder: Path) -> Mapping[str, Any]:
     return {}
 
 
-def put_modules_(model: nn.Module, specs: Mapping[str, Any]) -> nn.Module:
-    """Put freshly initialised layers in the places that records name; return the model, or the layer in its place.
+def with_saved_layers(model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
+    """Replace layers that differ from their records by freshly initialised ones.
 
-    Raises FormatError if they do not fit the model.
+    Return the model, or the layer in its place. Raises FormatError if the records do not fit the model.
     """
-    built = build_modules(dict(specs), model)
+    present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    wrong = _differing([model], saved).keys() | (saved.keys() - present)
+    built = build_modules({name: spec for name, spec in saved.items() if {name, spec.get("alias_of")} & wrong}, model)
     if "" in built:
         return built[""]
     for name, module in built.items():
@@ -159,11 +165,12 @@ def put_modules_(model: nn.Module, specs: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def differing_modules(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> dict[str, str]:
+def _differing(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> dict[str, str]:
     """Return how compressed layers differ from their records in class, arguments or mode, by name."""
     found = {}
     for part in parts:
-        own, present = module_specs(part), {states.module_name(name): module for name, module in part.named_modules()}
+        own = module_specs(part, in_training=True)
+        present = {states.module_name(name): module for name, module in part.named_modules()}
         for name in dict.fromkeys([*own, *saved]):
             if name not in present or own.get(name) == saved.get(name):
                 continue
@@ -179,7 +186,7 @@ def differing_modules(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> d
 
 def check_architecture(parts: Sequence[nn.Module], saved: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError unless compressed layers have the class, the arguments and the mode that were saved."""
-    for name, how in differing_modules(parts, saved).items():
+    for name, how in _differing(parts, saved).items():
         raise CheckpointError(
             f"{folder} does not fit layer {name!r}: {how}: call restore_architecture on the model first"
         )

@@ -30,6 +30,7 @@ from panther.distributed.sync.replicas import built, check_same_model, send_mode
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
 
+from panther.nn.quantized.state import QuantizedState
 STRATEGIES = ("ddp", "fsdp", "replicate")
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -153,11 +154,15 @@ def fully_shard_(
     """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on all ranks already; nothing is sent.
 
     With ``one_block``, its blocks are not sharded one by one. Stages of a pipeline need that: sharded block by block,
-    zero-bubble schedules compute wrong gradients.
+    zero-bubble schedules compute wrong gradients. Scales of quantized layers take the layer's dtype if they are
+    trained: torch takes trained parameters of one dtype, and steps of bfloat16 are coarse for an optimizer anyway.
     """
     if strategy == "replicate":
         # Private: torch has no public way from a mesh to one with an axis of size one.
         mesh = mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
+    for module in model.modules():
+        if isinstance(module, QuantizedState) and any(parameter.requires_grad for parameter in module.parameters()):
+            module.hold_scales_(module.dtype)
     dtype = compute_dtype(mixed_precision)
     # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()

@@ -10,12 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from panther.distributed.checkpoint._state import are_stages, module_name, parts_of, plain
-from panther.distributed.checkpoint._weights import (
-    StoredWeights,
-    check_architecture,
-    differing_modules,
-    put_modules_,
-)
+from panther.distributed.checkpoint._weights import StoredWeights, check_architecture, with_saved_layers
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks
 from panther.distributed.pipeline._modules import source_of
 from panther.errors import CheckpointError
@@ -28,11 +23,8 @@ def with_layers_of(stored: StoredWeights, model: Any) -> Any:
     if not stored.modules:
         return model
     parts = parts_of(model)
-    differing = differing_modules(parts, stored.modules)
-    is_whole = not are_stages(model) and not any(isinstance(p, DTensor) for p in model.parameters())
-    if is_whole and differing.keys() <= stored.modules.keys():
-        specs = {name: spec for name, spec in stored.modules.items() if {name, spec.get("alias_of")} & differing.keys()}
-        made = put_modules_(parts[0], specs)
+    if not are_stages(model) and not any(isinstance(p, DTensor) for p in model.parameters()):
+        made = with_saved_layers(parts[0], stored.modules)
         return model if made is parts[0] else made
     check_architecture(parts, stored.modules, stored.folder)
     return model

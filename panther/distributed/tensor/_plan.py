@@ -23,6 +23,7 @@ from panther.distributed.tensor._transformers import Block, declared_blocks, is_
 from panther.distributed.tensor.styles import ColwiseSKParallel, HeadwiseParallel, RowwiseSKParallel
 from panther.errors import ShapeError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKConv2d, SKConv3d
+from panther.nn._sketched import CompressedModule
 
 # Layers of one module that take the same input, by their names. Their outputs meet in one loss: of layers that only
 # look alike, as the heads for several tasks, each may have a backward pass of its own.
@@ -121,6 +122,8 @@ def plan_automatically(model: nn.Module, ranks: int) -> Plan:
             plan.setdefault(name, ModulePlan(_NO_PARTNER))
         elif isinstance(module, _CONVOLUTIONS):
             plan.setdefault(name, ModulePlan("channels of convolutions are not sharded"))
+        elif isinstance(module, CompressedModule):
+            plan.setdefault(name, ModulePlan(f"the form of a {type(module).__name__} is not sharded"))
     return plan
 
 
