@@ -27,7 +27,7 @@ from panther.distributed import (
     shutdown,
     verify_sketches,
 )
-from panther.distributed.data.gradient_compression import TopK
+from panther.distributed.data.error_feedback import TopK
 from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
