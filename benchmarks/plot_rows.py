@@ -159,6 +159,19 @@ def trainer() -> Rows:
     return Rows("CPU time, percent above the loop by hand", rows, reference=0.0, log=False)
 
 
+def trainer_messages() -> Rows:
+    """Return what the message of the Trainer adds to a step, waited for at once or a step later."""
+    records = read("train-messages")
+    rows: Lines = {}
+    for sent, case in unique(records, "sent alone with", "case"):
+        found = select(records, case=case, **{"sent alone with": sent})
+        rows[f"{sent}, {case}"] = {
+            f"waited for {way}": 100 * number(found, "cpu_ratio", message=way) - 100
+            for way in ("at once", "a step later")
+        }
+    return Rows("CPU time, percent above steps without the message", rows, reference=0.0, log=False)
+
+
 def linearize() -> Rows:
     """Return windowed linear attention beside softmax attention."""
     rows: Lines = {}
@@ -219,6 +232,7 @@ FIGURES: dict[str, Callable[[], Rows]] = {
     "environment": environment,
     "overhead": overhead,
     "trainer": trainer,
+    "trainer-messages": trainer_messages,
     "linearize": linearize,
     "advisor": advisor,
     "survival": survival,

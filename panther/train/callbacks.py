@@ -33,7 +33,7 @@ class Callback:
         """Run after every optimizer step, with the mean loss of its window over all ranks."""
 
     def on_skip(self, trainer: "Trainer") -> None:
-        """Run after a step that was skipped because of ``on_nonfinite="skip"``; ``trainer.step`` counts it."""
+        """Run after a step that ``on_nonfinite="skip"`` or the scaler of fp16 skipped; ``trainer.step`` counts it."""
 
     def on_record(self, trainer: "Trainer", record: Mapping[str, Any]) -> None:
         """Run after every new record of the history."""

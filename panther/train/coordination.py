@@ -125,7 +125,9 @@ def _check_gradients(model: nn.Module) -> None:
 class StepExchange:
     """Five numbers of every step, summed over the ranks: with the gradients, or by a message during backward.
 
-    Nothing waits for a GPU before the backward pass: the loss is read after it.
+    Nothing waits for a GPU before the backward pass: the loss is read after it. It is not read a step later, because
+    the parameters of a step that is to be stopped or skipped must not change; and that would save nothing, for the
+    message costs time and not the wait (2 to 19 % of steps of 1 and 5 ms over gloo, either way).
     """
 
     def __init__(self) -> None:
