@@ -3,7 +3,7 @@
 A guess by spelling needs a close match, because a wrong one is worse than the list of all settings.
 """
 
-__all__ = ["name_hint", "value_hint"]
+__all__ = ["name_hint", "near_name", "value_hint"]
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -16,6 +16,7 @@ _CLOSE = 0.82
 _EQUALS = {
     "activation_checkpointing": "gradient_checkpointing",
     "backend": "communication_backend",
+    "batch": "batch_size",
     "bucket_cap_mb": "bucket_size_mb",
     "checkpoint_dir": "logdir log_dir output_dir save_dir tensorboard_dir",
     "checkpoint_every_n_epochs": "checkpoint_frequency",
@@ -26,6 +27,7 @@ _EQUALS = {
     "epochs": "max_epochs num_epochs total_epochs",
     "gradient_accumulation_steps": "accumulation_steps",
     "gradient_clipping": "clip_grad_norm grad_clip max_grad_norm max_norm",
+    "gpus": "nproc_per_node num_gpus world_size",
     "learning_rate": "lr",
     "log_dir": "logdir logs_dir output_dir",
     "loss_fn": "criterion loss",
@@ -50,6 +52,7 @@ _EQUALS = {
     "trackers": "mlflow_tracking tensorboard",
     "utilization": "device_utilization gpu_utilization",
     "warmup_steps": "warmup",
+    "world": "nproc nproc_per_node num_gpus num_processes processes world_size",
 }
 
 # What to do in place of settings that have no equal, with their names.
@@ -241,14 +244,27 @@ def name_hint(name: str, known: Collection[str], owner: str = "") -> str:
     advice = _ADVICE.get(owner, {})
     if name in advice:
         return advice[name]
-    equals = [one for one, names in _EQUALS.items() if name in names.split()]
-    near = [one for one in equals if one in known] or get_close_matches(name, known, 1, cutoff=_CLOSE)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    elsewhere = [one for one in (name, *equals) if one in _OF_A_TRAINER.split() and owner in _ADVICE]
+    if (near := near_name(name, known)) is not None:
+        return f"did you mean {near!r}?"
+    elsewhere = [one for one in (name, *_equals(name)) if one in _OF_A_TRAINER.split() and owner in _ADVICE]
     if elsewhere:
         return f"{elsewhere[0]} is a setting of panther.train.TrainConfig, for a Trainer"
     return f"use some of {', '.join(known)}"
+
+
+def near_name(name: str, known: Collection[str]) -> str | None:
+    """Return the one of the known names that means the same elsewhere, or is spelled much alike; None without one.
+
+    Example:
+        >>> near_name("num_gpus", ["gpus", "memory"])
+        'gpus'
+    """
+    equals = [one for one in _equals(name) if one in known]
+    return next(iter(equals or get_close_matches(name, known, 1, cutoff=_CLOSE)), None)
+
+
+def _equals(name: str) -> list[str]:
+    return [one for one, names in _EQUALS.items() if name in names.split()]
 
 
 def value_hint(setting: str, value: Any, known: Sequence[Any], owner: str = "") -> str:

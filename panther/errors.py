@@ -122,6 +122,11 @@ def check_device(device: Any) -> None:
 
     if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
         raise TypeError(f"device must be a torch.device or its name, not {type(device).__name__}: use device='cpu'")
+    if isinstance(device, str):
+        try:
+            torch.device(device)
+        except RuntimeError:  # whose text lists twenty types of devices
+            raise ValueError(f"device={device!r} is not a device of torch: use for example 'cpu' or 'cuda:0'") from None
 
 
 def check_flag(name: str, value: Any) -> None:

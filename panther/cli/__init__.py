@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
+from panther._setting_names import near_name
 from panther._version import __version__
 from panther.errors import PantherError
 
@@ -104,8 +105,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     elif getattr(args, "takes_launch_options", False):
         args.launch_options = rest
     elif rest:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+        commands.choices[args.command].error(
+            f"unrecognized arguments: {' '.join(rest)}{_hint(commands, args, rest[0])}"
+        )
     return args
+
+
+def _hint(commands: argparse._SubParsersAction, args: argparse.Namespace, argument: str) -> str:
+    """Return what to write in place of an argument that the command does not have, if that is known."""
+    if not argument.startswith("--"):
+        return ""
+    flags = [flag for flag in commands.choices[args.command]._option_string_actions if flag.startswith("--")]
+    name = argument[2:].partition("=")[0].replace("-", "_")
+    if (near := near_name(name, [flag[2:].replace("-", "_") for flag in flags])) is not None:
+        return f": did you mean --{near.replace('_', '-')}?"
+    return f": settings are key=value, as {name}=..." if args.command == "train" else ""
 
 
 def _explain(error: PantherError | OSError) -> int:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if given := [option for option, value in own.items() if value is not None]:
         raise PantherError(f"{given[0]} is an option of the check between nodes: add --nodes")
     if args.launch_options:
-        raise PantherError(f"{' '.join(args.launch_options)} are options of panther launch: add --nodes")
+        raise PantherError(f"{' '.join(args.launch_options)}: only with --nodes are these passed to panther launch")
     import torch
 
     rows = [

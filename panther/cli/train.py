@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from panther._setting_names import name_hint
+from panther._setting_names import near_name
 from panther.cli._arguments import add_option, check_folder, non_negative, positive
 from panther.cli._user_function import call, current_folder_importable, find, names_function, wrong_return
 from panther.errors import ConfigError, PantherError
@@ -117,12 +117,10 @@ def _check(functions: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     from panther.train import TrainConfig
 
     for key in settings:
-        hint = name_hint(key, _FUNCTIONS)
         # These names are short: a letter off makes them less alike than those of settings.
-        if near := difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7):
-            hint = f"did you mean {near[0]!r}?"
-        if hint.startswith("did you mean"):
-            raise ConfigError(f"{key!r} is not a setting: {hint}")
+        spelled = difflib.get_close_matches(key, (*_FUNCTIONS, "train", "launch"), 1, cutoff=0.7)
+        if (near := near_name(key, _FUNCTIONS) or next(iter(spelled), None)) is not None:
+            raise ConfigError(f"{key!r} is not a setting: did you mean {near!r}?")
     TrainConfig(**settings)
     for name, function in functions.items():
         if name in ("loss_fn", "optimizer"):
@@ -170,6 +168,8 @@ def _train(functions: Mapping[str, Any], settings: Mapping[str, Any], export: st
         raise wrong_return(functions["model"], model, "an nn.Module")
     train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     metrics = call(functions["metrics"]) if "metrics" in functions else None
+    if "metrics" in functions and not isinstance(metrics, Mapping):
+        raise wrong_return(functions["metrics"], metrics, "a mapping of names to functions of output and target")
     loss_fn, optimizer = (_find_in_torch(name, functions.get(name)) for name in ("loss_fn", "optimizer"))
     join_process_group(config.timeout_s)
     trainer = Trainer(model, optimizer, loss_fn, config, metrics=metrics)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from panther.errors import ShapeError
+from panther.errors import ShapeError, check_size
 from panther.nn import SKLinear
 
 _KEYS = ("in_features", "out_features", "sketch_size")
@@ -32,6 +32,8 @@ def check_configs(
                 )
         if missing := [key for key in _KEYS if key not in config]:
             raise ShapeError(f"layer_configs[{index}] lacks {', '.join(missing)}: add it")
+        for key in _KEYS:
+            check_size(f"layer_configs[{index}][{key!r}]", config[key], least=1)
     for index, (before, after) in enumerate(pairwise(layer_configs)):
         if before["out_features"] != after["in_features"]:
             raise ShapeError(

@@ -96,4 +96,7 @@ def make_optimizer(
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(parameters, kind, **defaults)
-    return kind(parameters, **defaults)
+    made = kind(parameters, **defaults)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"the function of parameters returned a {type(made).__name__}: it must return an optimizer")
+    return made

@@ -177,7 +177,9 @@ class Trainer:
         return self._evaluate(self._feed(data, False))
 
     def export(self, directory: str) -> Path:
-        """Write the whole model for inference, from any layout. Every rank must call it."""
+        """Write the whole model for inference, from any layout, to a folder. Every rank must call it."""
+        if not str(directory):
+            raise ConfigError("export needs the name of a folder, and it is empty")
         return checkpoint.export(self.model, directory)
 
     # Starting and resuming

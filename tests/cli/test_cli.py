@@ -76,6 +76,22 @@ def test_an_error_is_a_sentence_and_an_exit_status(error, status, text, capsys, 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["simulate", "--world-size", "4"], "--world-size 4: did you mean --world?"),
+        (["simulate", "--batch-size=64"], "--batch-size=64: did you mean --batch?"),
+        (["advise", "--num-gpus", "8"], "--num-gpus 8: did you mean --gpus?"),
+        (["train", "--epochs", "3"], "--epochs: settings are key=value, as epochs=..."),
+        (["simulate", "--frob", "3"], "--frob 3\n"),
+    ],
+)
+def test_an_option_of_another_name_is_told(arguments, hint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert f"unrecognized arguments: {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "path", "reason"),
     [
         (["init", "torchrun", "--out", "PATH", "t.py"], "file/below", "cannot be written to (Not a directory)"),
@@ -155,7 +171,7 @@ def test_settings_stand_on_both_sides_of_options(arguments, settings, monkeypatc
     assert seen == [("f", settings)]
 
 
-@pytest.mark.parametrize("wrong", ["word", "--epochs=2"])
+@pytest.mark.parametrize("wrong", ["word", "-e=2"])
 def test_an_unknown_setting_gets_the_usage_of_its_command(wrong, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["train", "a=1", "--config", "f", wrong])

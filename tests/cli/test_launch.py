@@ -312,6 +312,9 @@ def test_python_call_raises_keyboard_interrupt_and_leaves_no_trace(script):
         (["--nproc-per-node", "2"], "the following arguments are required: training_script"),
         (["--nnodes=two", "work.py"], "--nnodes two must be a number of nodes, or MIN:MAX"),
         (["--nnodes=2", "--node-rank=2", "work.py"], "--node-rank 2 must be from 0 to 1 with --nnodes 2"),
+        (["--nnodes=0", "work.py"], "--nnodes 0 must be at least 1"),
+        (["--monitor-interval=0", "work.py"], "--monitor-interval 0 must be a positive number of seconds"),
+        (["--log-dir=work.py/logs", "work.py"], "--log-dir work.py/logs cannot be written to (Not a directory)"),
         (["--max-restarts=-1", "work.py"], "max_restarts must be >= 0"),
         (["--backend=mpi", "work.py"], "--backend is not valid: backend='mpi' is not in this build of torch: use"),
         (["--backend=smoke", "work.py"], "backend='smoke' is unknown: use one of 'gloo'"),
@@ -331,11 +334,6 @@ def test_bad_requests_are_said_in_a_sentence(arguments, message, script, capfd):
     assert message in err
     assert err.count("\n") == 1
     assert not Path("panther-logs").exists()
-
-
-def test_folders_that_cannot_be_written_to(script, capfd):
-    assert main(["launch", "--log-dir", "work.py/logs", script("")]) == 1
-    assert ": Not a directory\n" in capfd.readouterr().err
 
 
 def test_a_port_in_use_is_answered_with_the_option_that_was_given(script, capfd):
@@ -462,6 +460,10 @@ def test_config_and_its_arguments():
     assert (args.rdzv_conf, args.max_restarts, args.backend) == ("timeout=5,join_timeout=5", 2, "nccl")
     assert (args.shutdown_timeout, args.module, args.rdzv_id, args.log_dir) == (60, True, "job", "logs")
     assert (args.monitor_interval, args.rdzv_backend) == (0.5, "c10d")
+    with pytest.raises(TypeError, match=r"config must be a LaunchConfig, not dict: use LaunchConfig\(\*\*settings\)"):
+        launch_distributed_training("x.py", config={"nnodes": 2})
+    with pytest.raises(TypeError, match="config must be a LaunchConfig, not dict"):
+        DistributedLauncher({})
     with pytest.raises(TypeError, match=r"pass config or its fields \(nnodes\), not both"):
         launch_distributed_training("x.py", config=config, nnodes=2)
     with pytest.raises(ConfigError, match="'nproc' is not a setting of LaunchConfig: did you mean 'nproc_per_node'"):
@@ -505,8 +507,9 @@ def test_the_names_of_guides():
         ({"module": "yes"}, "module='yes' must be true or false, not str"),
         ({"log_dir": 3}, "log_dir=3 must be a string, not int"),
         ({"nproc_per_nod": 2}, "'nproc_per_nod' is not a setting of LaunchConfig: did you mean 'nproc_per_node'?"),
-        ({"num_gpus": 2}, "'num_gpus' is not a setting of LaunchConfig: did you mean 'nproc_per_node'?"),
-        ({"master_addr": "a"}, "'master_addr' is not a setting of LaunchConfig: did you mean 'rdzv_endpoint'?"),
+        ({"num_gpus": 2}, "'num_gpus' is not a setting of LaunchConfig: set nproc_per_node, and nnodes for several"),
+        ({"nprocs": 2}, "'nprocs' is not a setting of LaunchConfig: did you mean 'nproc_per_node'?"),
+        ({"master_addr": "a"}, "'master_addr' is not a setting of LaunchConfig: set rdzv_endpoint to 'HOST:PORT'"),
         ({"lr": 1}, "learning_rate is a setting of panther.train.TrainConfig, for a Trainer"),
         ({"zzz": 1}, "'zzz' is not a setting of LaunchConfig: use some of nproc_per_node, nnodes, node_rank"),
     ],

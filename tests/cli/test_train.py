@@ -125,6 +125,7 @@ def test_export(work):
         (["model=WORK:nothing"], "returns a value of type int: it must return an nn.Module"),
         (["data=WORK:fails"], "fails failed: RuntimeError: no such file"),
         (["data=WORK:nothing"], "the data must be a DataLoader, a Dataset or a list of samples, not a int"),
+        (["metrics=WORK:nothing"], "returns a value of type int: it must return a mapping of names to functions"),
         (["resume=Never"], "resume='Never' must be 'auto', 'never' or the path of a checkpoint"),
         (["max_steps=3", "epochs=2"], "epochs=2 and max_steps=3 exclude each other: give one"),
         (["batch_size=null"], "a TensorDataset needs batch_size"),

@@ -5,7 +5,7 @@ from ranks import on_ranks
 from torch import nn
 
 from panther.distributed import AdvancedDistributedTrainer, CommunicationCounter
-from panther.errors import DistributedError, SketchMismatchError
+from panther.errors import DistributedError, ShapeError, SketchMismatchError
 from panther.nn import SKLinear
 
 pytestmark = pytest.mark.distributed
@@ -110,6 +110,20 @@ def test_parameters_that_a_forward_does_not_use():
     (first, refused), (second, refused_too) = on_ranks(rank, fresh=True)
     assert first == second > 0
     assert refused is refused_too is True
+
+
+def test_what_cannot_be_trained_is_said_on_every_rank():
+    def rank():
+        with pytest.raises(ValueError, match="gradient_clipping=-1 must be positive"):
+            AdvancedDistributedTrainer(network(0), dist.get_rank(), 2, gradient_clipping=-1)
+        trainer = AdvancedDistributedTrainer(network(0), dist.get_rank(), 2)
+        optimizer = torch.optim.SGD(trainer.ddp_model.parameters(), 0.5)
+        with pytest.raises(ShapeError) as caught:
+            trainer.train_epoch(iter([]), optimizer, nn.CrossEntropyLoss())
+        return str(caught.value)
+
+    told = "no rank has a batch, so nothing was trained: pass a loader, which can be read more than once"
+    assert on_ranks(rank) == [told, told]
 
 
 def test_without_a_group():

@@ -64,6 +64,9 @@ def test_one_rank_and_bad_input(capsys):
     def rank():
         with pytest.raises(ShapeError, match="message_sizes=0 must be at least 1"):
             profile_communication_overhead([0])
+        for sizes in (1024, "1024", []):
+            with pytest.raises(TypeError, match="must be a list of sizes in bytes, such as"):
+                profile_communication_overhead(sizes)
         return {row.operation for row in profile_communication_overhead([64], repetitions=1, show=False).timings}
 
     assert on_ranks(rank, 1) == [{"all_gather", "all_reduce", "broadcast", "reduce_scatter"}]

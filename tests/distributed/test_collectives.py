@@ -313,6 +313,7 @@ def test_what_collectives_cannot_take_is_said():
             lambda: reduce_scatter(torch.ones(2), ReduceOp.MAX, op="mean"),
             lambda: reduce_scatter(torch.ones(2), "median"),
             lambda: all_reduce(3.0),
+            lambda: all_reduce(torch.ones(2), group="world"),
         ):
             with pytest.raises(Exception) as caught:  # noqa: PT011 (each has a class of its own)
                 call()
@@ -338,4 +339,5 @@ def test_what_collectives_cannot_take_is_said():
         f"TypeError: reduce_scatter has two reductions, {ReduceOp.MAX!r} and op='mean': give one",
         f"ValueError: op='median' is unknown: {reductions}",
         "TypeError: all_reduce takes a tensor, not a float",
+        "TypeError: a group must be a process group, such as mesh['dp'].get_group(), or None, not str",
     ]

@@ -255,6 +255,27 @@ def test_distributed_sketched_model_takes_sequences():
     with pytest.raises(TypeError, match=r"sketch_ratios must be a list or tuple, not float: use \[0.02\]"):
         DistributedSketchedModel(1024, [512], 10, 0.02)
 
+    with pytest.raises(TypeError, match="input_size must be an integer, not str"):
+        DistributedSketchedModel("1024", [512], 10, [0.02])
+    with pytest.raises(TypeError, match=r"sketch_ratios=\['a'\] must all be numbers"):
+        DistributedSketchedModel(1024, [512], 10, ["a"])
+
+
+def test_options_of_ddp_are_checked():
+    def rank():
+        messages = []
+        for options in ({"bucket_size_mb": 25}, {"process_group": None}, {"bucket_cap_mb": -1}):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                data_parallel(network(0), **options)
+            messages.append(str(caught.value))
+        return messages
+
+    first, second = on_ranks(rank)
+    assert first == second
+    assert first[0] == "'bucket_size_mb' is not an option of DistributedDataParallel: did you mean 'bucket_cap_mb'?"
+    assert first[1].startswith("'process_group' is not an option of DistributedDataParallel: use some of ")
+    assert first[2] == "bucket_cap_mb=-1 must be positive, or None"
+
 
 @pytest.mark.parametrize(
     ("args", "message"),

@@ -306,6 +306,32 @@ def test_what_is_refused():
     assert messages[18] == "cpu_offload='yes' must be True or False"
 
 
+def test_sizes_that_are_no_sizes_are_said():
+    with pytest.raises(TypeError, match="data_parallel_size must be an integer, not str"):
+        HybridParallelTrainer(CONFIG, {"data_parallel_size": "2"})
+    with pytest.raises(ShapeError, match="data_parallel_size=0 must be at least 1"):
+        HybridParallelTrainer(CONFIG, {"data_parallel_size": 0})
+
+
+def test_a_step_that_cannot_be_done_is_said():
+    def rank():
+        trainer = HybridParallelTrainer(CONFIG, {})
+        optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
+        x, y = data()
+        messages = []
+        for batch, criterion in ((x, nn.CrossEntropyLoss()), ((x, y), "ce"), ((x, y), nn.CrossEntropyLoss)):
+            with pytest.raises(TypeError) as caught:
+                trainer.train_step(batch, optimizer, criterion)
+            messages.append(str(caught.value))
+        return messages
+
+    assert on_ranks(rank)[0] == [
+        "batch must be a pair of samples and targets, not Tensor",
+        "the criterion must be a function of output and target, not str",
+        "the criterion is the class CrossEntropyLoss: pass an object, CrossEntropyLoss()",
+    ]
+
+
 @pytest.mark.parametrize(
     ("world", "config", "places"),
     [

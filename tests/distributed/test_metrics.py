@@ -78,12 +78,20 @@ def test_nan_reset_and_bad_input():
         collector.update_metric("a", 1.0)
     with pytest.raises(ValueError, match="reduce='min' is unknown"):
         collector.update_metric("b", 1.0, reduce="min")
+    with pytest.raises(TypeError, match="the value of 'b' must be a number or a tensor of one, not str"):
+        collector.update_metric("b", "high")
+    with pytest.raises(TypeError, match="the weight of 'b' must be a number or a tensor of one, not NoneType"):
+        collector.update_metric("b", 1.0, None)
+    with pytest.raises(ValueError, match=r"the value of 'b' has shape \(3,\) and must be one number"):
+        collector.update_metric("b", torch.ones(3))
     with pytest.raises(ValueError, match="weight=-1 must be at least 0"):
         collector.update_metric("b", 1.0, -1)
     collector.reset()
     assert collector.compute_global_metrics() == {}
     with pytest.raises(DistributedError, match="must be those of the process group, 0 and 1"):
         DistributedMetricsCollector(1, 4)
+    with pytest.raises(DistributedError, match="rank='0' and world_size=1 must be"):
+        DistributedMetricsCollector("0", 1)
 
 
 def test_the_values_are_lists_as_in_the_guide():
@@ -190,8 +198,11 @@ def test_the_utilization_of_a_cpu_and_of_a_gpu(monkeypatch):
         DeviceUtilization(),
     ):
         pass
-    with pytest.raises(ValueError, match="interval_s=0 must be positive"):
-        DeviceUtilization(interval_s=0)
+    for interval in (0, "1"):
+        with pytest.raises(ValueError, match=f"interval_s={interval!r} must be a positive number of seconds"):
+            DeviceUtilization(interval_s=interval)
+    with pytest.raises(ValueError, match="device='gpu' is not a device of torch"):
+        DeviceUtilization("gpu")
 
 
 @pytest.mark.extra

@@ -107,3 +107,17 @@ def test_what_is_refused():
         trainer.forward_backward_pipeline(torch.ones(0, 3), torch.ones(0, 1), nn.MSELoss(), optimizer)
     with pytest.raises(ShapeError, match="num_microbatches=0"):
         MicrobatchPipelineTrainer(model, 0)
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, not str"):
+        MicrobatchPipelineTrainer("model", 2)
+    with pytest.raises(TypeError, match="batch_data must be a tensor, not list"):
+        trainer.forward_backward_pipeline([[1.0]], torch.ones(1, 1), nn.MSELoss(), optimizer)
+    with pytest.raises(TypeError, match=r"the criterion is the class MSELoss: pass an object, MSELoss\(\)"):
+        trainer.forward_backward_pipeline(torch.ones(2, 3), torch.ones(2, 1), nn.MSELoss, optimizer)
+    with pytest.raises(TypeError, match="the criterion must be a function of output and target, not str"):
+        trainer.forward_backward_pipeline(torch.ones(2, 3), torch.ones(2, 1), "mse", optimizer)
+    with pytest.raises(TypeError, match=r"must be a list with a device for each stage, not a str: use \['cpu'\]"):
+        PipelineParallelSketchedModel(CONFIGS, "cpu")
+    with pytest.raises(ValueError, match="device='gpu:0' is not a device of torch: use for example 'cpu' or 'cuda:0'"):
+        PipelineParallelSketchedModel(CONFIGS, ["cpu", "gpu:0"])
+    with pytest.raises(TypeError, match=r"layer_configs\[1\]\['sketch_size'\] must be an integer, not str"):
+        PipelineParallelSketchedModel([CONFIGS[0], CONFIGS[1] | {"sketch_size": "2"}], ["cpu"])

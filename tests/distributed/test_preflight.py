@@ -339,7 +339,7 @@ def test_the_command_with_a_fault(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nnodes", "2"], "--nnodes 2 are options of panther launch: add --nodes"),
+        (["--nnodes", "2"], "--nnodes 2: only with --nodes are these passed to panther launch"),
         (["--folder", "shared"], "--folder is an option of the check between nodes: add --nodes"),
         (["--free-gb", "0"], "--free-gb is an option of the check between nodes: add --nodes"),
         (["--timeout", "5"], "--timeout is an option of the check between nodes: add --nodes"),

@@ -296,6 +296,7 @@ def test_what_is_refused():
             lambda: split_stages(build(0), 2, ["decoder.layers.9"], sample_input=x),
             lambda: split_stages(build(0), 4, ["decoder.norm", "decoder.head", "decoder.embed"], sample_input=x),
             lambda: split_stages(build(0), 2, ["decoder"], layers="decoder.layers", sample_input=x),
+            lambda: split_stages(build(0), 2, [1], sample_input=x),
             lambda: split_stages(build(0), 6, layers="decoder.layers", sample_input=x),
             lambda: split_stages(
                 build(0), 2, layers="decoder.layers", sample_input=torch.ones(2, 20, dtype=torch.int64)
@@ -321,6 +322,7 @@ def test_what_is_refused():
         "points=['decoder.layers.9'] must be 1 different names of modules that begin stages: the model has no",
         "the forward calls 'decoder.embed' before 'decoder.norm': begin stages in the order",
         "split_stages takes points or layers, not both",
+        "points=[1] must be a list of names of modules at which stages begin, such as ['2']",
         "4 layers cannot make 6 stages",
         "Model cannot be run on fake tensors (ValueError: too long): pass the inputs of one microbatch",
         "Deciding cannot be run on fake tensors (DataDependentOutputException",

@@ -224,6 +224,8 @@ def test_what_is_refused():
             ),
             lambda: TensorParallelModel({"in_features": 3}, mesh),
             lambda: TensorParallelModel([3], mesh),
+            lambda: TensorParallelSKLinear(8, 4, 1, None),
+            lambda: TensorParallelSKLinear(8, 4, 1, "tp"),
         ):  # fmt: skip
             with pytest.raises((ShapeError, TypeError)) as caught:
                 call()
@@ -240,6 +242,8 @@ def test_what_is_refused():
         "layer_configs[0] has the unknown key 'activation': use in_features, out_features, sketch_size",
         "layer_configs must be a list of mappings, not dict",
         "layer_configs[0] must be a mapping, not int",
+        "tensor_parallel_group is None: pass a process group, such as torch.distributed.group.WORLD",
+        "a group must be a process group, such as mesh['dp'].get_group(), or None, not str",
     ]
 
 

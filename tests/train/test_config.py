@@ -284,6 +284,7 @@ def test_a_value_of_other_libraries_leads_to_the_right_one(setting, value, hint)
 def test_the_settings_that_other_owners_are_sent_here_for_exist():
     assert set(_setting_names._OF_A_TRAINER.split()) <= FIELDS
     others = {field.name for field in dataclasses.fields(LaunchConfig)} | {"data_parallel", "data", "loss_fn"}
+    others |= {"batch", "gpus", "world"}  # options of commands
     assert set(_setting_names._EQUALS) <= FIELDS | others
 
 

@@ -31,6 +31,8 @@ def test_columns():
     assert history.last["gradient_norm"] == 3.0
     with pytest.raises(KeyError, match="no record has 'accuracy': choose one of step, epoch, loss"):
         history["accuracy"]
+    with pytest.raises(KeyError, match="no record has 'loss': there are none, train first"):
+        History()["loss"]
 
 
 def test_it_is_a_copy():

@@ -504,6 +504,11 @@ def test_what_cannot_be_trained_is_said():
     sized = TrainConfig(batch_size=4)
     assert message(build(), samples(0), sized, loss_fn=nn.MSELoss()) == "the training data is empty"
     assert message(build(), [], sized, loss_fn=nn.MSELoss()) == "the training data is empty"
+    assert message(build(), samples(), sized, optimizer=lambda parameters: 3) == (
+        "the function of parameters returned a int: it must return an optimizer"
+    )
+    with pytest.raises(ConfigError, match="export needs the name of a folder"):
+        Trainer(build()).export("")
     assert message(build(), build(), sized).startswith("the data is a module, Sequential: pass the model to Trainer")
     assert message(build(), samples(), sized).endswith(": pass loss_fn for batches (input, target)")
     assert message(build(), [x for x, _ in samples()], sized).endswith(

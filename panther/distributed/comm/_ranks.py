@@ -21,7 +21,14 @@ def require_process_group(group: Group = None) -> None:
 
     Raises:
         DistributedError: If there is none, or this rank is not in it.
+        TypeError: If ``group`` is not a process group.
     """
+    # A rank that new_group leaves out gets a number for its group.
+    known = (None, dist.GroupMember.NON_GROUP_MEMBER)
+    if not isinstance(group, dist.ProcessGroup) and group not in known:
+        raise TypeError(
+            f"a group must be a process group, such as mesh['dp'].get_group(), or None, not {type(group).__name__}"
+        )
     if not in_process_group():
         raise DistributedError("there is no process group: call panther.distributed.init() first")
     if dist.get_rank(group) < 0:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from panther._text import format_table
+from panther._text import counted, format_table
 from panther.distributed.comm._ranks import Group, in_process_group, require_process_group, transport
 from panther.distributed.comm.metrics import DeviceUtilization
 from panther.errors import DistributedError, MissingExtraError, check_size
@@ -76,7 +76,7 @@ class CommunicationProfile:
             ]
             for row in self.timings
         ]  # fmt: skip
-        table = f"{self.world_size} ranks, {self.backend}\n{format_table(rows, align='<>')}"
+        table = f"{counted(self.world_size, 'rank')}, {self.backend}\n{format_table(rows, align='<>')}"
         return f"{table}\n{self._utilization_in_words()}" if self.utilization else table
 
     def _utilization_in_words(self) -> str:
@@ -107,6 +107,7 @@ def profile_communication_overhead(
         Times and bandwidths, see the module for the formulas; and the utilization of each rank's device meanwhile.
 
     Raises:
+        TypeError: If ``message_sizes`` is not a list of sizes.
         ShapeError: If a size or ``repetitions`` is not positive.
         DistributedError: If this rank is not in the group.
 
@@ -127,6 +128,8 @@ def profile_communication_overhead(
             print(_NO_GROUP)
         return CommunicationProfile(1, "no backend", ())
     require_process_group(group)
+    if isinstance(message_sizes, int | str) or not message_sizes:
+        raise TypeError(f"message_sizes={message_sizes!r} must be a list of sizes in bytes, such as [1024]")
     n, backend = dist.get_world_size(group), dist.get_backend(group)
     check_size("repetitions", repetitions, least=1)
     device = transport(group)

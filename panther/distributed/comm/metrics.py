@@ -14,7 +14,7 @@ import torch
 from panther.distributed.comm._agreement import agree, gather_objects
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm.mesh import get_distributed_info, get_rank, get_world_size
-from panther.errors import DistributedError, MissingExtraError
+from panther.errors import DistributedError, MissingExtraError, check_device
 
 _REDUCTIONS = ("mean", "sum", "max", "each")
 
@@ -79,7 +79,7 @@ class DistributedMetricsCollector:
     def __init__(self, rank: int, world_size: int) -> None:
         if (rank, world_size) != (get_rank(), get_world_size()):
             raise DistributedError(
-                f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
+                f"rank={rank!r} and world_size={world_size!r} must be those of the process group, {get_rank()} and "
                 f"{get_world_size()}: pass get_rank() and get_world_size()"
             )
         self.rank, self.world_size = rank, world_size
@@ -96,16 +96,26 @@ class DistributedMetricsCollector:
                 for one name.
 
         Raises:
-            ValueError: If ``reduce`` is unknown or differs from before, or ``weight`` is negative.
+            ValueError: If ``reduce`` is unknown or differs from before, ``weight`` is negative, or a tensor has several
+                values.
+            TypeError: If the value or the weight is not a number.
         """
         if reduce not in _REDUCTIONS:
             raise ValueError(f"reduce={reduce!r} is unknown: use one of {', '.join(map(repr, _REDUCTIONS))}")
+        for what, number in (("value", value), ("weight", weight)):
+            if isinstance(number, torch.Tensor) and number.numel() != 1:
+                raise ValueError(f"the {what} of {name!r} has shape {tuple(number.shape)} and must be one number")
+            if isinstance(number, str) or not hasattr(number, "__float__"):
+                raise TypeError(
+                    f"the {what} of {name!r} must be a number or a tensor of one, not {type(number).__name__}"
+                )
+        value, weight = float(value), float(weight)
         if not weight >= 0:
-            raise ValueError(f"weight={weight} must be at least 0")
+            raise ValueError(f"weight={weight:g} must be at least 0")
         metric = self._metric(name, reduce)
         if metric.reduce != reduce:
             raise ValueError(f"metric {name!r} has reduce={metric.reduce!r} and now {reduce!r}: use two names")
-        metric.add(float(value), weight)
+        metric.add(value, weight)
 
     def _metric(self, name: str, reduce: str = "mean") -> _Metric:
         found = self.metrics.get(name)
@@ -192,8 +202,9 @@ class DeviceUtilization:
     """
 
     def __init__(self, device: torch.device | str | None = None, *, interval_s: float = 0.5) -> None:
-        if not interval_s > 0:
-            raise ValueError(f"interval_s={interval_s} must be positive")
+        if not isinstance(interval_s, int | float) or not interval_s > 0:
+            raise ValueError(f"interval_s={interval_s!r} must be a positive number of seconds")
+        check_device(device)
         self.device = None if device is None else torch.device(device)
         self.interval_s, self.value = interval_s, math.nan
         self._end = threading.Event()

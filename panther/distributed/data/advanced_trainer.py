@@ -16,7 +16,7 @@ from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.data.strategies import data_parallel
 from panther.distributed.sync.sketches import verify_sketches
-from panther.errors import DistributedError
+from panther.errors import DistributedError, ShapeError
 
 
 class AdvancedDistributedTrainer:
@@ -61,6 +61,8 @@ class AdvancedDistributedTrainer:
                 f"rank={rank} and world_size={world_size} must be those of the process group, {get_rank()} and "
                 f"{get_world_size()}: call panther.distributed.init() first, and pass get_rank() and get_world_size()"
             )
+        if not gradient_clipping > 0:
+            raise ValueError(f"gradient_clipping={gradient_clipping} must be positive: use math.inf to clip nothing")
         self.model, self.rank, self.world_size, self.gradient_clipping = model, rank, world_size, gradient_clipping
         self.ddp_model = data_parallel(
             model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
@@ -95,6 +97,7 @@ class AdvancedDistributedTrainer:
             The mean loss over the samples of all ranks.
 
         Raises:
+            ShapeError: On every rank, if none has a batch.
             DistributedError: If a rank is gone or late.
         """
         self.synchronize_sketching_matrices()
@@ -116,6 +119,10 @@ class AdvancedDistributedTrainer:
                 sums += torch.stack([loss.detach().double() * len(data), sums.new_tensor(len(data))])
         with watched("train_epoch"):
             dist.all_reduce(sums)
+        if not sums[1]:
+            raise ShapeError(
+                "no rank has a batch, so nothing was trained: pass a loader, which can be read more than once"
+            )
         return (sums[0] / sums[1]).item()
 
     def _as_many_everywhere(self, dataloader: Any) -> bool:

@@ -5,11 +5,12 @@ __all__ = ["DistributedSketchedModel"]
 import math
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 
 from torch import Tensor, nn
 
 from panther.distributed._layer_configs import perceptron
-from panther.errors import PerformanceWarning, ShapeError
+from panther.errors import PerformanceWarning, ShapeError, check_size
 
 
 class DistributedSketchedModel(nn.Module):
@@ -49,6 +50,10 @@ class DistributedSketchedModel(nn.Module):
         for name, value in (("hidden_sizes", hidden_sizes), ("sketch_ratios", sketch_ratios)):
             if not isinstance(value, Sequence):
                 raise TypeError(f"{name} must be a list or tuple, not {type(value).__name__}: use [{value}]")
+        check_size("input_size", input_size, least=1)
+        for ratio in sketch_ratios:
+            if not isinstance(ratio, Real):
+                raise TypeError(f"sketch_ratios={list(sketch_ratios)} must all be numbers")
         layers = len(hidden_sizes) + 1
         if len(sketch_ratios) not in (layers - 1, layers) or not sketch_ratios:
             raise ShapeError(

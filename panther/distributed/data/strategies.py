@@ -7,7 +7,8 @@ FSDP2 with shards of size one: it replicates the model, and goes together with t
 
 __all__ = ["STRATEGIES", "compute_dtype", "data_parallel"]
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._setting_names import value_hint
+from panther._setting_names import name_hint, value_hint
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
@@ -113,6 +114,8 @@ def data_parallel(
     def settings() -> dict[str, Any]:
         check_hook(comm_hook, hook_settings)
         _check_options(mesh, strategy, comm_hook, mixed_precision, cpu_offload)
+        if strategy == "ddp":
+            _check_ddp_options(options)
         check_model(model, strategy)
         axes = (mesh.mesh_dim_names, tuple(mesh.shape)) if isinstance(mesh, DeviceMesh) else None
         given = {"mesh": axes, "strategy": strategy, "comm_hook": comm_hook, "mixed_precision": mixed_precision}
@@ -196,6 +199,16 @@ def _check_options(
             f"{mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}: pass mesh['dp']"
             + (", or mesh['replicate', 'dp']" if most == 2 else "")
         )
+
+
+def _check_ddp_options(options: Mapping[str, Any]) -> None:
+    ours = ("module", "device_ids", "process_group")
+    known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in ours]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name!r} is not an option of DistributedDataParallel: {name_hint(name, known)}")
+    if (size := options.get("bucket_cap_mb")) is not None and not size > 0:
+        raise ValueError(f"bucket_cap_mb={size} must be positive, or None")
 
 
 def compute_dtype(mixed_precision: str | None) -> torch.dtype | None:

@@ -4,6 +4,7 @@ __all__ = ["prepare"]
 
 import argparse
 import logging
+import math
 import os
 import socket
 import time
@@ -60,6 +61,10 @@ def prepare(
         nodes = parse_min_max_nnodes(args.nnodes)[1]
     except (ValueError, RuntimeError):
         raise ConfigError(f"--nnodes {args.nnodes} must be a number of nodes, or MIN:MAX") from None
+    if nodes < 1:
+        raise ConfigError(f"--nnodes {args.nnodes} must be at least 1")
+    if not 0 < args.monitor_interval < math.inf:
+        raise ConfigError(f"--monitor-interval {args.monitor_interval:g} must be a positive number of seconds")
     try:
         nproc = check_size("nproc_per_node", determine_local_world_size(args.nproc_per_node), least=1)
     except (ValueError, RuntimeError) as error:
@@ -85,7 +90,13 @@ def prepare(
         script = name or args.training_script
         stem = script.rpartition(".")[2] if args.module and name is None else Path(script).stem
         stem += f"-{time.strftime('%Y%m%d-%H%M%S')}" + (f"-{socket.gethostname()}" if nodes > 1 else "")
-        config.logs_specs = RankLogs(new_folder(Path(log_dir) / stem))
+        try:
+            folder = new_folder(Path(log_dir) / stem)
+        except OSError as error:
+            raise ConfigError(
+                f"--log-dir {log_dir} cannot be written to ({error.strerror}): give another folder"
+            ) from None
+        config.logs_specs = RankLogs(folder)
         which = f" on this node, of --nnodes {args.nnodes}" if nodes > 1 else ""
         _LOGGER.info(
             "%s of %s%s; logs in %s", counted(nproc, "process", "processes"), script, which, config.logs_specs.folder

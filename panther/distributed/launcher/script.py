@@ -55,7 +55,7 @@ def launch_distributed_training(
     """
     if config is not None and options:
         raise TypeError(f"pass config or its fields ({', '.join(options)}), not both")
-    config = LaunchConfig(**options) if config is None else config
+    config = LaunchConfig(**options) if config is None else _checked(config)
     from panther.distributed.launcher._agent import signals_followed
 
     with signals_followed():
@@ -79,7 +79,7 @@ class DistributedLauncher:
     """
 
     def __init__(self, config: LaunchConfig | None = None) -> None:
-        self.config = config or LaunchConfig()
+        self.config = LaunchConfig() if config is None else _checked(config)
 
     def launch(self, script: str | PathLike[str], *args: object) -> int:
         """Run a script with its arguments; return 0, or 1 if it failed, with the reason in the log of this module."""
@@ -89,6 +89,14 @@ class DistributedLauncher:
             _log.error("%s", error)
             return 1
         return 0
+
+
+def _checked(config: Any) -> LaunchConfig:
+    if not isinstance(config, LaunchConfig):
+        raise TypeError(
+            f"config must be a LaunchConfig, not {type(config).__name__}: use LaunchConfig(**settings) for a dict"
+        )
+    return config
 
 
 def run_script(argv: list[str], name: str | None = None) -> Path:

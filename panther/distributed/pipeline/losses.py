@@ -35,8 +35,13 @@ def check_reduction(loss_fn: Any, name: str) -> str:
     """Return ``"mean"`` or ``"sum"``.
 
     Raises:
-        ValueError: If the loss has another reduction, such as ``"none"``; it is called ``name``.
+        TypeError: If the loss, which is called ``name``, is not a function.
+        ValueError: If it has another reduction, such as ``"none"``.
     """
+    if isinstance(loss_fn, type):
+        raise TypeError(f"the {name} is the class {loss_fn.__name__}: pass an object, {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise TypeError(f"the {name} must be a function of output and target, not {type(loss_fn).__name__}")
     if (reduction := reduction_of(loss_fn)) not in ("mean", "sum"):
         raise ValueError(f"the {name} has reduction={reduction!r}, and must have 'mean' or 'sum'")
     return reduction

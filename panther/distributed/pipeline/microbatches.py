@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from panther.distributed._layer_configs import check_configs, perceptron
 from panther.distributed.pipeline._balance import balance_stages
 from panther.distributed.pipeline.losses import check_reduction
-from panther.errors import ShapeError, check_size
+from panther.errors import ShapeError, check_device, check_size
 
 
 class PipelineParallelSketchedModel(nn.Module):
@@ -45,8 +45,12 @@ class PipelineParallelSketchedModel(nn.Module):
     def __init__(self, layer_configs: Sequence[Mapping[str, Any]], devices: Sequence[torch.device | str]) -> None:
         super().__init__()
         sizes = check_configs(layer_configs)
+        if isinstance(devices, str):
+            raise TypeError(f"devices must be a list with a device for each stage, not a str: use [{devices!r}]")
         if not devices:
             raise ShapeError("devices is empty and must name one device for each stage")
+        for device in devices:
+            check_device(device)
         self.devices = [torch.device(device) for device in devices]
         self.num_stages = len(self.devices)
         begins = balance_stages([sketch_size * (n_in + n_out) for n_in, n_out, sketch_size in sizes], len(devices))
@@ -83,6 +87,8 @@ class MicrobatchPipelineTrainer:
     """
 
     def __init__(self, model: nn.Module, num_microbatches: int = 4) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
         self.model = model
         self.num_microbatches = check_size("num_microbatches", num_microbatches, least=1)
 
@@ -105,8 +111,12 @@ class MicrobatchPipelineTrainer:
 
         Raises:
             ShapeError: If there are no samples, or a different number of targets.
+            TypeError: If the batch does not consist of tensors, or the criterion is not a function.
             ValueError: If the criterion has another reduction.
         """
+        for name, part in (("batch_data", batch_data), ("batch_targets", batch_targets)):
+            if not isinstance(part, Tensor):
+                raise TypeError(f"{name} must be a tensor, not {type(part).__name__}")
         samples = len(batch_data)
         if samples == 0 or len(batch_targets) != samples:
             raise ShapeError(

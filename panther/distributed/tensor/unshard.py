@@ -54,6 +54,8 @@ def unshard_module(module: nn.Module) -> nn.Module:
         ('ColwiseSKLinear', 'SKLinear')
         >>> pr.distributed.shutdown()
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"unshard_module takes an nn.Module, not {type(module).__name__}")
     copies: dict[int, Any] = {}
     modules = list(module.modules())
     for old in modules:
