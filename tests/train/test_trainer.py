@@ -528,8 +528,8 @@ def test_what_cannot_be_trained_is_said():
         build(), DataLoader(samples(), 8), loss_fn=lambda output, target: output
     )
     assert message(build(), DataLoader(samples(), 8), TrainConfig(data_parallel_size=2), loss_fn=nn.MSELoss()) == (
-        "data_parallel_size=2 must divide the number of processes (1): start a multiple of 2, or change or leave out the "
-        "size"
+        "data_parallel_size=2 must divide the number of processes (1): start a multiple of 2, or change or leave out "
+        "the size"
     )
     with pytest.raises(ConfigError, match="metric 'size' returned a str and must return one number"):
         Trainer(build(), loss_fn=nn.CrossEntropyLoss(), metrics={"size": lambda output, target: "large"}).evaluate(
