@@ -58,6 +58,9 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "--sketch", positive, "sketch size of a transformer's linear layers", metavar="R")
     add_option(parser, "--sequence", positive, "tokens per sample", SEQUENCE)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with parameters in float32")
+    kinds = ("none", "selective", "full")
+    recomputed = f"what the backward pass recomputes of blocks, as TrainConfig's setting does {default}"
+    parser.add_argument("--activation-checkpointing", choices=kinds, default="none", help=recomputed)
     add_option(parser, "--efficiency", positive_float, "share of the peak speed that is reached", metavar="X")
     lengths = parser.add_mutually_exclusive_group()
     add_option(lengths, "--steps", positive_float, "length of the run in steps, to state what it costs")
@@ -148,7 +151,10 @@ def _stats(args: argparse.Namespace) -> Any:
     from panther.distributed import ModelStats
     from panther.distributed.advisor.statistics._kept_stats import default_folder
 
-    half = "bf16" if args.bf16 else None
+    options = {
+        "mixed_precision": "bf16" if args.bf16 else None,
+        "activation_checkpointing": args.activation_checkpointing,
+    }
     kind, _, size = args.model.lower().partition("/")
     if kind == "transformer":
         if size not in SIZES:
@@ -161,7 +167,7 @@ def _stats(args: argparse.Namespace) -> Any:
             vocab=VOCABULARY,
             sequence=args.sequence,
             sketch=args.sketch,
-            mixed_precision=half,
+            **options,
             cache_dir=default_folder(),
         )
     folder = Path(args.model)
@@ -173,7 +179,7 @@ def _stats(args: argparse.Namespace) -> Any:
     if args.sketch is not None:
         raise PantherError("--sketch is for transformer/SIZE: let the function return a model with sketched layers")
     if folder.is_dir():
-        return _stats_of_folder(folder, args.sequence, half)
+        return _stats_of_folder(folder, args.sequence, options)
     from torch import nn
 
     with current_folder_importable():
@@ -181,10 +187,10 @@ def _stats(args: argparse.Namespace) -> Any:
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise wrong_return(args.model, made, "an nn.Module and a batch, the arguments of its forward")
         with explained(f"{args.model}: the model does not run on its batch"):
-            return ModelStats.of(*made, mixed_precision=half)
+            return ModelStats.of(*made, **options)
 
 
-def _stats_of_folder(folder: Path, sequence: int, half: str | None) -> Any:
+def _stats_of_folder(folder: Path, sequence: int, options: dict[str, Any]) -> Any:
     """Measure the model that config.json describes, without its weights."""
     from panther.cli._transformers import empty_model, sample_inputs
     from panther.distributed import ModelStats
@@ -199,7 +205,7 @@ def _stats_of_folder(folder: Path, sequence: int, half: str | None) -> Any:
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # training keeps none
     with explained(f"{folder}: the model does not run on a sample"):
-        return ModelStats.of(model, sample, mixed_precision=half)
+        return ModelStats.of(model, sample, **options)
 
 
 def _memory(text: str) -> float:

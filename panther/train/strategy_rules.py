@@ -5,6 +5,7 @@ __all__ = ["Axes", "axes_of", "check_settings", "possible_strategies"]
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from panther.distributed.pipeline._kinds import SCHEDULES
 from panther.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ def check_settings(config: "TrainConfig") -> None:
         chosen, value = getattr(config, name), getattr(config, size) or 1
         if value > 1 and chosen != nothing:
             raise ConfigError(f"{name}={chosen} and {size}={value} do not go together{why}: leave one out")
+    schedule = config.pipeline_schedule
+    if config.activation_checkpointing == "selective" and SCHEDULES[schedule].splits_backward:
+        raise ConfigError(
+            f"activation_checkpointing='selective' and pipeline_schedule={schedule!r} do not go together: torch saves "
+            "selectively for one backward pass, and this schedule has two: use 'full', or another schedule"
+        )
     for name, default in _PIPELINE:
         if getattr(config, name) != default and config.strategy != "pp" and (config.pipeline_parallel_size or 1) == 1:
             raise ConfigError(

@@ -46,6 +46,18 @@ def test_the_table_and_the_reasons(models, capsys):
     assert "times as long as the best: " in out
 
 
+def test_recomputed_activations_take_less_memory(capsys):
+    def memory(*more):
+        arguments = ["advise", "--model", "transformer/125m", "--sequence", "64", "--gpus", "2", "--batch", "64"]
+        assert main([*arguments, "--json", *more]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        return {str(option["layout"]): option["memory_bytes"]["activations"] for option in plan["options"]}
+
+    kept, again = memory(), memory("--activation-checkpointing", "full")
+    assert again
+    assert all(again[layout] < 0.6 * kept[layout] for layout in again)
+
+
 def test_the_options_that_are_not_shown_can_be_had(models, capsys, monkeypatch):
     monkeypatch.setattr("panther.cli.advise._SHOWN", 2)
     arguments = ["advise", "--model", "advised_models:net", "--gpus", "4", "--batch", "16"]

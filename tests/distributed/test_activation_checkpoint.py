@@ -207,6 +207,9 @@ def test_hybrid_parallelism_recomputes_blocks_too():
                 assert actions is None or actions[:2] == ["outputs sharded", "inputs sharded"]
     with pytest.raises(ConfigError, match="activation_checkpointing='all' is unknown"):
         HybridParallelTrainer(nn.Linear(2, 2), {"activation_checkpointing": "all"})
+    config = {"pipeline_parallel_size": 2, "schedule": "zero_bubble", "activation_checkpointing": "selective"}
+    with pytest.raises(ValueError, match="and schedule='zero_bubble' do not go together: torch saves selectively for"):
+        HybridParallelTrainer(nn.Linear(2, 2), config)
 
 
 def test_a_model_without_blocks_is_refused():

@@ -20,7 +20,7 @@ from panther.distributed.advisor.plan import Option, ParallelismPlan, plan_paral
 from panther.distributed.advisor.statistics._measured_stats import plain_transformer
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.pipeline.schedules import SCHEDULES
-from panther.errors import DistributedError, ShapeError
+from panther.errors import ConfigError, DistributedError, ShapeError
 from panther.nn import SKLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
@@ -58,6 +58,23 @@ class Branches(nn.Module):
         return self.last(x)
 
 
+class Pair(nn.Module):
+    """A block that tensor parallelism shards, with a norm and a residual sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.Sequential(SKLinear(64, 256, 4), nn.GELU(), SKLinear(256, 64, 4))
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), *(Pair() for _ in range(4)), nn.Linear(64, 64))
+
+
 def tokens_loss(logits, target):
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -69,6 +86,7 @@ def zeros_loss(logits):
 MODELS = {
     "perceptron": (perceptron, nn.MSELoss(), lambda y: F.mse_loss(y, torch.zeros_like(y))),
     "transformer": (transformer, tokens_loss, zeros_loss),
+    "blocks": (blocks, nn.MSELoss(), lambda y: F.mse_loss(y, torch.zeros_like(y))),
     "branches": (Branches, nn.MSELoss(), lambda y: F.mse_loss(y, torch.zeros_like(y))),
 }
 
@@ -80,13 +98,12 @@ def batch_of(kind, samples):
 
 
 @cache
-def plan_of(kind, world):
+def plan_of(kind, world, **options):
     make, _, loss = MODELS[kind]
     cluster = ClusterSpec.preset("cpu", world, gpus_per_node=min(world, 2))
     x, _ = batch_of(kind, 2)
-    return plan_parallelism(
-        make(), cluster, batch=BATCH, sample_input=x, loss_fn=loss, schedules=("gpipe", "1f1b", "interleaved")
-    )
+    schedules = ("gpipe", "1f1b", "interleaved")
+    return plan_parallelism(make(), cluster, batch=BATCH, sample_input=x, loss_fn=loss, schedules=schedules, **options)
 
 
 def find(plan, layout):
@@ -94,8 +111,8 @@ def find(plan, layout):
     return names.index(layout)
 
 
-def compare(kind, world, layout):
-    plan = plan_of(kind, world)
+def compare(kind, world, layout, **options):
+    plan = plan_of(kind, world, **options)
     place = find(plan, layout)
     predicted = plan.options[place].estimate
     axes = predicted.layout
@@ -104,7 +121,8 @@ def compare(kind, world, layout):
     def rank():
         applied = plan.apply(make(), place)
         x, target = batch_of(kind, BATCH // (axes.dp * axes.replicate))
-        return train(applied, x, target, loss_fn)
+        by_autocast = torch.bfloat16 if axes.strategy == "ddp" and options.get("mixed_precision") else None
+        return train(applied, x, target, loss_fn, autocast_dtype=by_autocast)
 
     results = on_ranks(rank, world)
     sent = []
@@ -139,6 +157,46 @@ def compare(kind, world, layout):
 )
 def test_real_processes_hold_and_send_what_is_predicted(kind, world, layout):
     compare(kind, world, layout)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recomputed", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("kind", "world", "layout"),
+    [
+        ("perceptron", 1, "one rank"),
+        ("transformer", 1, "one rank"),
+        ("branches", 2, "dp=2 ddp"),
+        ("blocks", 2, "tp=2"),
+        ("blocks", 2, "pp=2 1f1b m=4"),
+        ("transformer", 2, "dp=2 fsdp"),
+        pytest.param("transformer", 2, "pp=2 gpipe m=4", marks=pytest.mark.slow),
+        pytest.param("transformer", 2, "pp=2 interleaved m=2", marks=pytest.mark.slow),
+        pytest.param("blocks", 4, "dp=2 fsdp, tp=2", marks=pytest.mark.slow),
+        pytest.param("transformer", 4, "pp=2 1f1b m=4, tp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_recomputed_activations_are_predicted(kind, world, layout, recomputed):
+    compare(kind, world, layout, activation_checkpointing=recomputed)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "world", "layout"),
+    [
+        ("perceptron", 2, "dp=2 ddp"),
+        ("transformer", 2, "dp=2 ddp"),
+        ("branches", 2, "dp=2 ddp"),
+        ("transformer", 2, "dp=2 fsdp"),
+        ("perceptron", 2, "pp=2 1f1b m=4"),
+        ("transformer", 2, "dp=2 replicate"),
+        pytest.param("perceptron", 2, "pp=2 interleaved m=2", marks=pytest.mark.slow),
+        pytest.param("transformer", 2, "pp=2 gpipe m=4", marks=pytest.mark.slow),
+        pytest.param("perceptron", 4, "dp=2 fsdp, pp=2 1f1b m=2", marks=pytest.mark.slow),
+    ],
+)
+def test_half_precision_under_every_strategy_is_predicted(kind, world, layout):
+    compare(kind, world, layout, mixed_precision="bf16")
 
 
 @pytest.mark.slow
@@ -185,6 +243,67 @@ def test_a_sketched_pair_sends_2r_numbers_a_row_and_a_dense_one_its_width():
 
     assert sent(SKLinear(64, 128, 3), SKLinear(128, 64, 3)) == 2 * (10 * 2 * 3 * 4)  # forward and backward
     assert sent(nn.Linear(64, 128), nn.Linear(128, 64)) == 2 * (10 * 64 * 4)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputing_takes_less_memory_and_more_time(kind):
+    plain, again = plan_of("blocks", 2), plan_of("blocks", 2, activation_checkpointing=kind)
+    one, other = (plan.options[find(plan, "dp=2 ddp")].estimate for plan in (plain, again))
+    assert other.memory.activations < 0.5 * one.memory.activations
+    assert other.memory.parameters == one.memory.parameters
+    assert 1 < other.seconds["compute"] / one.seconds["compute"] < 1.5
+    # What ranks send: with "full", the sum of each pair's inner numbers once more.
+    sums, sent = (plan.options[find(plan, "tp=2")].estimate.traffic[0].payload for plan in (plain, again))
+    assert sent == sums * (1.5 if kind == "full" else 1)
+
+
+def test_recomputed_blocks_and_schedules_that_split_the_backward_pass():
+    x, _ = batch_of("blocks", 2)
+    plan = plan_parallelism(
+        blocks(), ClusterSpec.preset("cpu", 2), batch=16, sample_input=x, activation_checkpointing="selective"
+    )
+    assert {option.layout.schedule for option in plan.options} == {None, "1f1b", "interleaved"}
+    assert "zero_bubble were not considered: they recompute blocks twice, or cannot" in plan.notes
+    with pytest.raises(ConfigError, match="activation_checkpointing='full' needs blocks"):
+        ModelStats.of(nn.Linear(4, 4), torch.ones(2, 4), activation_checkpointing="full")
+    with pytest.raises(
+        ValueError, match="activation_checkpointing='all' is unknown: use 'none', 'selective' or 'full'"
+    ):
+        ModelStats.of(blocks(), x, activation_checkpointing="all")
+    with pytest.raises(ValueError, match="mixed_precision and activation_checkpointing are for a module"):
+        plan_parallelism(
+            ModelStats.of(blocks(), x), ClusterSpec.preset("cpu", 2), batch=4, activation_checkpointing="full"
+        )
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+class Sum(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
+def test_what_a_pipeline_cannot_split():
+    """A parameter that two stages would train, and layers between which something else than a tensor goes."""
+
+    def stages(model, x):
+        plan = plan_parallelism(model, ClusterSpec.preset("cpu", 2), batch=8, sample_input=x)
+        return {option.layout.schedule for option in plan.options if option.layout.pp > 1}, " ".join(plan.notes)
+
+    tied = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False))
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    assert stages(tied, tokens)[0]
+    tied[3].weight = tied[0].weight
+    found, notes = stages(tied, tokens)
+    assert not found
+    assert "pp=2 was not considered with some schedules: '0.weight' would be trained by several of 2 stages" in notes
+    pairs = nn.Sequential(nn.Linear(16, 16), Twice(), Sum(), nn.Linear(16, 16))
+    found, notes = stages(pairs, torch.ones(2, 16))
+    assert not found
+    assert "pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor" in notes
 
 
 def test_ranking_explanations_and_memory():

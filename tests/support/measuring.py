@@ -1,9 +1,12 @@
 """Bytes that a rank holds and sends while it trains a step, to compare with what was predicted."""
 
 import ctypes
+import gc
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from panther.distributed import CommunicationCounter
@@ -19,10 +22,27 @@ def storages(tensors):
     return sum({local(t).untyped_storage()._cdata: local(t).untyped_storage().nbytes() for t in tensors}.values())
 
 
-def forget_peak():
-    """Give memory that was freed back to Linux, and let the peak of this process begin with what it holds now."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+_LARGE, _MMAP_THRESHOLD = 1 << 17, -3  # of glibc's mallopt
+
+
+def rise_of(work):
+    """By how many bytes the peak of this process's resident memory rises in ``work()``, and what that returns.
+
+    glibc then maps large tensors one by one for good: it would else keep some that were freed, and count them.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, _LARGE)
+    gc.collect()  # sharded models are in circles
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins with what is held now
+    before = _resident_peak()
+    result = work()
+    return _resident_peak() - before, result
+
+
+def _resident_peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 class Kept:
@@ -55,6 +75,10 @@ class Activations(torch.autograd.graph.saved_tensors_hooks):
             return tensor
         return Kept(self, tensor)
 
+    def note(self, holder, tensor):
+        """Count a tensor as long as an object of torch's lives that holds it."""
+        holder.noted = self.pack(tensor)
+
     def add(self, key, size):
         self.users[key] = self.users.get(key, 0) + 1
         if self.users[key] == 1:
@@ -68,25 +92,60 @@ class Activations(torch.autograd.graph.saved_tensors_hooks):
             self.now -= self.sizes.pop(key)
 
 
+@contextmanager
+def checkpointed(activations):
+    """Let activations include what checkpointing saves selectively and makes again, of which torch tells no hook."""
+    recomputing, cached = torch.utils.checkpoint._recomputation_hook, torch.utils.checkpoint._VersionWrapper
+    begin, keep = recomputing.__init__, cached.__init__
+
+    def init(self, frame, group):
+        begin(self, frame, group)
+        pack = self.pack_hook
+
+        def noted(tensor):
+            holders, place = frame().weak_holders, frame().recomp_counter[group]
+            try:
+                return pack(tensor)
+            finally:  # the last one ends the recomputation by an exception
+                holder = holders[place]() if place < len(holders) else None
+                if holder is not None:
+                    activations.note(holder.handles[group], tensor)
+
+        self.pack_hook = noted
+
+    def noted(self, value):
+        keep(self, value)
+        if isinstance(value, torch.Tensor):
+            activations.note(self, value)
+
+    recomputing.__init__, cached.__init__ = init, noted
+    try:
+        yield
+    finally:
+        recomputing.__init__, cached.__init__ = begin, keep
+
+
 def received(trainer):
     """Buffers of a pipeline's stages."""
     infos = [info for stage in trainer.stages for args in stage.args_recv_info.values() for info in args]
     return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
 
 
-def train(applied, x, target, loss_fn, steps=3):
+def train(applied, x, target, loss_fn, steps=3, autocast_dtype=None):
     """Train what ``plan.apply`` gave, and measure the last step."""
     pipeline = hasattr(applied, "train_step")
     model = applied.model if pipeline else applied
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(steps):
         activations = Activations([model], (x, target), (lambda: received(applied)) if pipeline else tuple)
-        with activations, CommunicationCounter() as traffic:
+        autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else nullcontext()
+        with activations, checkpointed(activations), CommunicationCounter() as traffic:
             if pipeline:
                 loss = applied.train_step((x, target), optimizer, loss_fn)
             else:
                 optimizer.zero_grad()
-                loss = loss_fn(model(x), target)
+                with autocast:
+                    loss = loss_fn(model(x), target)
                 loss.backward()
         if not pipeline:
             optimizer.step()

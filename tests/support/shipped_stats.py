@@ -23,6 +23,12 @@ TP = (1, 2, 4, 8)  # the sizes of the tp axis within a node of eight devices
 
 def entries():
     """The arguments of every entry: those of measure_transformer."""
+    yield from _entries()
+    # Of DDP, which does not go with tensor parallelism.
+    yield from ({**sizes, "autocast": True} for sizes in _entries() if sizes["mixed_precision"] and sizes["tp"] == 1)
+
+
+def _entries():
     for (_, hidden, heads), sketch, precision, tp in product(advise.SIZES.values(), SKETCHES, PRECISIONS, TP):
         yield {
             "hidden": hidden, "heads": heads, "ffn": 4 * hidden, "vocab": advise.VOCABULARY,

@@ -91,6 +91,10 @@ REFUSED = [
     ({"num_microbatches": 4, "strategy": "ddp"}, "num_microbatches=4 is for pipelines: set strategy='pp' or"),
     ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' is for pipelines"),
     ({"comm_hook": "bf16", "tensor_parallel_size": 2}, "comm_hook='bf16' is for strategy='ddp' or 'zero1', and tens"),
+    (
+        {"strategy": "pp", "pipeline_schedule": "zbv", "activation_checkpointing": "selective"},
+        "activation_checkpointing='selective' and pipeline_schedule='zbv' do not go together: torch saves selectively",
+    ),
     ({"mixed_precision": "fp16", "cpu_offload": True}, "and mixed_precision='fp16'.*: leave one of them out"),
 ]
 

@@ -2,8 +2,10 @@ r"""What a layout of a model on a cluster costs each rank: memory, bytes sent, a
 
 Memory is reported for the most loaded rank, as the peak of all its tensors, excluding the workspace of operators: the
 backward pass goes through the layers from the last to the first, freeing activations and making gradients. In
-pipelines, and for models that are not a sequence of layers, it is the sum, an upper bound. Before the first step, a
-model with values is on every rank in full; one on the meta device is filled shard by shard, a module in full at a time.
+pipelines, and for models that are not a sequence of layers, it is the sum, an upper bound. With activation
+checkpointing, blocks keep their inputs and what is saved selectively, and one of them at a time the rest. Before the
+first step, a model with values is on every rank in full; one on the meta device is filled shard by shard, a module in
+full at a time.
 
 Time: a product takes its flops over ``peak * efficiency`` and its bytes over the bandwidth of memory, other operations
 their bytes, and all ``operation_seconds``. The optimizer moves memory. Collectives
@@ -92,6 +94,11 @@ def estimate(
     stages = _balanced_stages(stats.tensors, len(stats.layers), n)
     full = sum(tensor.nbytes for tensor in stats.tensors) if stats.has_values else 0
     stats = stats.shard(layout.tp)
+    if layout.strategy == "ddp":
+        stats = stats.under_autocast()
+    for tensor in stats.tensors:
+        if tensor.last_layer > max(next(stage for stage in stages if tensor.layer in stage)):
+            raise ShapeError(f"{tensor.name!r} would be trained by several of {len(stages)} stages")
     held = {tensor.layer for tensor in stats.tensors if tensor.trained}
     if any(held.isdisjoint(stage) for stage in stages):
         raise ShapeError(f"one of {len(stages)} stages would have no trainable parameters")

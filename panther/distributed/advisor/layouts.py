@@ -19,13 +19,13 @@ def possible_layouts(
 
     These are all sizes of the axes dp, pp and tp that divide the number of ranks, with tp within a node.
     """
-    # data_parallel implements mixed precision with FSDP2 alone.
     half = stats.mixed_precision is not None
-    if half:
-        notes.append("ddp and pipelines were not considered: mixed_precision is for fsdp and replicate")
-    elif not stats.is_sequential:
-        notes.append("pipelines were not considered: the model is not an nn.Sequential")
-    longest = len(stats.layers) if stats.is_sequential and not half else 1
+    if not stats.is_sequential:
+        notes.append("pipelines were not considered: the model is not an nn.Sequential of modules that return a tensor")
+    longest = len(stats.layers) if stats.is_sequential else 1
+    if stats.activation_checkpointing != "none" and (split := [s for s in schedules if SCHEDULES[s].splits_backward]):
+        notes.append(f"{', '.join(split)} were not considered: they recompute blocks twice, or cannot")
+        schedules = [name for name in schedules if name not in split]
     for tp in _divisors(cluster.gpus):
         # tp exchanges activations in every layer, for which links between nodes are too slow.
         if cluster.link(tp) == "inter" or not _can_shard(stats, tp, notes):
@@ -51,8 +51,9 @@ def _without_pipeline(dp: int, tp: int, cluster: ClusterSpec, *, half: bool) -> 
     if dp == 1:
         yield Layout(tp=tp, strategy="replicate" if half else None)
         return
-    # DDP loses the parameters of tensor parallelism, and has no mixed precision.
-    strategies = ("fsdp", "replicate") if tp > 1 or half else ("ddp", "fsdp")
+    # DDP loses the parameters of tensor parallelism. Of the two that replicate, FSDP2's engine takes whole gradients in
+    # one message, and in mixed precision casts parameters once a step.
+    strategies = ("fsdp", "replicate") if tp > 1 else ("ddp", "fsdp", *(("replicate",) if half else ()))
     for strategy in strategies:
         yield Layout(dp=dp, tp=tp, strategy=strategy)
     # HSDP shards within a node, where links are fast, and replicates over nodes.

@@ -69,6 +69,8 @@ class ParallelismPlan:
     """The run whose time and cost are estimated, if one was given."""
     tokens_per_sample: int | None = None
     """Number of tokens of a sample; None if the input has none."""
+    activation_checkpointing: str = "none"
+    """What the backward pass recomputes."""
 
     @property
     def best(self) -> Option:
@@ -151,7 +153,8 @@ class ParallelismPlan:
 
         Returns:
             The model to train, wrapped if the strategy is ``"ddp"``; for a pipeline a :class:`HybridParallelTrainer`.
-            Either takes this rank's samples. Make the optimizer afterwards.
+            Either takes this rank's samples. Make the optimizer afterwards. In mixed precision, run a model under
+            ``"ddp"`` in :class:`torch.autocast`.
 
         Raises:
             DistributedError: If there is no process group, or its size is not that of the plan.
@@ -159,8 +162,10 @@ class ParallelismPlan:
         """
         from panther.distributed.comm._ranks import require_process_group
         from panther.distributed.comm.mesh import get_world_size, make_mesh
+        from panther.distributed.data.blocks import fsdp_blocks
         from panther.distributed.data.strategies import data_parallel
         from panther.distributed.hybrid.trainer import HybridParallelTrainer
+        from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
         from panther.distributed.tensor.parallelize import tensor_parallel
 
         layout = self.options[option].layout
@@ -178,15 +183,19 @@ class ParallelismPlan:
                 "num_microbatches": layout.num_microbatches,
                 "schedule": layout.schedule,
                 "data_parallel": layout.strategy,
+                "mixed_precision": self.mixed_precision,
+                "activation_checkpointing": self.activation_checkpointing,
             }
             return HybridParallelTrainer(model, config)
         mesh = make_mesh(dp=layout.dp, tp=layout.tp, replicate=layout.replicate if layout.replicate > 1 else None)
         if layout.tp > 1:
             tensor_parallel(model, mesh["tp"])
+        checkpoint_blocks_(model, fsdp_blocks(model), self.activation_checkpointing)
         if layout.strategy is None:
             return model
         axes = mesh["replicate", "dp"] if layout.replicate > 1 else mesh["dp"]
-        return data_parallel(model, axes, layout.strategy, mixed_precision=self.mixed_precision)
+        half = None if layout.strategy == "ddp" else self.mixed_precision
+        return data_parallel(model, axes, layout.strategy, mixed_precision=half)
 
 
 def plan_parallelism(
@@ -198,6 +207,7 @@ def plan_parallelism(
     sample_input: Any = None,
     loss_fn: "Callable[[Any], Tensor] | None" = None,
     mixed_precision: str | None = None,
+    activation_checkpointing: str | None = None,
     optimizer_states: int = 2,
     schedules: Sequence[str] = _SCHEDULES,
     run: TrainingRun | None = None,
@@ -216,7 +226,10 @@ def plan_parallelism(
             ties. Layouts that do not fit come last.
         sample_input: For a module, an input of its forward with any batch size; see :meth:`ModelStats.of`.
         loss_fn: For a module, computes a scalar from its output.
-        mixed_precision: For a module, ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`.
+        mixed_precision: For a module, ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`; under DDP by
+            autocast.
+        activation_checkpointing: For a module, what the backward pass recomputes: ``"selective"``, ``"full"`` or
+            nothing, as in :class:`panther.train.TrainConfig`.
         optimizer_states: Number of copies of the trainable parameters in the optimizer: 2 for Adam, 0 for SGD.
         schedules: Pipeline schedules to consider.
         run: The length of the training run, with a price and a budget, to state what it costs. Layouts that cost more
@@ -242,7 +255,12 @@ def plan_parallelism(
         >>> print(plan.best.layout)
         dp=4 ddp
     """
-    stats = _stats(model, sample_input, loss_fn, mixed_precision)
+    given = {
+        "loss_fn": loss_fn,
+        "mixed_precision": mixed_precision,
+        "activation_checkpointing": activation_checkpointing,
+    }
+    stats = _stats(model, sample_input, {name: value for name, value in given.items() if value is not None})
     check_size("batch", batch, least=1)
     check_size("optimizer_states", optimizer_states, least=0)
     if objective not in _OBJECTIVES:
@@ -278,7 +296,15 @@ def plan_parallelism(
     )
     options = tuple(_over_budget(option, options[0], run) for option in options)
     return ParallelismPlan(
-        options, cluster, batch, objective, tuple(notes), stats.mixed_precision, run, stats.tokens_per_sample
+        options,
+        cluster,
+        batch,
+        objective,
+        tuple(notes),
+        mixed_precision=stats.mixed_precision,
+        run=run,
+        tokens_per_sample=stats.tokens_per_sample,
+        activation_checkpointing=stats.activation_checkpointing,
     )
 
 
@@ -290,16 +316,13 @@ def _over_budget(option: Option, best: Option, run: TrainingRun | None) -> Optio
     return replace(option, reason=reason)
 
 
-def _stats(
-    model: "nn.Module | ModelStats",
-    sample_input: Any,
-    loss_fn: "Callable[[Any], Tensor] | None",
-    mixed_precision: str | None,
-) -> ModelStats:
+def _stats(model: "nn.Module | ModelStats", sample_input: Any, options: dict[str, Any]) -> ModelStats:
+    """Return the statistics of a model; ``options`` are arguments of :meth:`ModelStats.of`."""
     if isinstance(model, ModelStats):
-        if sample_input is not None or loss_fn is not None or mixed_precision is not None:
+        if sample_input is not None or options:
             raise ValueError(
-                "sample_input, loss_fn and mixed_precision are for a module: ModelStats already include them"
+                "sample_input, loss_fn, mixed_precision and activation_checkpointing are for a module: ModelStats "
+                "already include them"
             )
         return model
     from torch import nn
@@ -308,4 +331,4 @@ def _stats(
         raise TypeError(f"model must be an nn.Module or ModelStats, not {type(model).__name__}")
     if sample_input is None:
         raise TypeError("a module needs sample_input, an input of its forward, to measure its activations")
-    return ModelStats.of(model, sample_input, loss_fn=loss_fn, mixed_precision=mixed_precision)
+    return ModelStats.of(model, sample_input, **options)

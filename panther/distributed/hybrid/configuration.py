@@ -67,6 +67,11 @@ def checked_config(given: Mapping[str, Any]) -> dict[str, Any]:
     if recomputed not in kinds:
         hint = value_hint("activation_checkpointing", recomputed, kinds, "parallelism_config")
         raise ConfigError(f"activation_checkpointing={recomputed!r} is unknown: {hint}")
+    if recomputed == "selective" and pp > 1 and SCHEDULES[config["schedule"]].splits_backward:
+        raise ValueError(
+            f"activation_checkpointing='selective' and schedule={config['schedule']!r} do not go together: torch saves "
+            "selectively for one backward pass, and this schedule has two: use 'full', or another schedule"
+        )
     replicas = check_size("data_parallel_replicate_size", config["data_parallel_replicate_size"], least=1)
     if config["data_parallel_size"] % replicas:
         raise ShapeError(

@@ -17,6 +17,8 @@ class ScheduleKind:
     """Stages of a rank where the library chooses; torch's looped schedules take any number above 1."""
     order: str = "loop"
     """The ``order`` of :func:`split_stages` that the schedule needs."""
+    splits_backward: bool = False
+    """Whether gradients of inputs and of weights are computed in two passes."""
 
     @property
     def make(self) -> Any:
@@ -32,9 +34,9 @@ SCHEDULES = {
     "1f1b": ScheduleKind("Schedule1F1B", stages_per_rank=1),
     "interleaved": ScheduleKind("ScheduleInterleaved1F1B"),
     "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
-    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble"),
-    "zbv": ScheduleKind("ScheduleZBVZeroBubble", order="v"),
-    "dualpipev": ScheduleKind("ScheduleDualPipeV", order="v"),
+    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble", splits_backward=True),
+    "zbv": ScheduleKind("ScheduleZBVZeroBubble", order="v", splits_backward=True),
+    "dualpipev": ScheduleKind("ScheduleDualPipeV", order="v", splits_backward=True),
 }
 
 

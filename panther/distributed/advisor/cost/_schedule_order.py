@@ -30,11 +30,14 @@ class Order:
     bubble: float
     """Share of the time from the first to the last step in which a rank is idle, on average."""
 
-    def peak(self, rank: int, sizes: Sequence[float], gradients: Sequence[float] = ()) -> float:
+    def peak(
+        self, rank: int, sizes: Sequence[float], gradients: Sequence[float] = (), again: Sequence[float] = ()
+    ) -> float:
         """Return a rank's peak, given what a microbatch occupies in each stage from forward to backward.
 
         With ``gradients``, the bytes of each stage's, it includes these from the first backward pass of a stage on,
-        which frees the microbatch layer by layer as it makes them.
+        which frees the microbatch layer by layer as it makes them. With ``again``, it includes what the backward pass
+        of a stage makes again for itself.
 
         For schedules that split the backward pass it is an upper bound: it ignores what torch frees between the two
         parts in all stages except for the first.
@@ -42,6 +45,8 @@ class Order:
         held = most = 0.0
         made: set[int] = set()
         for stage, kind, _ in self.steps[rank]:
+            if kind != "F" and again:
+                most = max(most, held + again[stage])
             if kind == "F":
                 held += sizes[stage]
             elif kind == "B" or (kind == "W" and stage == 0):

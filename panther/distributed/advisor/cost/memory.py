@@ -23,7 +23,7 @@ class MemoryEstimate:
     """Sketches of seeded layers; those of fitted layers are parameters."""
     buffers: float = 0
     activations: float = 0
-    """Tensors that autograd saves for the backward pass."""
+    """Tensors that are kept for the backward pass, with those that activation checkpointing makes again in it."""
     communication: float = 0
     """Buffers: DDP's buckets, what FSDP gathers and scatters, inputs and outputs of pipeline stages."""
     workspace: float = 0
@@ -54,7 +54,7 @@ def memory_of(rank: Rank) -> MemoryEstimate:
         optimizer=rank.optimizer_states * held + (_STEP * len(trained) if rank.optimizer_states else 0),
         sketches=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "sketch"),
         buffers=sum(tensor.nbytes for tensor in rank.tensors if tensor.role == "buffer"),
-        activations=rank.peak_of([rank.kept(stage) for stage in range(len(rank.stages))]),
+        activations=rank.peak_of([rank.kept(stage) for stage in range(len(rank.stages))], rank.recomputed()),
         communication=(held if rank.layout.strategy == "ddp" else _gathered(rank)) + _pipeline_buffers(rank),
         workspace=2 * max(layer.largest.at(rank.samples) for layer in rank.layers),
     )
@@ -87,9 +87,10 @@ def _apart(rank: Rank, trained: list[TensorStats], memory: MemoryEstimate) -> fl
     is_sharded = rank.layout.strategy in ("fsdp", "replicate")
     root, root_summed = rank.units.get("", (0.0, 0.0))
     at_once = 2 * max((gathered for name, (gathered, _) in rank.units.items() if name), default=0.0)
-    before, after, peak = 0.0, sum(made), 0.0
+    earlier, after, peak = 0.0, sum(made), 0.0
     for i, layer in enumerate(rank.layers):
-        before += kept[i]
+        earlier += kept[i]
+        before = earlier + layer.recomputed.at(rank.samples)
         workspace, sent = 2 * layer.largest.at(rank.samples), memory.communication
         if is_sharded:
             # Besides its own, the next block is gathered, and the gradients of the one before are being reduced.
@@ -101,7 +102,7 @@ def _apart(rank: Rank, trained: list[TensorStats], memory: MemoryEstimate) -> fl
         after -= made[i]
     if is_sharded:
         peak = max(peak, sum(made) + root + 2 * root_summed)
-    together = sum(kept) + sum(made) + memory.communication + memory.workspace
+    together = memory.activations + sum(made) + memory.communication + memory.workspace
     return max(0.0, together - peak)
 
 
@@ -114,11 +115,12 @@ def _apart_in_pipeline(rank: Rank, workspace: float) -> float:
     gathered, summed = sum(full for full, _ in units.values()), sum(unsharded)
     shards, results = rank.bytes_of(t for t in rank.tensors if t.trained), rank.results()
     together = max(
-        gathered + order.peak(rank.rank, sizes, unsharded) + workspace + results,
+        gathered + order.peak(rank.rank, sizes, unsharded, rank.recomputed()) + workspace + results,
         gathered + summed + max(unsharded) + shards + results,
         shards + 2 * results,
     )
-    return rank.peak_of(sizes) + workspace + gathered + summed + max(unsharded) + shards + 2 * results - together
+    parts = rank.peak_of(sizes, rank.recomputed()) + workspace
+    return parts + gathered + summed + max(unsharded) + shards + 2 * results - together
 
 
 def _pipeline_buffers(rank: Rank) -> float:

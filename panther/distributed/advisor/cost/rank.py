@@ -2,7 +2,7 @@
 
 __all__ = ["Rank", "shard_numel"]
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -61,15 +61,38 @@ class Rank:
         """Return the bytes of tensors, or of their shards."""
         return sum(shard_numel(t, self.shards) * t.itemsize if self.shards > 1 else t.nbytes for t in tensors)
 
-    def peak_of(self, sizes: list[float]) -> float:
-        """Return the most that the rank holds at a time of something that has these sizes in each stage."""
-        return self.order.peak(self.rank, sizes) if self.order else sum(sizes[stage] for stage in self.mine)
+    def peak_of(self, sizes: list[float], again: Sequence[float] = ()) -> float:
+        """Return the most that the rank holds at a time of something that has these sizes in each stage.
+
+        ``again`` comes on top while the backward pass is in a stage.
+        """
+        if self.order is not None:
+            return self.order.peak(self.rank, sizes, again=again)
+        return sum(sizes[stage] for stage in self.mine) + sum(again)
 
     def kept(self, stage: int) -> float:
         """Return what autograd saves of a microbatch in a stage, except for the input, which is a pipeline buffer."""
         layers = [self.stats.layers[i] for i in self.stages[stage]]
         kept = sum(layer.activations.at(self.samples) for layer in layers)
-        return kept - (self.input_of(stage) if stage and layers[0].saves_input else 0)
+        # In mixed precision, FSDP2 saves the stage's input as it has cast it.
+        received = stage and layers[0].saves_input and self.stats.mixed_precision is None
+        return kept - (self.input_of(stage) if received else 0)
+
+    def recomputed(self) -> list[float]:
+        """Return what backward of each stage makes again of a microbatch, less what is no longer kept of later layers.
+
+        An empty list stands for nothing.
+        """
+        if self.stats.activation_checkpointing == "none":
+            return []
+        most = [0.0] * len(self.stages)
+        for stage in self.mine:
+            freed = 0.0
+            for i in reversed(self.stages[stage]):
+                layer = self.stats.layers[i]
+                most[stage] = max(most[stage], layer.recomputed.at(self.samples) - freed)
+                freed += layer.activations.at(self.samples)
+        return most
 
     def input_of(self, stage: int) -> float:
         """Return the bytes that a stage receives for a microbatch."""
@@ -77,7 +100,9 @@ class Rank:
 
     def output_of(self, stage: int) -> float:
         """Return the bytes that a stage sends on for a microbatch."""
-        return self.stats.layers[self.stages[stage][-1]].output.at(self.samples)
+        output = self.stats.layers[self.stages[stage][-1]].output.at(self.samples)
+        # FSDP2 casts the outputs of a stage to float32.
+        return 4 / _HALF * output if self.stats.mixed_precision and self.layout.pp > 1 else output
 
     def results(self) -> float:
         """Return the output of all microbatches, which the last stage has."""

@@ -8,8 +8,8 @@ __all__ = ["Run", "Work", "WorkCounter", "fake_inputs", "fake_mesh", "make_fake_
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from panther.distributed.advisor.statistics._regions import Policy, Regions, local, storage, tensors_in
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.traffic import CommunicationCounter
 from panther.errors import DistributedError, ShapeError
@@ -159,7 +160,7 @@ class WorkCounter(FlopCounterMode):
         if func_packet in self.flop_registry:
             flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
             self.flops += flops
-            given, made = _tensors((args, kwargs)), _tensors(out)
+            given, made = tensors_in((args, kwargs)), tensors_in(out)
             sizes: tuple[int, ...] = ()
             if func_packet in _MATRIX_PRODUCTS:
                 a, b = given[-2:]  # an addend comes first
@@ -170,7 +171,7 @@ class WorkCounter(FlopCounterMode):
         # A name such as "aten::add"; collectives are counted as traffic.
         if func_packet._qualified_op_name.partition("::")[0] in _COLLECTIVES:
             return out
-        made, given = _tensors(out), _tensors((args, kwargs))
+        made, given = tensors_in(out), tensors_in((args, kwargs))
         stored = {tensor.untyped_storage()._cdata for tensor in given}
         in_place = func_packet.__name__.endswith("_")
         if made and (in_place or any(tensor.untyped_storage()._cdata not in stored for tensor in made)):
@@ -195,6 +196,13 @@ class Run:
         """Bytes that other operations read and write."""
         self.made: list[list[int]] = [[] for _ in range(layers)]
         """Bytes of the largest tensor that each operation makes."""
+        self.returns_tensor = [True] * layers
+        """Whether each layer returns one tensor."""
+        self.kept = np.zeros(layers, dtype=np.int64)
+        """Bytes that are saved outside of blocks, enter a block, or are saved selectively in it."""
+        self.keeps_input = [False] * layers
+        self.recomputed: list[list[int]] = [[] for _ in range(layers)]
+        """Of each block in a layer, the bytes that its backward pass holds in addition to what is kept."""
 
 
 def run(
@@ -204,15 +212,24 @@ def run(
     batch: int,
     loss_fn: Callable[[Any], Tensor] | None,
     mode: FakeTensorMode,
+    *,
+    autocast_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    blocks: Sequence[tuple[nn.Module, Policy | None]] = (),
 ) -> Run:
-    """Run a fake model forward and backward, and return the counts."""
+    """Run a fake model forward and backward, and return the counts.
+
+    The loss takes the output in ``output_dtype``; None leaves it. ``blocks``, with the policies of what is saved
+    selectively in them, are those that activation checkpointing would recompute; nothing is recomputed here.
+    """
     done = Run(batch, len(layers))
     held = (*model.parameters(), *model.buffers(), *(v for m in model.modules() for v in vars(m).values()))
-    weights = {_storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
+    weights = {storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
     seen: dict[int, Tensor] = {}
     inputs_of, current = [-1] * len(layers), 0
     work, traffic = WorkCounter(), CommunicationCounter()
     before = np.zeros(3, dtype=np.int64)
+    regions = Regions(done.kept, done.keeps_input, done.recomputed, weights, lambda: (current, inputs_of[current]))
 
     def switch_to(layer: int) -> None:
         """Attribute what was done until now to the layer that is left."""
@@ -227,24 +244,26 @@ def run(
         current, before = layer, now
 
     def pack(tensor: Tensor) -> Tensor:
-        key = _storage(tensor)
+        key = storage(tensor)
         # What several operations save is one tensor in memory.
         if key not in weights and key not in seen:
             seen[key] = tensor  # keeps it alive, so that no other storage gets its address
-            done.activations[current] += _local(tensor).untyped_storage().nbytes()
+            done.activations[current] += local(tensor).untyped_storage().nbytes()
             done.saves_input[current] |= key == inputs_of[current]
+        regions.save(tensor)
         return tensor
 
     def enter(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             switch_to(i)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            inputs_of[i] = _storage(given[0]) if given else -1
+            inputs_of[i] = storage(given[0]) if given else -1
 
         return hook
 
     def leave(i: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            done.returns_tensor[i] &= isinstance(output, Tensor)
             made = [leaf for leaf in tree_leaves(output) if _is_float(leaf)]
             done.output[i] += sum(leaf.numel() * leaf.itemsize for leaf in made)
             for leaf in made:
@@ -257,11 +276,16 @@ def run(
     for i, (_, layer) in enumerate(layers):
         handles.append(layer.register_forward_pre_hook(enter(i), with_kwargs=True))
         handles.append(layer.register_forward_hook(leave(i)))
+    handles += [handle for block, policy in blocks for handle in regions.watch(block, policy)]
+    autocast = torch.autocast("cpu", autocast_dtype) if autocast_dtype else nullcontext()
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with mode, work, traffic, saving:
-            output = _call(model, inputs)
-            scalar = loss_fn(output) if loss_fn is not None else _sum(output)
+            with autocast, regions:
+                output = _call(model, inputs)
+                if output_dtype is not None:
+                    output = tree_map_only(Tensor, lambda x: x.to(output_dtype) if _is_float(x) else x, output)
+                scalar = loss_fn(output) if loss_fn is not None else _sum(output)
             scalar.backward()
             switch_to(0)
     finally:
@@ -287,18 +311,6 @@ def _sum(output: Any) -> Tensor:
 
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return _local(tensor).untyped_storage()._cdata  # the address; data_ptr() is 0 for all fake tensors
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line,
 from panther.errors import ShapeError
 
 SHIPPED = Path(__file__).with_name("transformers.json.gz")
-_LINES = ("flops", "activations", "output", "largest", "tp_bytes", "moved")
+_LINES = ("flops", "activations", "output", "largest", "tp_bytes", "moved", "recomputed")
 
 
 def default_folder() -> Path:
@@ -61,7 +61,7 @@ def _shipped() -> dict[str, dict[str, Any]]:
 
 
 def _layer(kept: dict[str, Any]) -> LayerStats:
-    lines = {name: Line(*kept[name]) for name in _LINES}
+    lines = {name: Line(*kept[name]) for name in _LINES if name in kept}
     products = tuple(Product(Line(*flops), Line(*moved), *rest) for flops, moved, *rest in kept["products"])
     return LayerStats(**{**kept, **lines, "products": products})
 

@@ -4,7 +4,7 @@ __all__ = ["measure", "measure_transformer", "plain_transformer"]
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,9 +24,11 @@ from panther.distributed.advisor.statistics._fake_run import (
     meta_copy,
     run,
 )
+from panther.distributed.advisor.statistics._regions import Policy
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.strategies import compute_dtype
+from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_, inner_product_policy
 from panther.distributed.tensor.parallelize import tensor_parallel
 from panther.errors import PerformanceWarning
 from panther.nn import SKLinear
@@ -34,6 +36,7 @@ from panther.nn._sketched import SketchedModule
 
 
 def measure_transformer(
+    *,
     hidden: int,
     heads: int,
     ffn: int,
@@ -42,13 +45,15 @@ def measure_transformer(
     sketch: int | None,
     mixed_precision: str | None,
     tp: int,
+    autocast: bool = False,
+    activation_checkpointing: str = "none",
 ) -> Measured:
     """Return the statistics of one of ``tp`` ranks for a plain transformer of one layer."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)
         model = plain_transformer(hidden, 1, heads, ffn, vocab, sketch)
     tokens = torch.empty(1, sequence, dtype=torch.int64, device="meta")
-    return measure(model, tokens, _loss_of_tokens, mixed_precision, tp)
+    return measure(model, tokens, _loss_of_tokens, mixed_precision, tp, autocast, activation_checkpointing)
 
 
 def _loss_of_tokens(logits: Tensor) -> Tensor:
@@ -77,22 +82,49 @@ def measure(
     loss_fn: Callable[[Any], Tensor] | None,
     mixed_precision: str | None,
     tp: int,
+    autocast: bool = False,
+    activation_checkpointing: str = "none",
 ) -> Measured:
-    """Return the statistics of one of ``tp`` ranks; the arguments are those of :meth:`ModelStats.of`."""
+    """Return the statistics of one of ``tp`` ranks; the arguments are those of :meth:`ModelStats.of`.
+
+    In mixed precision, parameters are given in half precision, as FSDP2 gathers them; or, with ``autocast``, cast where
+    they are used, as under DDP.
+    """
     # On the meta device and then fake: sharding needs a module with shapes, running one with fake values.
-    mode, made, dtype = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
+    mode, made, half = FakeTensorMode(), meta_copy(model), compute_dtype(mixed_precision)
+    dtype, cast = (None, half) if autocast else (half, None)
+    options: dict[str, Any] = {"autocast_dtype": cast, "output_dtype": dtype and torch.float32}  # as FSDP2 returns it
     with fake_mesh(tp) if tp > 1 else nullcontext() as mesh:
         if mesh is not None:
             tensor_parallel(made, mesh)
         tensors = _tensors(made)
         make_fake_(made, mode, dtype)
-        runs = []
         # Two batch sizes determine the line fixed + per_sample * samples.
-        for times in (1, 2):
-            inputs, batch = fake_inputs(sample_input, times, mode, dtype)
-            runs.append(run(made, _layers_of(made), inputs, batch, loss_fn, mode))
-    layers = tuple(_layer(i, name, *runs) for i, (name, _) in enumerate(_layers_of(made)))
-    return Measured(tensors, layers, isinstance(model, nn.Sequential), _tokens_of(sample_input))
+        inputs = [fake_inputs(sample_input, times, mode, dtype) for times in (1, 2)]
+
+        def runs(blocks: Sequence[tuple[nn.Module, Policy | None]] = ()) -> tuple[Run, Run]:
+            one, two = (
+                run(made, _layers_of(made), *given, loss_fn, mode, blocks=blocks, **options) for given in inputs
+            )
+            return one, two
+
+        plain, again = runs(_blocks(made, activation_checkpointing)), None
+        if activation_checkpointing != "none":
+            checkpoint_blocks_(made, fsdp_blocks(made), activation_checkpointing)
+            again = runs()
+    layers = tuple(_layer(i, name, plain, again) for i, (name, _) in enumerate(_layers_of(made)))
+    splits = isinstance(model, nn.Sequential) and all(plain[0].returns_tensor)
+    return Measured(tensors, layers, splits, _tokens_of(sample_input))
+
+
+def _blocks(model: nn.Module, kind: str) -> list[tuple[nn.Module, Policy | None]]:
+    """Return what a kind of activation checkpointing recomputes, with the policies of what it saves."""
+    if kind == "none":
+        return []
+    selective = kind == "selective"
+    return [
+        (block, inner_product_policy(block, dense_products=True) if selective else None) for block in fsdp_blocks(model)
+    ]
 
 
 def _tokens_of(sample_input: Any) -> int | None:
@@ -112,6 +144,12 @@ def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
+    last = {
+        id(parameter): i
+        for i, (_, layer) in enumerate(_layers_of(model))
+        for parameter in layer.parameters()
+        if parameter.requires_grad
+    }
     names = {id(module): name for name, module in model.named_modules()}
     blocks = {id(inner): names[id(block)] for block in fsdp_blocks(model) for inner in block.modules()}
     layers = {id(m): i for i, (_, layer) in enumerate(_layers_of(model)) for m in layer.modules()}
@@ -139,24 +177,31 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
                     block=blocks.get(id(module), ""),
                     on_mesh=isinstance(tensor, DTensor),
                     global_numel=tensor.numel(),
+                    last_layer=last[id(tensor)] if last.get(id(tensor), 0) > layers.get(id(module), 0) else -1,
                 )
             )
     return tuple(found)
 
 
-def _layer(i: int, name: str, first: Run, second: Run) -> LayerStats:
-    def line(count: str) -> Line:
-        return _line(float(getattr(first, count)[i]), float(getattr(second, count)[i]), first.batch, second.batch)
+def _layer(i: int, name: str, plain: tuple[Run, Run], again: tuple[Run, Run] | None) -> LayerStats:
+    """Return the counts of a layer, of the runs that recompute blocks if there are any."""
+    first, second = again or plain
 
+    def line(count: str, runs: tuple[Run, Run] = (first, second)) -> Line:
+        at_first, at_second = (float(getattr(run, count)[i]) for run in runs)
+        return _line(at_first, at_second, first.batch, second.batch)
+
+    largest = max(zip(*(run.recomputed[i] for run in plain), strict=True), default=(0, 0))
     return LayerStats(
         name=name,
         flops=line("flops"),
-        activations=line("activations"),
+        activations=line("activations" if again is None else "kept", plain),
         output=line("output"),
         largest=_largest(first.made[i], second.made[i], first.batch, second.batch),
         tp_bytes=line("tp_bytes"),
         tp_calls=int(first.tp_calls[i]),
-        saves_input=first.saves_input[i],
+        saves_input=plain[0].saves_input[i] if again is None else plain[0].keeps_input[i],
+        recomputed=_line(float(largest[0]), float(largest[1]), first.batch, second.batch),
         products=_products(first.products[i], second.products[i], first.batch, second.batch),
         moved=line("moved"),
         calls=len(first.made[i]),

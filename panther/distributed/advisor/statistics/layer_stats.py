@@ -19,6 +19,9 @@ class Line(NamedTuple):
         return self.fixed + self.per_sample * samples
 
 
+_NOTHING = Line(0.0, 0.0)
+
+
 class Product(NamedTuple):
     """Matrix products, convolutions or attention of one shape, with the work of one of them."""
 
@@ -50,6 +53,8 @@ class TensorStats:
     """Whether tensor parallelism made it a DTensor."""
     global_numel: int = 0
     """Number of entries over all ranks of the tp axis."""
+    last_layer: int = -1
+    """Index of the last layer that shares it; -1 if ``layer`` alone has it."""
 
     @cached_property
     def numel(self) -> int:
@@ -70,7 +75,8 @@ class LayerStats:
     flops: Line
     """Flops of the forward and backward pass."""
     activations: Line
-    """Bytes that autograd saves for the backward pass."""
+    """Bytes that are kept for the backward pass: what autograd saves, or with activation checkpointing the inputs of
+    blocks and what is saved selectively."""
     output: Line
     largest: Line
     """Bytes of the largest tensor that an operation makes, forward or backward, of those that grow with the batch."""
@@ -86,6 +92,8 @@ class LayerStats:
     """Bytes that all other operations read and write, forward and backward."""
     calls: int
     """Number of all operations."""
+    recomputed: Line = _NOTHING
+    """With activation checkpointing, the bytes that are made again for the backward pass of a block, of the largest."""
 
 
 class Measured(NamedTuple):
@@ -94,4 +102,5 @@ class Measured(NamedTuple):
     tensors: tuple[TensorStats, ...]
     layers: tuple[LayerStats, ...]
     is_sequential: bool
+    """Whether it is a sequence of layers, each of which returns one tensor, so that a pipeline can split it."""
     tokens_per_sample: int | None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from panther.distributed.advisor.statistics._kept_stats import transformer_stats
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Measured, TensorStats
@@ -41,16 +41,21 @@ class ModelStats:
     layers: tuple[LayerStats, ...]
     """Flops, bytes and activations of each layer, in the order of the forward."""
     is_sequential: bool
-    """Whether the model is an nn.Sequential, which a pipeline can split."""
+    """Whether the model is an nn.Sequential of modules that return one tensor, which a pipeline can split."""
     tp: int = 1
     """Number of ranks that share each layer. The figures are those of the rank with the largest shards."""
     mixed_precision: str | None = None
     """Dtype of the computation; None is that of the parameters."""
+    autocast: bool = False
+    """Whether parameters are cast to that dtype where they are used, as under DDP, or gathered in it, as by FSDP2."""
+    activation_checkpointing: str = "none"
+    """What the backward pass recomputes, as in :class:`panther.train.TrainConfig`."""
     tokens_per_sample: int | None = None
     """Number of tokens of a sample; None if the input is not a batch of rows of integers."""
     has_values: bool = False
     """Whether the model has values, so that every rank holds all of it before it is sharded."""
-    _shard: Callable[[int], "ModelStats"] | None = field(default=None, repr=False, compare=False)
+    _variant: Callable[[int, bool], "ModelStats"] | None = field(default=None, repr=False, compare=False)
+    """Returns the statistics of one of so many ranks of the tp axis, with parameters cast by autocast or not."""
 
     @property
     def num_parameters(self) -> int:
@@ -79,9 +84,15 @@ class ModelStats:
         """
         if tp == self.tp:
             return self
-        if self._shard is None:
+        if self._variant is None:
             raise ShapeError(f"these are the statistics of one of {self.tp} ranks: shard those of the whole model")
-        return self._shard(tp)
+        return self._variant(tp, False)
+
+    def under_autocast(self) -> "ModelStats":
+        """Return the statistics under autocast, as DDP computes in mixed precision; without that, these."""
+        if self.mixed_precision is None or self.autocast or self._variant is None:
+            return self
+        return self._variant(self.tp, True)
 
     @classmethod
     def of(
@@ -91,6 +102,7 @@ class ModelStats:
         *,
         loss_fn: "Callable[[Any], Tensor] | None" = None,
         mixed_precision: str | None = None,
+        activation_checkpointing: str = "none",
     ) -> "ModelStats":
         """Measure a model by running it on fake tensors, which have no values and need no memory.
 
@@ -101,25 +113,30 @@ class ModelStats:
                 is the first size of the first tensor, and every tensor with that first size is a batch.
             loss_fn: Computes a scalar from the output, so that what it saves for backward is counted. None sums the
                 output, which saves nothing.
-            mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`.
+            mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`; under DDP by autocast.
+            activation_checkpointing: What the backward pass recomputes of the model's blocks, the modules of
+                ModuleLists and Sequentials: ``"none"``, ``"selective"`` or ``"full"``, as in
+                :class:`panther.train.TrainConfig`.
 
         Raises:
             ShapeError: If the sample input has no batch, or the output depends on no trainable parameter.
-            ValueError: If ``mixed_precision`` is unknown.
+            ValueError: If ``mixed_precision`` or ``activation_checkpointing`` is unknown.
+            ConfigError: If there are no blocks to recompute.
 
         Cost: two forward and backward passes without arithmetic, at one and two times the batch size, and two more for
-        every size of the tp axis.
+        every size of the tp axis; twice as many with activation checkpointing, and two more for DDP in mixed precision.
         """
         from panther.distributed.advisor.statistics._measured_stats import measure
 
-        _check_precision(mixed_precision)
+        _check(mixed_precision, activation_checkpointing)
 
         @cache
-        def measured(tp: int) -> ModelStats:
-            return _stats(measure(model, sample_input, loss_fn, mixed_precision, tp), tp, mixed_precision)
+        def variant(tp: int, autocast: bool) -> ModelStats:
+            found = measure(model, sample_input, loss_fn, mixed_precision, tp, autocast, activation_checkpointing)
+            return replace(_stats(found, tp, mixed_precision, autocast, activation_checkpointing), _variant=variant)
 
         has_values = not all(parameter.is_meta for parameter in model.parameters())
-        return replace(measured(1), has_values=has_values, _shard=measured)
+        return replace(variant(1, False), has_values=has_values)
 
     @classmethod
     def transformer(
@@ -133,6 +150,7 @@ class ModelStats:
         sequence: int,
         sketch: int | None = None,
         mixed_precision: str | None = None,
+        activation_checkpointing: str = "none",
         cache_dir: str | Path | None = None,
     ) -> "ModelStats":
         """Return the statistics of a plain pre-norm transformer: embedding, torch's encoder layers, linear head.
@@ -147,7 +165,8 @@ class ModelStats:
             vocab: Size of the vocabulary.
             sequence: Number of tokens of a sample.
             sketch: Sketch size R of the layers in feed-forward blocks; None keeps them dense. Attention stays dense.
-            mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :func:`data_parallel`.
+            mixed_precision: ``"bf16"``, ``"fp16"`` or None, as for :meth:`of`.
+            activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``, as for :meth:`of`.
             cache_dir: Folder in which measured statistics are kept for further calls with the same sizes and versions
                 of Panther and torch; None keeps none. The number of layers may differ.
 
@@ -167,30 +186,51 @@ class ModelStats:
         ffn = check_size("ffn", 4 * hidden if ffn is None else ffn, least=1)
         if hidden % heads:
             raise ShapeError(f"heads={heads} must divide hidden={hidden}")
-        _check_precision(mixed_precision)
+        _check(mixed_precision, activation_checkpointing)
         sizes = {"hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab, "sequence": sequence, "sketch": sketch}
 
         @cache
-        def measured(tp: int) -> ModelStats:
-            all_sizes = {**sizes, "mixed_precision": mixed_precision, "tp": tp}
-            return _stats(transformer_stats(cache_dir, all_sizes), tp, mixed_precision)
+        def variant(tp: int, autocast: bool) -> ModelStats:
+            given = {**sizes, "mixed_precision": mixed_precision, "tp": tp}
+            # Left out where they ask for nothing, so that names of what is kept stay.
+            given |= {"autocast": True} if autocast else {}
+            recomputes = activation_checkpointing != "none"
+            given |= {"activation_checkpointing": activation_checkpointing} if recomputes else {}
+            found = transformer_stats(cache_dir, given)
+            return replace(_stats(found, tp, mixed_precision, autocast, activation_checkpointing), _variant=variant)
 
         # All layers have the figures of the first, so one is measured whatever their number.
-        return _lengthened(replace(measured(1), _shard=measured), layers)
+        return _lengthened(variant(1, False), layers)
 
 
-def _stats(measured: Measured, tp: int, mixed_precision: str | None) -> ModelStats:
+def _stats(
+    measured: Measured, tp: int, mixed_precision: str | None, autocast: bool, activation_checkpointing: str
+) -> ModelStats:
     tensors, layers, is_sequential, tokens = measured
-    return ModelStats(tensors, layers, is_sequential, tp, mixed_precision, tokens)
+    return ModelStats(
+        tensors,
+        layers,
+        is_sequential,
+        tp,
+        mixed_precision,
+        autocast and mixed_precision is not None,
+        activation_checkpointing,
+        tokens,
+    )
 
 
-def _check_precision(mixed_precision: str | None) -> None:
+def _check(mixed_precision: str | None, activation_checkpointing: str) -> None:
     if mixed_precision not in (None, "bf16", "fp16"):
         raise ValueError(f"mixed_precision={mixed_precision!r} is unknown: use 'bf16', 'fp16' or None")
+    if activation_checkpointing not in ("none", "selective", "full"):
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r} is unknown: use 'none', 'selective' or 'full'"
+        )
 
 
 def _lengthened(stats: ModelStats, layers: int) -> ModelStats:
     """Return the statistics of a transformer of several layers, from those of one layer, which is repeated."""
+    variant = cast("Callable[[int, bool], ModelStats]", stats._variant)
     # The modules in order: each one's number in the short model, and by how much its own number is larger.
     modules = [(0, 0), *((1, shift) for shift in range(layers)), (2, layers - 1), (3, layers - 1)]
 
@@ -207,5 +247,5 @@ def _lengthened(stats: ModelStats, layers: int) -> ModelStats:
             if t.layer == number
         ),
         layers=tuple(replace(stats.layers[number], name=str(number + shift)) for number, shift in modules),
-        _shard=cache(lambda tp: _lengthened(stats.shard(tp), layers)),
+        _variant=cache(lambda tp, autocast: _lengthened(variant(tp, autocast), layers)),
     )
