@@ -18,16 +18,18 @@ from panther.errors import ConfigError, NumericalWarning, PantherError, Performa
 if TYPE_CHECKING:
     from torch import nn
 
-_FUNCTIONS = ("model", "evaluate", "calibration", "objective")
+_FUNCTIONS = ("model", "evaluate", "calibration", "train")
 _HELP = """\
 The file is TOML or JSON. Its settings are:
 
   model = "module:function"        returns an nn.Module, or a pair of one and batches; or a folder of transformers
   evaluate = "module:function"     a function of a model that returns its metric
   calibration = "module:function"  returns batches, unless the model's function does
+  train = "module:function"        trains a model by a TrainConfig; the model's function is then called for each trial
 
-and the arguments of panther.tune: constraint, objective, trials, forms, seed, parallel, storage, ... The table [space]
-has a table of settings for each glob of names, or the text "auto":
+objective and constraint can be functions too, in the same form. The other settings are the arguments of panther.tune:
+trials, forms, seed, parallel, storage, ... The table [space] has a table of settings for each glob of names, or the
+text "auto":
 
   [space]
   "encoder.*" = "auto"
@@ -58,8 +60,13 @@ def run(args: argparse.Namespace) -> int:
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise PantherError(f"{flag} {path} cannot be written: name a file in an existing folder")
+    if args.plot is not None:
+        from panther.tuning.plots import check_plot
+
+        check_plot(args.plot)
     with current_folder_importable():
         result = _search(settings, args.config)
+        print(result)
         if out is not None:
             import panther as pr
 
@@ -68,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
         result.to_json(args.json)
     if args.plot is not None:
         result.plot(args.plot)
-    print(result)
     return 0
 
 
@@ -77,11 +83,15 @@ def _search(settings: dict[str, Any], path: str) -> Any:
 
     _check(settings, path)
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
-    objective = functions.pop("objective", None)
-    if objective is not None:
-        settings["objective"] = find(objective) if names_function(str(objective)) else objective
+    for name in ("objective", "constraint"):
+        if name in settings:
+            settings[name] = _found(settings[name])
     evaluate = find(functions["evaluate"])
-    model, calibration = _load(functions)
+    if "train" in functions:
+        model, calibration = find(functions["model"]), functions.get("calibration")  # which pr.tune refuses
+        settings["train"] = find(functions["train"])
+    else:
+        model, calibration = _load(functions)
     if isinstance(settings.get("space"), Mapping):
         settings["space"] = {_key(name): given for name, given in settings["space"].items()}
     with warnings.catch_warnings():
@@ -108,9 +118,17 @@ def _check(settings: Mapping[str, Any], path: str) -> None:
     for name in ("model", "evaluate"):
         if name not in settings:
             raise PantherError(f'{name} is missing in {path}: add {name} = "module:function"')
-    for name in ("evaluate", "calibration"):
+    wanted = ("evaluate", "calibration", "train", *(["model"] if "train" in settings else []))
+    for name in wanted:
         if name in settings and not names_function(str(settings[name])):
             raise PantherError(f"{name} = {settings[name]!r} in {path} must be of the form module:function")
+
+
+def _found(given: Any) -> Any:
+    """Return the function that a setting names, or each of its texts; others as they are."""
+    if isinstance(given, list):
+        return [_found(one) for one in given]
+    return find(given) if isinstance(given, str) and names_function(given) else given
 
 
 def _load(functions: Mapping[str, str]) -> "tuple[nn.Module, Any]":

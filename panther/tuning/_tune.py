@@ -23,7 +23,7 @@ from panther.tuning.evaluation import Evaluator
 from panther.tuning.finish import finished
 from panther.tuning.goal import Goal, check_unchanged, make_goal
 from panther.tuning.hashing import identity
-from panther.tuning.models import copied, made
+from panther.tuning.models import another, copied, made
 from panther.tuning.prepared import Settings, prepare
 from panther.tuning.result import TuneResult
 from panther.tuning.runners import check_parallel, run_trials
@@ -229,9 +229,12 @@ def _compressed(
         raise ConfigError("heal needs calibration=, a list of batches, on which the original is distilled")
     model_fn = None if isinstance(model, nn.Module) else model
     if model_fn is not None:
-        model = made(model_fn, {}, "the search")
+        model = made(model_fn, {}, "its first call")
     check_model(model)
     check_adapters(model)
+    own = copied(model, model_fn is not None)
+    if own is model:
+        another(model, model_fn)  # results will be: else that would be found after the search
     training = [module.training for module in model.modules()]
     lines = None if isinstance(space, str) and space == "auto" else parse_lines(model, space)
     automatic = every = checked(forms)
@@ -248,8 +251,7 @@ def _compressed(
     with run.opened(goal, words) as opened, preserved_generators():  # making layers draws numbers
         seed = run.seed_of(opened)
         runner = Runner(
-            copied(model, model_fn is not None).eval(), calibration, settings.forward_fn, settings.mask_fn, None,
-            run.progress, settings.loss_fn,
+            own.eval(), calibration, settings.forward_fn, settings.mask_fn, None, run.progress, settings.loss_fn
         )  # fmt: skip
         evaluator = Evaluator(runner, seed, evaluate, goal, run.repeats)
         unchanged, evaluate_s = evaluator.measure_unchanged()

@@ -83,7 +83,7 @@ def _best(search: Study, goal: Goal) -> Trial:
     def missed(trial: Trial) -> float:
         return sum(max(one, 0.0) for one in goal.violations(trial.figures, search.unchanged))
 
-    nearest = min(complete, key=lambda trial: (missed(trial), *goal.order(trial.figures), trial.number))
+    nearest = min(complete, key=lambda one: (missed(one), goal.metric_order(one.figures), *goal.order(one.figures)))
     wanted = " and ".join(repr(one.text) for one in goal.constraints)
     raise TuningError(
         f"no trial of {len(search.trials)} satisfies constraint={wanted}: the best reached is "

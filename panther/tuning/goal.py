@@ -158,10 +158,14 @@ class Goal:
 
     def order(self, figures: Figures) -> tuple[float, float]:
         """Return what is smaller for the better of two models that meet all constraints."""
-        metric = -figures.metric if self.higher_is_better else figures.metric
+        metric = self.metric_order(figures)
         if self.objective == "metric":
             return metric, figures.size
         return (metric, figures.objective) if self.by_metric else (figures.objective, metric)
+
+    def metric_order(self, figures: Figures) -> float:
+        """Return what is smaller for the better of two metrics."""
+        return -figures.metric if self.higher_is_better else figures.metric
 
     def shown(self, figures: Figures) -> str:
         """Return the figures in words."""

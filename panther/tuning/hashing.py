@@ -31,11 +31,12 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        own = vars(module)
-        found[f"module {name!r}"] = id(module)
-        found[f"the forward of module {name!r}"] = id(own.get("forward"))
+        own, label = vars(module), f"module {name!r}" if name else "the model"
+        found[label] = id(module)
+        if not isinstance(module, torch.jit.ScriptModule):  # which sets its forward when it is first called
+            found[f"forward of {label}"] = id(own.get("forward"))
         # Every table of hooks, by torch's naming; their keys are unique in a process.
-        found[f"the hooks of module {name!r}"] = [
+        found[f"hooks of {label}"] = [
             (key, *table) for key, table in own.items() if key.endswith("_hooks") and isinstance(table, Mapping)
         ]
     for name, parameter in model.named_parameters():

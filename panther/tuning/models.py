@@ -45,7 +45,7 @@ def copied(model: nn.Module, from_function: bool = False) -> nn.Module:
 
 
 def another(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Module:
-    """Return a copy of a model, or where it cannot be copied another one of its function.
+    """Return a copy of a model, or where it cannot be copied another one of its function, which is called again.
 
     Raises:
         TuningError: If that is not the same model.
@@ -54,7 +54,7 @@ def another(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Mo
     if found is not model:
         return found
     assert model_fn is not None
-    found = made(model_fn, {}, "the result")
+    found = made(model_fn, {}, "its second call")
     pairs = zip(model.state_dict().values(), found.state_dict().values(), strict=False)
     if (
         not set(found.modules()).isdisjoint(model.modules())
@@ -63,6 +63,6 @@ def another(model: nn.Module, model_fn: Callable[[], nn.Module] | None) -> nn.Mo
     ):
         raise TuningError(
             "the model cannot be copied, and its function returned the same object or other weights when it was called "
-            "again for the result: it must return a new model with the same weights"
+            "again: it must return a new model with the same weights"
         )
     return found

@@ -24,9 +24,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     kinds = sorted(_figure(1.0).canvas.get_supported_filetypes())
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix not in kinds:
-        raise ConfigError(
-            f"a plot cannot be written to {os.fspath(path)!r}: use one of the suffixes {', '.join(kinds)}"
-        )
+        raise ConfigError(f"no plot can be written to {os.fspath(path)!r}: use one of the suffixes {', '.join(kinds)}")
 
 
 def draw_search(result: "TuneResult", path: Path) -> None:

@@ -37,6 +37,20 @@ def accuracy(net):
 
 def broken(net):
     raise RuntimeError("no such file")
+
+def numbers(net):
+    return sum(parameter.numel() for parameter in net.parameters())
+
+def good(metric):
+    return metric > 0.6
+
+def make(width=32):
+    return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4))
+
+def fit(net, config):
+    from panther.train import Trainer
+    from torch.utils.data import TensorDataset
+    Trainer(net, None, nn.functional.cross_entropy, config).fit(TensorDataset(*data()))
 """
 
 
@@ -93,6 +107,54 @@ def test_joint_settings_of_a_class(work, capsys):
     assert "2 trials" in capsys.readouterr().out
 
 
+def test_functions_as_objective_and_constraint(work, tmp_path):
+    work(
+        'model = "work:net"\nevaluate = "work:accuracy"\ncalibration = "work:batches"\nobjective = "work:numbers"\n'
+        'constraint = ["work:good", "size <= 80 %"]\ntrials = 3\nseed = 0\nprogress = false\n'
+    )
+    assert main(["tune", "tune.toml", "--json", "trials.json"]) == 0
+    found = json.loads((tmp_path / "trials.json").read_text())
+    assert found["objective"] == "numbers"
+    assert found["constraints"] == ["good", "size <= 80 %"]
+    assert found["trials"][found["best"]]["metric"] > 0.6
+
+
+def test_models_that_are_trained(work, tmp_path):
+    work(
+        """
+        model = "work:make"
+        evaluate = "work:accuracy"
+        train = "work:fit"
+        objective = "metric"
+        trials = 2
+        seed = 0
+        [space]
+        "0" = { low_rank = [0, 2] }
+        model = { width = [16, 32] }
+        train = { max_steps = 20, batch_size = 64, learning_rate = { float = [1e-3, 1e-2], log = true }, progress = false }
+        """
+    )
+    assert main(["tune", "tune.toml", "--out", "trained", "--json", "trials.json"]) == 0
+    found = json.loads((tmp_path / "trials.json").read_text())
+    assert {trial["plan"]["train"]["max_steps"] for trial in found["trials"]} == {20}
+    names: dict = {}
+    exec(WORK, names)
+    best = next(trial for trial in found["trials"] if trial["number"] == found["best"])
+    model = pr.load_compressed("trained", names["make"](**best["plan"]["model"]))
+    assert names["accuracy"](model) == best["metric"]
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_search(work, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    work('model = "work:net"\nevaluate = "work:broken"')
+    assert main(["tune", "tune.toml", "--plot", "plot.foo"]) == 2
+    assert "no plot can be written to 'plot.foo': use one of the suffixes" in capsys.readouterr().err
+    work('model = "work:net"\nevaluate = "work:accuracy"\nobjective = "metric"\ntrials = 2\nseed = 0')
+    assert main(["tune", "tune.toml", "--plot", "plot.svg"]) == 0
+    assert "best: trial" in capsys.readouterr().out
+    assert (tmp_path / "plot.svg").stat().st_size > 5000
+
+
 @pytest.mark.parametrize(
     ("text", "words", "status"),
     [
@@ -110,6 +172,13 @@ def test_joint_settings_of_a_class(work, capsys):
         ('model = "work:net"\nevaluate = "work:broken"', "evaluate raised RuntimeError: no such file", 1),
         ('model = "work:net"\nevaluate = "work:accuracy"\nconstraint = "> 3"', "is not understood", 2),
         ('model = "work:net"\nevaluate = "work:accuracy"\n[space]\n"9" = "auto"', "matches no layer", 2),
+        ('model = "work:net"\nevaluate = "work:accuracy"\ntrain = "fit"', "must be of the form module:function", 2),
+        ('model = "folder"\nevaluate = "work:accuracy"\ntrain = "work:fit"', "must be of the form module:function", 2),
+        (
+            'model = "work:make"\nevaluate = "work:accuracy"\ntrain = "work:fit"\ncalibration = "work:batches"',
+            "calibration= is for models that are compressed",
+            2,
+        ),
     ],
 )
 def test_what_it_refuses(work, capsys, text, words, status):

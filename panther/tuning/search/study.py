@@ -93,6 +93,8 @@ class Study:
                     f"{type(self.study.sampler).__name__} needs {error.name}, which is not installed: run pip install "
                     f"{error.name}"
                 ) from error
+            except (ValueError, TypeError) as error:  # of the user's sampler, which does not take every space
+                raise TuningError(f"{type(self.study.sampler).__name__} cannot draw from the space: {error}") from error
             used = {one.number for one in self.trials} | self._pending.keys()
             number = next(number for number in count() if number not in used)
             return Job(number, trial, plan)
