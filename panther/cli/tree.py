@@ -4,6 +4,7 @@ __all__ = ["add_parser", "run"]
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,17 @@ def add_parser(commands: Any) -> None:
     text = f"{_KINDS}, or module:function, which returns a model. Of a folder only headers are read"
     parser.add_argument("model", metavar="MODEL", help=text)
     add_option(parser, "--depth", non_negative, "levels below the model to list; all if it is left out")
+    parser.add_argument("--compare", metavar="OTHER", help="another one: show the modules that are different in it")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the sizes, and print the table."""
+    """Read the sizes, and print the table, or the difference of two."""
     with current_folder_importable():
-        found = _read(args.model, args.depth)
+        found: Any = _read(args.model, args.depth)
+        if args.compare is not None:
+            found = found.compare(_read(args.compare, args.depth))
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0
 
@@ -66,11 +70,11 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
         return _read_checkpoint(folder_of(folder), depth)
     if not files:
         raise PantherError(f"{folder} holds no .safetensors file and no checkpoint: give {_KINDS}")
-    tensors: dict[str, tuple[int, int, bool]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], int, bool]] = {}
     for file in files:
         for name, entry in _header(file).items():
             begin, end = entry["data_offsets"]
-            tensors[name] = (_product(entry["shape"]), end - begin, entry["dtype"].startswith(_FLOATING))
+            tensors[name] = (tuple(entry["shape"]), end - begin, entry["dtype"].startswith(_FLOATING))
     return tree_of_tensors(tensors, _records(folder), depth)
 
 
@@ -79,12 +83,13 @@ def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
     from panther.tuning._tree import tree_of_tensors
 
     manifest = read_manifest(folder)
-    tensors: dict[str, tuple[int, int, bool]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], int, bool]] = {}
     for name, entry in manifest["tensors"].items():
         if name.startswith("model."):
             item = empty(entry | {"shape": []})
-            numbers = _product(entry["shape"])
-            tensors[name.removeprefix("model.")] = (numbers, numbers * item.itemsize, item.is_floating_point())
+            shape = tuple(entry["shape"])
+            nbytes = math.prod(shape) * item.itemsize
+            tensors[name.removeprefix("model.")] = (shape, nbytes, item.is_floating_point())
     return tree_of_tensors(tensors, manifest["modules"], depth)
 
 
@@ -117,10 +122,3 @@ def _records(folder: Path) -> dict[str, Any]:
         except (OSError, ValueError, AttributeError, TypeError):
             continue
     return {}
-
-
-def _product(shape: list[int]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found

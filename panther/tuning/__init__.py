@@ -4,7 +4,7 @@
 one, ``runners`` runs them in turn or side by side, ``study`` is Optuna's part, ``result`` what is found.
 """
 
-from ._tree import ModuleTree, TreeRow, tree
+from ._tree import ModuleTree, TreeComparison, TreeRow, tree
 from ._tune import tune
 from .prepared import Plan
 from .result import Trial, TuneResult
@@ -12,5 +12,6 @@ from .spaces.selection import Group
 from .spaces.values import Choice, Float, Int
 
 __all__ = [
-    "Choice", "Float", "Group", "Int", "ModuleTree", "Plan", "TreeRow", "Trial", "TuneResult", "tree", "tune",
+    "Choice", "Float", "Group", "Int", "ModuleTree", "Plan", "TreeComparison", "TreeRow", "Trial", "TuneResult", "tree",
+    "tune",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
-"""A model's modules as a table: names, classes, parameters, bytes, and what is sketched or quantized."""
+"""A model's modules as a table: names, classes, shapes, parameters, bytes, and what is sketched or quantized."""
 
-__all__ = ["ModuleTree", "TreeRow", "tree", "tree_of_tensors"]
+__all__ = ["ModuleTree", "TreeComparison", "TreeRow", "tree", "tree_of_tensors"]
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class TreeRow:
         parameters: Number of entries of its parameters, those of its children included, shared ones once.
         bytes: Bytes of its tensors as saved, those of its children included, shared ones once.
         form: What it was made into, such as ``"sketched, 1 term of rank 16"``; a tensor that it shares; or ``""``.
+        shapes: Shapes of its own parameters, such as ``"weight 8x64, bias 8"``; of files those of all tensors.
+        trainable: Number of the entries that are trained; None where only tensors are known.
     """
 
     name: str
@@ -34,6 +37,14 @@ class TreeRow:
     parameters: int
     bytes: int
     form: str = ""
+    shapes: str = ""
+    trainable: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the end of the name, indented by its depth."""
+        indent = "  " * (self.name.count(".") + 1) if self.name else ""
+        return indent + (self.name.rpartition(".")[2] or _MODEL)
 
 
 @dataclass(frozen=True)
@@ -45,18 +56,78 @@ class ModuleTree:
 
     def __str__(self) -> str:
         """Return the table, children indented below their parents."""
-        lines = [("module", "class", "parameters", "bytes", "form")]
-        for row in self.rows:
-            own = row.name.rpartition(".")[2]
-            indent = "  " * (row.name.count(".") + 1) if row.name else ""
-            lines.append((indent + (own or _MODEL), row.kind, f"{row.parameters:,}", format_bytes(row.bytes), row.form))
+        lines = [("module", "class", "shapes", "parameters", "trained", "bytes", "form")]
+        lines += [
+            (row.label, row.kind, row.shapes, f"{row.parameters:,}", _trained(row), format_bytes(row.bytes), row.form)
+            for row in self.rows
+        ]
         changed = sum(bool(row.form) and not row.form.startswith("shares") for row in self.rows)
-        text = format_table(lines, align="<<>><")
+        text = format_table(lines, align="<<<><><")
         return f"{text}\n{counted(changed, 'module')} sketched, quantized or with linear attention"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows as plain numbers and strings."""
         return {"rows": [asdict(row) for row in self.rows]}
+
+    def compare(self, other: "ModuleTree") -> "TreeComparison":
+        """Return what is different in another tree, such as that of the compressed model.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+            >>> small = nn.Sequential(model[0], nn.ReLU(), nn.Linear(64, 8, bias=False))
+            >>> print(tree(model).compare(tree(small)))
+            module       class       parameters      trained  bytes               form
+            (the model)  Sequential  4,680 -> 4,672  yes      18.7 kB
+              2          Linear      520 -> 512      yes      2.08 kB -> 2.05 kB
+            2 of 4 modules are different, and the model has 99.8 % of its bytes
+        """
+        return TreeComparison(self, other)
+
+
+@dataclass(frozen=True)
+class TreeComparison:
+    """Two trees, whose modules are compared by their names. ``print`` shows those that are different.
+
+    Attributes:
+        before: One of them.
+        after: The other.
+    """
+
+    before: ModuleTree
+    after: ModuleTree
+
+    @property
+    def pairs(self) -> list[tuple[TreeRow | None, TreeRow | None]]:
+        """Return the rows of both trees that are different, or in one of them only, and those of the models."""
+        before, after = ({row.name: row for row in one.rows} for one in (self.before, self.after))
+        names = [row.name for row in _ordered([*{**after, **before}.values()])]
+        every = [(before.get(name), after.get(name)) for name in names]
+        return [pair for name, pair in zip(names, every, strict=True) if not name or _differ(*pair)]
+
+    def __str__(self) -> str:
+        """Return a table of the modules that are different."""
+        lines: list[tuple[str, ...]] = [("module", "class", "parameters", "trained", "bytes", "form")]
+        for pair in self.pairs:
+            one = next(row for row in pair if row is not None)
+            cells = [
+                ("-",) * 5
+                if row is None
+                else (row.kind or one.kind, f"{row.parameters:,}", _trained(row), format_bytes(row.bytes), row.form)
+                for row in pair
+            ]
+            lines.append((one.label, *(_change(old, new) for old, new in zip(*cells, strict=True))))
+        size = [tree.rows[0].bytes for tree in (self.before, self.after)]
+        every = len({row.name for tree in (self.before, self.after) for row in tree.rows})
+        different = sum(_differ(*pair) for pair in self.pairs)
+        share = f"{size[1] / size[0]:.1%}".replace("%", " %") if size[0] else "none"
+        return (
+            f"{format_table(lines)}\n{different} of {counted(every, 'module')} are different, and the model has "
+            f"{share} of its bytes"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the pairs as plain numbers and strings."""
+        return {"rows": [[None if row is None else asdict(row) for row in pair] for pair in self.pairs]}
 
 
 def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
@@ -73,12 +144,13 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
     Example:
         >>> import panther as pr
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), pr.nn.SKLinear(64, 8, 1, 2, seed=0))
+        >>> _ = model[0].requires_grad_(False)
         >>> print(tree(model))
-        module       class       parameters    bytes  form
-        (the model)  Sequential       4,312  17.3 kB
-          0          Linear           4,160  16.6 kB
-          1          ReLU                 0      0 B
-          2          SKLinear           152    640 B  sketched, 1 term of rank 2
+        module       class       shapes                   parameters  trained    bytes  form
+        (the model)  Sequential                                4,312  152      17.3 kB
+          0          Linear      weight 64x64, bias 64         4,160  no       16.6 kB
+          1          ReLU                                          0               0 B
+          2          SKLinear    S1 64x2, S2 2x8, bias 8         152  yes        640 B  sketched, 1 term of rank 2
         1 module sketched, quantized or with linear attention
     """
     if not isinstance(model, nn.Module):
@@ -91,14 +163,16 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
         if any(row.name == name for row in rows):
             return
         form = _form(module)
-        parameters = {id(p): 0 if is_lazy(p) else p.numel() for p in module.parameters()}
+        parameters = {p: 0 if is_lazy(p) else p.numel() for p in module.parameters()}
+        own = {key: None if is_lazy(p) else tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
         shared = next((owners[id(p)] for p in module.parameters(recurse=False) if id(p) in owners), None)
         for key, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), f"{name}.{key}".lstrip("."))
         rows.append(
             TreeRow(
                 name, type(module).__name__, sum(parameters.values()), _bytes(module),
-                form or ("" if shared is None else f"shares {shared}"),
+                form or ("" if shared is None else f"shares {shared}"), _shapes(own),
+                sum(number for parameter, number in parameters.items() if parameter.requires_grad),
             )
         )  # fmt: skip
         if not isinstance(module, CompressedModule) and (depth is None or level < depth):
@@ -110,21 +184,27 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
 
 
 def tree_of_tensors(
-    tensors: Mapping[str, tuple[int, int, bool]], forms: Mapping[str, Mapping[str, Any]], depth: int | None = None
+    tensors: Mapping[str, tuple[tuple[int, ...], int, bool]],
+    forms: Mapping[str, Mapping[str, Any]],
+    depth: int | None = None,
 ) -> ModuleTree:
     """Return the tree of a file, from names of tensors alone.
 
     Args:
-        tensors: For each name the number of entries, the bytes, and whether it is floating.
+        tensors: For each name the shape, the bytes, and whether it is floating.
         forms: The file's record of each compressed module: its class and arguments.
         depth: As for :func:`tree`.
     """
     check_depth(depth)
     sums: dict[str, list[int]] = {"": [0, 0]}
-    for key, (numbers, nbytes, floating) in tensors.items():
+    shapes: dict[str, dict[str, tuple[int, ...] | None]] = {}
+    for key, (shape, nbytes, floating) in tensors.items():
+        numbers = math.prod(shape)
         parts = key.split(".")[:-1]
         inside = next((i for i in range(len(parts) + 1) if ".".join(parts[:i]) in forms), len(parts))
-        for level in range(min(inside, len(parts)) + 1):
+        last = min(inside, len(parts))
+        shapes.setdefault(".".join(parts[:last]), {})[".".join(key.split(".")[last:])] = shape
+        for level in range(last + 1):
             entry = sums.setdefault(".".join(parts[:level]), [0, 0])
             entry[0] += numbers if floating else 0
             entry[1] += nbytes
@@ -132,7 +212,8 @@ def tree_of_tensors(
     for name, (numbers, nbytes) in sums.items():
         if depth is None or not name or name.count(".") < depth:
             record = forms.get(name, {})
-            rows.append(TreeRow(name, str(record.get("class", "")), numbers, nbytes, _recorded_form(record)))
+            kind, form = str(record.get("class", "")), _recorded_form(record)
+            rows.append(TreeRow(name, kind, numbers, nbytes, form, _shapes(shapes.get(name, {}))))
     return ModuleTree(tuple(_ordered(rows)))
 
 
@@ -149,6 +230,33 @@ def _ordered(rows: list[TreeRow]) -> list[TreeRow]:
         return [(0, int(part)) if part.isdigit() else (1, part) for part in row.name.split(".")] if row.name else []
 
     return sorted(rows, key=key)
+
+
+def _shapes(shapes: Mapping[str, tuple[int, ...] | None]) -> str:
+    """Return shapes by name in words; None is that of a parameter without values yet."""
+    return ", ".join(
+        f"{name} {'?' if shape is None else 'x'.join(map(str, shape)) or 'scalar'}" for name, shape in shapes.items()
+    )
+
+
+def _trained(row: TreeRow) -> str:
+    if row.trainable is None or not row.parameters:
+        return ""
+    return "no" if not row.trainable else "yes" if row.trainable == row.parameters else f"{row.trainable:,}"
+
+
+def _differ(before: TreeRow | None, after: TreeRow | None) -> bool:
+    """Return whether two rows are different in what is known of both."""
+    if before is None or after is None:
+        return bool((before or after).bytes)  # type: ignore[union-attr]  # files know no modules without tensors
+    if any(getattr(before, name) != getattr(after, name) for name in ("parameters", "bytes", "form")):
+        return True
+    both = ((before.kind, after.kind), (before.trainable, after.trainable))
+    return any(old != new and not {old, new} & {"", None} for old, new in both)
+
+
+def _change(before: str, after: str) -> str:
+    return before if before == after else f"{before or '-'} -> {after or '-'}"
 
 
 def _bytes(module: nn.Module) -> int:

@@ -82,6 +82,46 @@ def test_transformers_folders(capsys, tmp_path):
     assert layers == [f"encoder.layer.{i}" for i in range(11)]
 
 
+def test_shapes_and_what_is_trained(net, capsys, tmp_path):
+    name, model = net
+    found = rows(capsys, f"{name}:net")
+    assert found["2.0"]["shapes"] == "weight 40x30, bias 40"
+    assert found["2.0"]["trainable"] == found["2.0"]["parameters"]
+    model[0].requires_grad_(False)
+    by_name = {row.name: row for row in tree(model).rows}
+    assert by_name["0"].trainable == 0
+    assert by_name[""].trainable == by_name["2"].parameters
+    assert [line.split() for line in str(tree(model)).splitlines()[2:3]] == [
+        ["0", "Linear", "weight", "30x40,", "bias", "30", "1,230", "no", "4.92", "kB"]
+    ]
+    pr.sketch_layers_(model, pr.compression.SketchConfig(low_rank=2), include=["2.0"])
+    pr.save_compressed(model, tmp_path / "small")
+    assert "S1 30x2" in rows(capsys, "small")["2.0"]["shapes"]
+
+
+def test_two_models_are_compared(net, capsys, tmp_path):
+    name, model = net
+    before = tree(model)
+    pr.compress(
+        model, 0.4, list(torch.randn(64, 40).split(8)), forms="int4", include=["0"], seed=0, measure_speed=False
+    )
+    after = tree(model)
+    assert before.compare(before).pairs == [(before.rows[0], before.rows[0])]
+    assert before.compare(after).pairs == list(zip(before.rows, after.rows, strict=True))[:2]
+    pr.save_compressed(model, tmp_path / "small")
+    assert main(["tree", f"{name}:net", "--compare", "small"]) == 0
+    out = capsys.readouterr().out
+    table = {line.split()[0]: line for line in out.splitlines()}
+    assert "Linear -> QuantizedLinear" in table["0"]
+    assert table["0"].endswith("- -> int4")
+    assert list(table) == ["module", "(the", "0", "2"]
+    assert table["2"].startswith("2 of 6 modules are different, and the model has ")
+    assert f"{after.rows[0].bytes / before.rows[0].bytes:.1%}".replace("%", " %") in table["2"]
+    assert main(["tree", f"{name}:net", "--compare", "small", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["rows"]
+    assert [pair[1]["name"] for pair in found] == ["", "0"]
+
+
 def test_shared_weights_are_counted_once_and_attention_is_named():
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     second.weight = first.weight
