@@ -383,10 +383,9 @@ class SketchedModule(CompressedModule):
             fitted = seed is None
 
         # Tensors that users add, such as a pruning mask, are loaded with the rest; child modules load themselves.
-        own = {**self._parameters, **self._buffers}
         expected = {
             name: tensor.shape
-            for name, tensor in own.items()
+            for name, tensor in (*self._parameters.items(), *self._buffers.items())
             if tensor is not None and name not in self.sketch_names and name not in self._non_persistent_buffers_set
         }
         if fitted:

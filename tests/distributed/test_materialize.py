@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import panther as pr
+from panther._safetensors import stored_tensors
 from panther.distributed import checkpoint, data_parallel, make_mesh, materialize_
-from panther.errors import CheckpointError
+from panther.errors import CheckpointError, FormatError
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKLinear, sinSRPE
 
 pytestmark = [
@@ -243,6 +244,9 @@ def test_what_is_refused(tmp_path):
     save_file({"weight": torch.ones(4, 3), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=re.escape(f"'weight' has the shape (2, 3), and (4, 3) in {tmp_path}")):
         materialize_(linear, tmp_path)
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'bias' is torch.float32, and torch.int32 in .*: build the model that"):
+        materialize_(linear, tmp_path)
     assert linear.weight.is_meta
     materialize_(bare, _with(tmp_path / "bare", weight=torch.full((3, 2), 7.0)))
     assert bare.weight.eq(7).all()
@@ -258,6 +262,32 @@ def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(tmp_path):
         return all(parameter.is_meta for parameter in model.parameters())
 
     assert on_ranks(run, 2) == [True, True]
+
+
+def test_ranks_that_find_different_checkpoints_are_told(tmp_path):
+    for rank in range(2):
+        checkpoint.save(tmp_path / f"rank-{rank}", nn.Linear(3, 2), step=1 + rank)
+
+    def run():
+        model = data_parallel(lambda: nn.Linear(3, 2), strategy="fsdp")
+        with pytest.raises(CheckpointError, match=r"ranks find different checkpoints in .* \(step-00000001, step-000"):
+            materialize_(model, tmp_path / f"rank-{torch.distributed.get_rank()}")
+        return model.weight.is_meta
+
+    assert on_ranks(run, 2) == [True, True]
+
+
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(tmp_path):
+    file = checkpoint.save(tmp_path, nn.Linear(30, 20), step=1) / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[stored_tensors(file)["model.weight at 0,0"].start + 5] ^= 4
+    file.write_bytes(data)
+
+    def run():
+        with pytest.raises(FormatError, match=r"is damaged: .* does not match its checksum"):
+            materialize_(data_parallel(lambda: nn.Linear(30, 20), strategy="fsdp"), tmp_path)
+
+    on_ranks(run, 2)
 
 
 def _with(folder, **tensors):

@@ -177,7 +177,7 @@ def test_what_a_sharded_model_lacks_is_said(tmp_path):
         assert "does not fit layer '0': mode is seeded and was fitted: call restore_architecture" in second
     with pytest.raises(FormatError, match=r"module '0' was saved for a Linear with \{'in_features': 24\}, and the"):
         materialize_(nn.Sequential(nn.Linear(25, 40, device="meta")), tmp_path / "fitted")
-    with pytest.raises(FormatError, match="holds no model: give a folder that panther.distributed.checkpoint, pr.sa"):
+    with pytest.raises(FormatError, match="holds no model: give a folder that panther"):
         checkpoint.restore_architecture(tmp_path, dense)
     with pytest.raises(ValueError, match="has no values"):
         SKLinear.from_linear(nn.Linear(24, 40, device="meta"), 1, 4)

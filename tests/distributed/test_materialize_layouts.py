@@ -1,28 +1,20 @@
 """Models without values under tensor and pipeline parallelism: sharded first, then filled, equal to one process."""
 
-import sys
-from dataclasses import replace
-
 import pytest
-import starting
 import torch
 from ranks import on_ranks, weights_of
 from safetensors.torch import save_file
 from torch import nn
 
 from panther.distributed import (
-    ClusterSpec,
     HybridParallelTrainer,
-    ModelStats,
     checkpoint,
-    launch,
     make_mesh,
     make_schedule,
     materialize_,
     split_stages,
     tensor_parallel,
 )
-from panther.distributed.advisor.cost_model import Layout, estimate
 from panther.errors import CheckpointError, ConfigError
 from panther.nn import RandMultiHeadAttention, SKLinear
 
@@ -290,50 +282,3 @@ def test_a_model_of_transformers(saved, tmp_path):
     expected = output(model)
     for found in on_ranks(lambda: output(tensor_parallel(build, make_mesh(tp=2)["tp"]).model), 2):
         torch.testing.assert_close(found, expected)
-
-
-STARTED = {
-    "fsdp": Layout(dp=starting.WORLD, strategy="fsdp"),
-    "tp": Layout(tp=starting.WORLD),
-    "pp": Layout(pp=starting.WORLD, schedule="1f1b", num_microbatches=starting.WORLD),
-}
-linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read and limited as Linux does")
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STARTED)
-def test_a_rank_holds_what_the_advisor_predicts_for_the_start(strategy, tmp_path):
-    width, layers = starting.WIDTH, starting.LAYERS
-    for file in range(4):
-        numbers = range(file * layers // 4, (file + 1) * layers // 4)
-        save_file(
-            {f"{i}.weight": torch.full((width, width), float(i)) for i in numbers}, tmp_path / f"{file}.safetensors"
-        )
-    with torch.device("meta"):
-        model = starting.model_of()
-    stats = ModelStats.of(model, torch.ones(4, width))
-    cluster = ClusterSpec.preset("cpu", starting.WORLD)
-    with_values, on_meta = (
-        estimate(replace(stats, has_values=has_values), cluster, STARTED[strategy], 16).start
-        for has_values in (True, False)
-    )
-    full = 4 * layers * width * width  # 302 MB
-    assert with_values == full
-    assert on_meta < full / 3
-    for peaks, means in launch(starting.peaks, strategy, tmp_path, nproc=starting.WORLD):
-        assert peaks["with values"] == pytest.approx(with_values, rel=0.2)
-        assert peaks["drawn"] == pytest.approx(on_meta, rel=0.2)
-        # Pages of the files that were read count too while they are mapped; Linux takes them back where it needs them.
-        assert peaks["file"] < 1.2 * (on_meta + full / starting.WORLD)
-        assert all(mean == float(name.partition(".")[0]) for name, mean in means.items())
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STARTED)
-def test_two_gigabytes_start_in_processes_of_one(strategy):
-    for held, has_values, refused in launch(starting.start_within_limit, strategy, nproc=starting.WORLD):
-        assert held == starting.GIBIBYTE / 2
-        assert has_values
-        assert "can't allocate memory" in refused

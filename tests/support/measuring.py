@@ -25,15 +25,16 @@ def storages(tensors):
 _LARGE, _MMAP_THRESHOLD = 1 << 17, -3  # of glibc's mallopt
 
 
-def rise_of(work):
-    """By how many bytes the peak of this process's resident memory rises in ``work()``, and what that returns.
+def return_large_tensors():
+    """Let glibc give the memory of large tensors back as soon as they are freed: it else keeps some of it."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
 
-    glibc then maps large tensors one by one for good: it would else keep some that were freed, and count them.
-    """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_MMAP_THRESHOLD, _LARGE)
+
+def rise_of(work):
+    """By how many bytes the peak of this process's resident memory rises in ``work()``, and what that returns."""
+    return_large_tensors()
     gc.collect()  # sharded models are in circles
-    libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins with what is held now
     before = _resident_peak()
     result = work()

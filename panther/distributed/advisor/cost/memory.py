@@ -62,10 +62,15 @@ def memory_of(rank: Rank) -> MemoryEstimate:
 
 
 def start_of(rank: Rank, memory: MemoryEstimate) -> float:
-    """Return what :func:`materialize_` holds of a model on the meta device, given what a step holds."""
+    """Return what :func:`materialize_` holds of a model on the meta device, given what a step holds.
+
+    Beside the rank's shards, one module: drawn, in full; read, its shards again, and a sketch, which is drawn again.
+    """
     own = {tensor.layer for tensor in rank.tensors}
-    largest = max(size for layer, size in rank.stats.largest_modules.items() if layer in own)
-    return memory.parameters + memory.sketches + memory.buffers + largest
+    modules = [sizes for layer, sizes in rank.stats.largest_modules.items() if layer in own]
+    drawn = max((full for full, _, _ in modules), default=0.0)
+    read = max((shard / rank.shards + sketch for _, shard, sketch in modules), default=0.0)
+    return memory.parameters + memory.sketches + memory.buffers + max(drawn, read)
 
 
 def _apart(rank: Rank, trained: list[TensorStats], memory: MemoryEstimate) -> float:

@@ -68,13 +68,27 @@ class ModelStats:
         return sum(tensor.numel for tensor in self.tensors if tensor.role == "sketch")
 
     @cached_property
-    def largest_modules(self) -> dict[int, float]:
-        """Bytes of the largest module of each layer, in full over the tp axis, without sketches."""
-        modules: dict[int, Counter[str]] = {tensor.layer: Counter() for tensor in self.tensors}
+    def largest_modules(self) -> dict[int, tuple[float, float, float]]:
+        """Bytes of the largest module of each layer: in full over the tp axis, on this rank, and of a sketch there.
+
+        The first two are without sketches, and the last two those of the module in which their sum is the largest.
+        """
+        full: dict[tuple[int, str], float] = Counter()
+        own: dict[tuple[int, str], float] = Counter()
+        sketch: dict[tuple[int, str], float] = Counter()
         for tensor in self.tensors:
-            if tensor.role != "sketch":  # of which every rank draws its shard
-                modules[tensor.layer][tensor.name.rpartition(".")[0]] += tensor.global_numel * tensor.itemsize
-        return {layer: float(max(sizes.values(), default=0)) for layer, sizes in modules.items()}
+            module = tensor.layer, tensor.name.rpartition(".")[0]
+            if tensor.role == "sketch":
+                sketch[module] = max(sketch[module], tensor.nbytes)
+            else:
+                full[module] += tensor.global_numel * tensor.itemsize
+                own[module] += tensor.nbytes
+        found: dict[int, tuple[float, float, float]] = {}
+        for (layer, name), size in full.items():
+            largest, *held = found.get(layer, (0.0, 0.0, 0.0))
+            both = max(held, [own[layer, name], sketch[layer, name]], key=sum)
+            found[layer] = max(largest, size), both[0], both[1]
+        return found
 
     def shard(self, tp: int) -> "ModelStats":
         """Return the statistics of one of ``tp`` ranks after :func:`tensor_parallel`.
