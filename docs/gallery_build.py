@@ -20,7 +20,15 @@ if not FULL:
 
 # Folders and scripts in the order of the page; a script that is missing here is an error of tests/docs/test_gallery.py.
 ORDER = {
-    "compress": ["encoder.py", "vision.py"],
+    "compress": [
+        "encoder.py",
+        "quantize.py",
+        "vision.py",
+        "decoder.py",
+        "ranks_and_budget.py",
+        "own_metric.py",
+    ],
+    "train": ["from_scratch.py"],
     "attention": ["linear_attention.py"],
     "linalg": ["randomized_svd.py", "least_squares.py", "pivoted_qr.py", "custom_sketch.py"],
     "distributed": [
@@ -30,6 +38,8 @@ ORDER = {
         "hybrid.py",
         "strategies.py",
         "advisor.py",
+        "checkpoints_and_faults.py",
+        "laptop_to_cluster.py",
     ],
 }
 
@@ -57,6 +67,8 @@ sphinx_gallery_conf = {
     "subsection_order": [f"gallery/{folder}" for folder in ORDER],
     "within_subsection_order": "gallery_build._position",
     "doc_module": ("panther",),
+    # Names as the reference has them: without it, panther.plan_parallelism for panther.distributed.plan_parallelism.
+    "prefer_full_module": {r"^panther\."},
     "backreferences_dir": "examples/backreferences",
     "reference_url": {"panther": None},
     "reset_modules": ("matplotlib", "gallery_build.reset"),

@@ -1,7 +1,9 @@
-"""Scripts of the gallery: all are in the order of its page, and read like the other pages."""
+"""Scripts of the gallery: all are in the order of its page, read like other pages, and are linked by the reference."""
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -47,3 +49,89 @@ def test_a_script_reads_like_a_page(path):
         f"{match[0]!r}: write {better}" for pattern, better in INSTEAD.items() for match in re.finditer(pattern, words)
     ]
     assert not found
+
+
+def found_names(path):
+    """Return the names under which sphinx-gallery links a script, without those of variables that running it makes."""
+    from sphinx_gallery.backreferences import _make_ref_regex, identify_names
+    from sphinx_gallery.gen_rst import _backrefs_from_codeobj
+    from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [node for node in imports if "panther" in ast.unparse(node)]
+    variables = {}
+    exec(ast.unparse(ast.Module(imports, [])), variables)
+    _, blocks = split_code_and_text_blocks(path)
+    conf = {"exclude_implicit_doc_regex": None, **settings().sphinx_gallery_conf}
+    return _backrefs_from_codeobj(conf, identify_names(blocks, _make_ref_regex(), variables))
+
+
+def asked_names():
+    """Return for each documented name those of which its page shows the examples."""
+    asked = {}
+    for page in (DOCS / "reference").rglob("*.rst"):
+        if "generated" in page.parts:
+            continue
+        module, summary = "", False
+        for line in page.read_text().splitlines():
+            if match := re.match(r"\.\. (?:currentmodule|automodule):: (\S+)", line):
+                module = match[1]
+            elif match := re.match(r"\.\. minigallery:: (.+)", line):
+                asked |= {name: {name} for name in match[1].split()}
+            elif summary and (match := re.match(r"   (\w+)$", line)):
+                name = f"{module}.{match[1]}"
+                member = getattr(importlib.import_module(module), match[1])
+                members = (
+                    dir(member) if inspect.isclass(member) else ()
+                )  # as docs/_templates/autosummary/class.rst does
+                asked[name] = {name} | {f"{name}.{one}" for one in members}
+            if line.startswith(".. "):
+                summary = "autosummary" in line
+    return asked
+
+
+@pytest.mark.extra
+def test_the_reference_links_to_the_examples(monkeypatch):
+    pytest.importorskip("sphinx_gallery", reason="sphinx-gallery is in the extra docs")
+    monkeypatch.setenv("PANTHER_DOCS_QUICK", "1")
+    found, asked = set().union(*map(found_names, SCRIPTS)), asked_names()
+    used = {}  # by documented name, the script that imports it or reaches it from a module
+    documented = {id(_object(name)): name for name in asked}
+    for path in SCRIPTS:
+        for name in _panther_names(path):
+            used.setdefault(documented.get(id(_object(name))), path.name)
+    used.pop(None)
+    assert {
+        "panther.compress",
+        "panther.tune",
+        "panther.distributed.plan_parallelism",
+        "panther.distributed.choose_parallelism_strategy",
+        "panther.distributed.ModelStats",
+        "panther.train.TrainConfig",
+        "panther.errors.SketchMismatchError",
+    } <= set(used)
+    assert {name: script for name, script in used.items() if not asked[name] & found} == {}
+
+
+def _panther_names(path):
+    """Return the full names of Panther's functions, classes and modules in a script's code."""
+    tree, aliases = ast.parse(path.read_text()), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {one.asname: one.name for one in node.names if one.name.startswith("panther")}
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("panther"):
+            aliases |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            if first in aliases and re.fullmatch(r"[\w.]*", rest):
+                names.add(f"{aliases[first]}.{rest}".rstrip("."))
+    return names
+
+
+def _object(name):
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        return importlib.import_module(name)
+    return getattr(_object(module), attribute, None) or importlib.import_module(name)

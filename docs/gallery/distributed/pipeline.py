@@ -80,19 +80,24 @@ print("one process:", losses)
 #
 # A hook on each stage notes when it computes a microbatch. Rank 1 starts when rank 0 has finished the first one, and
 # the ranks then work at the same time. (On two busy cores the order is exact, and the times are not.)
+#
+# With p stages and m microbatches, a rank is idle for (p - 1) / (m + p - 1) of an ideal step. More microbatches shrink
+# this bubble, until the products become too small to be efficient.
 
-microbatches = 4
+microbatches, rows = 4, 256 if QUICK else 8192
+inputs, classes = torch.randn(rows, width), torch.randint(10, (rows,))
 
 
 def timeline(name):
     stages = split_stages(build(), 2)
     schedule = make_schedule(name, stages, microbatches, nn.CrossEntropyLoss())
-    schedule.step(x, target)  # a first step, which prepares buffers
+    for _ in range(2):  # first steps, which prepare buffers
+        schedule.step(inputs, classes)
     spans, begun = [], []
     stages[0].submod.register_forward_pre_hook(lambda *_: begun.append(time.time()))
     stages[0].submod.register_forward_hook(lambda *_: spans.append((begun[-1], time.time())))
     torch.distributed.barrier()
-    schedule.step(x, target)
+    schedule.step(inputs, classes)
     return spans
 
 
@@ -103,12 +108,8 @@ for rank, spans in enumerate(ranks):
     print(f"rank {rank} begins its forwards after", [f"{1e3 * (begin - origin):.1f} ms" for begin, _ in spans])
     for number, (begin, end) in enumerate(spans[:microbatches]):
         left.barh(rank, 1e3 * (end - begin), left=1e3 * (begin - origin), color=f"C{number}")
-left.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], xlabel="ms", title="forwards of four microbatches (gpipe)")
+left.set(yticks=[0, 1], yticklabels=["rank 0", "rank 1"], xlabel="ms", title="forwards of microbatches (gpipe)")
 left.invert_yaxis()
-
-# %%
-# With p stages and m microbatches, a rank is idle for (p - 1) / (m + p - 1) of an ideal step. More microbatches shrink
-# this bubble, until the products become too small to be efficient.
 
 counts = (1, 2, 4, 8, 16, 32)
 for p in (2, 4, 8):
