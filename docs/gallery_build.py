@@ -79,7 +79,7 @@ sphinx_gallery_conf = {
     "min_reported_time": 10_000,
     "plot_gallery": "True",
     "remove_config_comments": True,
-    "first_notebook_cell": "# Needs Panther and its extra demo: pip install '.[demo]'\n%matplotlib inline",
+    "first_notebook_cell": "# Needs Panther with extras: pip install '.[demo,tune,transformers]'\n%matplotlib inline",
     "copyfile_regex": r"GALLERY_HEADER\.rst",
 }
 
