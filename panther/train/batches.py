@@ -121,6 +121,7 @@ class Feed:
         rank: The rank of this process among those that split the data.
         size: Number of processes that split the data.
         accumulation: Number of batches per window.
+        factor: Number of the data's batches that make one of this process: of ranks that share theirs, for example.
         even: Leave out the last samples if they do not fill a batch on every process.
         shuffle: Whether the order of a Dataset is random.
 
@@ -137,6 +138,7 @@ class Feed:
         rank: int,
         size: int,
         accumulation: int = 1,
+        factor: int = 1,
         even: bool = False,
         shuffle: bool = True,
     ) -> None:
@@ -149,6 +151,7 @@ class Feed:
             _check_samples(data, batch_size, "training" if shuffle else "validation")
             data = DataLoader(data, batch_size, shuffle=None if isinstance(data, IterableDataset) else shuffle)
         self.seed, self.rank, self.size, self.accumulation, self.even = seed, rank, size, accumulation, even
+        self.factor = factor
         self.user_loader: Any = data
         own = getattr(data, "batch_size", None)
         if shuffle and batch_size is not None and own is not None and own != batch_size:
@@ -180,7 +183,24 @@ class Feed:
     @property
     def window_samples(self) -> int:
         """Samples of a full window over all processes; its batches, where these have no fixed size."""
-        return (getattr(self.user_loader, "batch_size", None) or 1) * self.size * self.accumulation
+        return (getattr(self.user_loader, "batch_size", None) or 1) * self.size * self.factor * self.accumulation
+
+    def first_batch(self) -> Any:
+        """Return the first batch of an epoch; the random generators stay as they are."""
+        with preserved_generators():
+            return next(self.windows(0))[0].data
+
+    @property
+    def has_batch_size(self) -> bool:
+        """Whether it forms batches of any size itself: not of a stream, or where a batch_sampler gives whole ones."""
+        return not self.is_stream and self.user_loader.batch_size is not None
+
+    def fills(self, count: int) -> bool:
+        """Return whether the samples of an epoch, or those that the loader keeps, are multiples of so many batches."""
+        if not self.has_batch_size or self.user_loader.drop_last:
+            return self.has_batch_size
+        samples = sum(len(batch) for window in self._plan(0) for batch in window)
+        return samples % (self.user_loader.batch_size * count) == 0
 
     def windows_per_epoch(self) -> int | None:
         """Return the number of windows of an epoch, None for a stream."""
@@ -240,7 +260,7 @@ class Feed:
             groups = [order[i : i + self.size] for i in range(0, len(order), self.size)]
             batches = [_interleaved(group, self.size) for group in groups if len(group) == self.size or not self.even]
         else:
-            per_step = loader.batch_size * self.size
+            per_step = loader.batch_size * self.size * self.factor
             batches = [order[i : i + per_step] for i in range(0, len(order), per_step)]
             if batches and len(batches[-1]) < per_step and (self.even or loader.drop_last):
                 batches.pop()

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from panther._settings import Settings, kinds
 from panther.errors import ConfigError
-from panther.train.strategy_rules import check_settings
+from panther.train.strategy.rules import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,10 @@ class TrainConfig(Settings):
     sharded (``fsdp``), replicated with a sharded optimizer state (``zero1``), tensor parallelism (``tp``), pipeline
     parallelism (``pp``), or several of them (``hybrid``, which is ``fsdp`` along the data-parallel ranks). With
     ``tensor_parallel_size`` or ``pipeline_parallel_size``, ``fsdp`` and ``replicate`` are for the data-parallel ranks.
-    ``auto`` builds what :func:`panther.distributed.plan_parallelism` finds best among the strategies that the other
-    settings allow, without stages, and with tensor parallelism only if nothing else fits; the first rank prints it."""
+    ``auto`` builds the layout that :func:`panther.distributed.plan_parallelism` finds best of those that the other
+    settings, the model, the loss and the data allow, with stages or sharded layers where that is best. The first rank
+    prints it, and a better one that cannot be built, with the reason. A step has the batches of all processes, whatever
+    the layout: ranks that share layers or stages have larger ones."""
 
     cluster_file: str | None = None
     """For ``auto``, a file of measured speeds that ``panther advise --measure`` or
@@ -102,7 +104,7 @@ class TrainConfig(Settings):
     """Peak learning rate of every parameter group. None keeps the optimizer's own (1e-3 for the default AdamW)."""
 
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How the learning rate grows with the number of data-parallel ranks."""
+    """How the learning rate grows with the number of data-parallel ranks; for ``auto``, of all ranks."""
 
     warmup_steps: int = 0
     """Number of steps in which the learning rate rises linearly from 0 to its peak."""
@@ -174,8 +176,8 @@ class TrainConfig(Settings):
 
     initial_weights: str | None = None
     """Folder of the values of a model on the meta device, or that a function builds, as for
-    :func:`panther.distributed.materialize_`. Where a strategy shards, each rank reads its shards alone. None draws them
-    by ``seed``."""
+    :func:`panther.distributed.materialize_`. Compressed layers in it take the place of dense ones. Where a strategy
+    shards, each rank reads its shards alone. None draws them by ``seed``."""
 
     cpu_offload: bool = False
     """For ``fsdp`` and ``hybrid``, whether parameters, gradients and optimizer states are kept in the CPU's memory."""

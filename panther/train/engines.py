@@ -41,6 +41,8 @@ class Engine(ABC):
     """Number of ranks that split the data."""
     stages: int = 1
     """Number of ranks of the pipeline."""
+    batch_factor: int = 1
+    """Number of the data's batches that make one of this rank's."""
     reports_loss: bool = True
     """Whether this rank's losses are counted. Of ranks that see the same samples, only one reports them."""
     group: dist.ProcessGroup | None = None

@@ -38,7 +38,7 @@ from panther.train.engines import Engine
 from panther.train.history import History, peak_memory
 from panther.train.optimizer import Optimizer, clear_gradients, learning_rate_factor
 from panther.train.run_directory import locked_directory
-from panther.train.strategies import set_up
+from panther.train.strategy.building import set_up
 from panther.train.trackers import built_in_callbacks
 
 _SAVED = (
@@ -190,12 +190,10 @@ class Trainer:
         # Before the model is distributed: layers that are made lazily draw their weights then.
         seed_generators(self.config.seed)
 
-        def sample_batch() -> Any:
-            feed = Feed(data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
-            with preserved_generators():
-                return next(feed.windows(0))[0].data
+        def feed() -> Feed:
+            return Feed(data, batch_size=self.config.batch_size, seed=0, rank=0, size=1)
 
-        self._engine, self.optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, sample_batch)
+        self._engine, self.optimizer = set_up(self.model, self.optimizer, self.loss_fn, self.config, feed)
         self.model = self._engine.model
         self._peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         # Dropout differs between ranks with different samples, and agrees between ranks that share layers.
@@ -212,6 +210,7 @@ class Trainer:
             rank=engine.rank,
             size=engine.size,
             accumulation=config.gradient_accumulation_steps if training else 1,
+            factor=engine.batch_factor if training else 1,
             even=training and engine.stages > 1,
             shuffle=training,
         )

@@ -276,6 +276,27 @@ def test_recomputed_blocks_and_schedules_that_split_the_backward_pass():
         )
 
 
+def test_refused_layouts_are_left_out_and_a_better_one_is_named():
+    x, _ = batch_of("blocks", 2)
+    stats, cluster = ModelStats.of(blocks(), x), ClusterSpec.preset("cpu", 4)
+    everything = plan_parallelism(stats, cluster, batch=16)
+    best = everything.best.layout
+
+    def refuse(layout):
+        return "it is not wanted" if layout == best else None
+
+    plan = plan_parallelism(stats, cluster, batch=16, refuse=refuse)
+    assert [option.layout for option in plan.options] == [option.layout for option in everything.options[1:]]
+    assert plan.left_out == f"{best} would be the best, but it is not wanted."
+    assert plan.left_out in str(plan)
+    assert plan.to_dict()["left_out"] == plan.left_out
+    worse = plan_parallelism(stats, cluster, batch=16, refuse=lambda layout: None if layout == best else "no")
+    assert [option.layout for option in worse.options] == [best]
+    assert worse.left_out is everything.left_out is None
+    with pytest.raises(ShapeError, match=rf"no layout can be used; the best would be {best}, but no"):
+        plan_parallelism(stats, cluster, batch=16, refuse=lambda layout: "no")
+
+
 class Twice(nn.Module):
     def forward(self, x):
         return x, x

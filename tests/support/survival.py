@@ -84,6 +84,7 @@ def train(directory: str, begun: float, kill: Trial | None, whole_s: float) -> s
     x, y = torch.randn(90, 32, generator=generator), torch.randint(4, (90,), generator=generator)
     config = TrainConfig(
         max_steps=STEPS,
+        strategy="ddp",
         learning_rate=0.01,
         schedule="cosine",
         checkpoint_dir=f"{directory}/run",

@@ -253,38 +253,6 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-00000002"
 
 
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(24, 4).double()
-
-    def forward(self, x):
-        return self.layer(x) if x.sum().item() > 0 else self.layer(-x)  # decides by values
-
-
-def test_the_advisor_chooses(monkeypatch):
-    def run():
-        first = Trainer(Counts(), loss_fn=nn.CrossEntropyLoss())
-        with pytest.warns(
-            UserWarning, match="strategy='auto' uses 'ddp', because the advisor cannot read the model"
-        ) as seen:
-            first.fit(DataLoader(samples(8), 4))
-        second = Trainer(build(), loss_fn=nn.CrossEntropyLoss())
-        second.fit(DataLoader(samples(8), 4))
-        monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else 150_000)
-        third = Trainer(nn.Sequential(*[nn.Linear(24, 24) for _ in range(20)]).double(), loss_fn=nn.CrossEntropyLoss())
-        third.fit(DataLoader(samples(8), 4))
-        small = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 4)).double()  # would be faster cut
-        fourth = Trainer(small, loss_fn=nn.CrossEntropyLoss())
-        fourth.fit(DataLoader(samples(8), 4))
-        return len(seen), [type(trainer.model).__name__ for trainer in (first, second, third, fourth)]
-
-    results = on_ranks(run, fresh=True)
-    replicated = "DistributedDataParallel"
-    assert results[0][1] == [replicated, replicated, "FSDPSequential", replicated]  # two copies of the third do not fit
-    assert results[0] == results[1]
-
-
 @pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "hybrid", "tensor_parallel_size": 1}])
 def test_buffers_are_the_first_rank_s_everywhere(tmp_path, settings):
     def run(directory, callbacks=()):

@@ -71,6 +71,8 @@ class ParallelismPlan:
     """Number of tokens of a sample; None if the input has none."""
     activation_checkpointing: str = "none"
     """What the backward pass recomputes."""
+    left_out: str | None = None
+    """A sentence on the layout that would be the best, if it was refused."""
 
     @property
     def best(self) -> Option:
@@ -99,7 +101,7 @@ class ParallelismPlan:
 
     def remarks(self) -> list[str]:
         """Return sentences on the cost of the run, on calibration, and on layouts that were not considered."""
-        remarks = list(self.notes)
+        remarks = [*([self.left_out] if self.left_out else []), *self.notes]
         if not self.cluster.calibrated:
             remarks.insert(0, _UNCALIBRATED)
         elif self.cluster.gpus != self.cluster.measured_gpus:
@@ -141,6 +143,7 @@ class ParallelismPlan:
                 }
                 for option in self.options
             ],
+            "left_out": self.left_out,
             "notes": list(self.notes),
         }
 
@@ -211,6 +214,7 @@ def plan_parallelism(
     optimizer_states: int = 2,
     schedules: Sequence[str] = _SCHEDULES,
     run: TrainingRun | None = None,
+    refuse: Callable[[Layout], str | None] | None = None,
 ) -> ParallelismPlan:
     """Predict the cost of every way to train a model on a cluster, and rank them.
 
@@ -234,6 +238,8 @@ def plan_parallelism(
         schedules: Pipeline schedules to consider.
         run: The length of the training run, with a price and a budget, to state what it costs. Layouts that cost more
             than the budget come after those that do not.
+        refuse: Returns why a layout cannot be used, None if it can. Refused layouts are left out, and if one of them
+            would be the best, the plan says which and why.
 
     Returns:
         All options, the best first, with reasons.
@@ -242,7 +248,7 @@ def plan_parallelism(
         ValueError: If ``objective`` or a schedule is unknown, an argument for a module is given with statistics, or the
             length of the run is in tokens and the model's tokens per sample are not known.
         TypeError: If ``model`` has the wrong type, or is a module without ``sample_input``.
-        ShapeError: If a size is not positive, or no mesh divides the batch.
+        ShapeError: If a size is not positive, no mesh divides the batch, or all layouts are refused.
 
     Cost: the model runs without arithmetic, twice for every size of tp; hundreds of layouts take up to some seconds.
 
@@ -291,6 +297,7 @@ def plan_parallelism(
         return not fits, over, costs[::-1] if fits and objective == "time" else costs
 
     estimates.sort(key=rank)
+    estimates, left_out = _allowed(estimates, refuse, rank)
     options = tuple(
         Option(e, e.peak <= room, explain(estimates, i, room, objective), cost(e)) for i, e in enumerate(estimates)
     )
@@ -305,7 +312,23 @@ def plan_parallelism(
         run=run,
         tokens_per_sample=stats.tokens_per_sample,
         activation_checkpointing=stats.activation_checkpointing,
+        left_out=left_out,
     )
+
+
+def _allowed(
+    estimates: list[Estimate], refuse: Callable[[Layout], str | None] | None, rank: Callable[[Estimate], Any]
+) -> tuple[list[Estimate], str | None]:
+    """Return the estimates of the layouts that are not refused, and a sentence on a better one that is."""
+    if refuse is None:
+        return estimates, None
+    reasons = [refuse(e.layout) for e in estimates]
+    allowed = [e for e, reason in zip(estimates, reasons, strict=True) if reason is None]
+    if not allowed:
+        raise ShapeError(f"no layout can be used; the best would be {estimates[0].layout}, but {reasons[0]}")
+    if reasons[0] is None or rank(estimates[0]) >= rank(allowed[0]):
+        return allowed, None
+    return allowed, f"{estimates[0].layout} would be the best, but {reasons[0]}."
 
 
 def _over_budget(option: Option, best: Option, run: TrainingRun | None) -> Option:

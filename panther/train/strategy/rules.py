@@ -1,11 +1,10 @@
 """Which strategies a setting of the Trainer goes with, and which sizes of the axes with the number of processes."""
 
-__all__ = ["Axes", "axes_of", "check_settings", "possible_strategies"]
+__all__ = ["Axes", "axes_of", "check_settings", "is_model_parallel", "possible_strategies"]
 
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from panther.distributed.pipeline._kinds import SCHEDULES
 from panther.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,17 +68,29 @@ def check_settings(config: "TrainConfig") -> None:
         chosen, value = getattr(config, name), getattr(config, size) or 1
         if value > 1 and chosen != nothing:
             raise ConfigError(f"{name}={chosen} and {size}={value} do not go together{why}: leave one out")
-    schedule = config.pipeline_schedule
-    if config.activation_checkpointing == "selective" and SCHEDULES[schedule].splits_backward:
-        raise ConfigError(
-            f"activation_checkpointing='selective' and pipeline_schedule={schedule!r} do not go together: torch saves "
-            "selectively for one backward pass, and this schedule has two: use 'full', or another schedule"
+    if config.activation_checkpointing == "selective" and config.pipeline_schedule != "1f1b":
+        from panther.distributed.pipeline._kinds import (
+            SCHEDULES,  # here: settings alone do not need panther.distributed
         )
+
+        if SCHEDULES[config.pipeline_schedule].splits_backward:
+            raise ConfigError(
+                f"activation_checkpointing='selective' and pipeline_schedule={config.pipeline_schedule!r} do not go "
+                "together: torch saves selectively for one backward pass, and this schedule has two: use 'full', or "
+                "another schedule"
+            )
     for name, default in _PIPELINE:
         if getattr(config, name) != default and config.strategy != "pp" and (config.pipeline_parallel_size or 1) == 1:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is for pipelines: set strategy='pp' or pipeline_parallel_size"
             )
+
+
+def is_model_parallel(config: "TrainConfig") -> bool:
+    """Return whether layers are sharded or stages divided among ranks, as HybridParallelTrainer does."""
+    return config.strategy in ("tp", "pp", "hybrid") or any(
+        (size or 1) > 1 for size in (config.tensor_parallel_size, config.pipeline_parallel_size)
+    )
 
 
 class Axes(NamedTuple):

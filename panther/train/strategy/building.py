@@ -2,10 +2,6 @@
 
 __all__ = ["set_up"]
 
-import dataclasses
-import os
-import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed import (
-    ClusterSpec,
     HybridParallelTrainer,
-    ModelStats,
     checkpoint,
     data_parallel,
     get_distributed_info,
@@ -26,24 +20,20 @@ from panther.distributed import (
     get_world_size,
     make_mesh,
     materialize_,
-    plan_parallelism,
 )
-from panther.distributed.advisor.cost_model import Layout
-from panther.distributed.comm._agreement import run_on_all_ranks, run_on_first_rank
-from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.comm._agreement import run_on_all_ranks
 from panther.distributed.data.blocks import fsdp_blocks
 from panther.distributed.data.gradient_compression import follow_loss_scale
 from panther.distributed.data.strategies import compute_dtype
 from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
 from panther.errors import ConfigError
-from panther.train.batches import count_samples
+from panther.train.batches import Feed
 from panther.train.config import TrainConfig
 from panther.train.coordination import GradientCarrier
-from panther.train.engines import Engine, ModelEngine, PipelineEngine, loss_of_output
+from panther.train.engines import Engine, ModelEngine, PipelineEngine
 from panther.train.optimizer import Optimizer, groups_by_name, make_optimizer
-from panther.train.strategy_rules import Axes, axes_of, possible_strategies
-
-_MODEL_PARALLEL = ("tp", "pp", "hybrid")
+from panther.train.strategy.automatic import choose_strategy
+from panther.train.strategy.rules import Axes, axes_of, is_model_parallel
 
 
 def set_up(
@@ -51,12 +41,12 @@ def set_up(
     optimizer: Optimizer,
     loss_fn: Callable[..., Tensor] | None,
     config: TrainConfig,
-    sample_batch: Callable[[], Any],
+    feed: Callable[[], Feed],
 ) -> tuple[Engine, torch.optim.Optimizer]:
     """Distribute a model over the ranks, and make its optimizer.
 
-    The arguments are those of a Trainer. ``sample_batch`` returns a batch, for the advisor, and for pipelines whose
-    model has to be traced.
+    The arguments are those of a Trainer. ``feed`` returns the training data as one process sees it, for the advisor,
+    and for pipelines whose model has to be traced.
 
     Raises:
         ConfigError: If the settings contradict each other, or do not suit the number of ranks or the model.
@@ -66,10 +56,12 @@ def set_up(
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if config.initial_weights is not None:
         model = _with_layers_of(config.initial_weights, model, is_empty, optimizer)
-    config = _with_strategy(model, config, loss_fn, sample_batch)
+    batch_factor = 1
+    if config.strategy == "auto" and world > 1:
+        config, batch_factor = choose_strategy(model, config, loss_fn, feed)
     axes = axes_of(config, world)
     strategy = "single" if world == 1 else config.strategy
-    divided = strategy != "single" and _is_model_parallel(config)
+    divided = strategy != "single" and is_model_parallel(config)
     if world > 1:
         device = get_distributed_info().device
     elif torch.cuda.is_available():
@@ -90,11 +82,12 @@ def set_up(
         "loss_fn": loss_fn,
         "device": device,
         "autocast_dtype": compute_dtype(config.mixed_precision),
+        "batch_factor": batch_factor,
     }
     engine: Engine
     if divided:
         shards = fill if fills_shards else None
-        engine = _model_parallel_engine(model, config, axes, sample_batch, common, shards)
+        engine = _model_parallel_engine(model, config, axes, feed, common, shards)
     else:
         if config.compile:
             # In place, so that names of parameters get no prefix.
@@ -139,7 +132,8 @@ def set_up(
     made = make_optimizer(optimizer, groups, _named_parameters(engine), shard_state=strategy == "zero1")
     if isinstance(made, torch.optim.LBFGS):
         raise ConfigError("LBFGS evaluates the loss several times a step, which a Trainer does not: use AdamW or SGD")
-    scaling = {"none": 1.0, "sqrt": engine.size**0.5, "linear": float(engine.size)}[config.learning_rate_scaling]
+    batches = engine.size * batch_factor
+    scaling = {"none": 1.0, "sqrt": batches**0.5, "linear": float(batches)}[config.learning_rate_scaling]
     for group in made.param_groups:
         group["lr"] = (config.learning_rate or group["lr"]) * scaling
     return engine, made
@@ -162,104 +156,11 @@ def _with_layers_of(weights: str, model: nn.Module, is_empty: bool, optimizer: O
     return model
 
 
-def _with_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, sample_batch: Callable[[], Any]) -> TrainConfig:
-    """Return the configuration with a strategy in place of ``"auto"``: the advisor's, for these ranks and their memory.
-
-    A model that the advisor cannot read is replicated, with a warning that says why.
-    """
-    world, possible = get_world_size(), possible_strategies(config)
-    if config.strategy != "auto" or world == 1:
-        return config
-    settled = dataclasses.replace(config, cluster_file=None)  # which is for "auto"
-    if _is_model_parallel(config):
-        return dataclasses.replace(settled, strategy="hybrid")
-    layout, reason = None, "which the other settings ask for"
-    if "ddp" in possible and "fsdp" not in possible:
-        chosen = dataclasses.replace(settled, strategy="ddp")
-    elif "replicate" not in possible:
-        chosen = dataclasses.replace(settled, strategy="fsdp")
-    else:
-        layout, failure = run_on_first_rank(lambda: _advised_layout(model, config, loss_fn, sample_batch), None)
-        if failure is not None:
-            warnings.warn(
-                f"strategy='auto' uses 'ddp', because the advisor cannot read the model: {failure}",
-                UserWarning,
-                stacklevel=4,
-            )
-        chosen = dataclasses.replace(settled, strategy="ddp") if layout is None else _with_layout(settled, layout)
-        reason = "as the advisor cannot read the model" if layout is None else f"the advisor's choice: {layout}"
-    if get_rank() == 0:
-        print(f"strategy='auto' uses {chosen.strategy!r}, {reason}", file=sys.stderr)
-    return chosen
-
-
-def _with_layout(config: TrainConfig, layout: Layout) -> TrainConfig:
-    """Return the configuration that builds a layout of the advisor."""
-    sizes: dict[str, Any] = {"strategy": layout.strategy or "tp"}
-    if layout.tp > 1:
-        sizes["tensor_parallel_size"] = layout.tp
-    if layout.replicate > 1:
-        sizes["data_parallel_replicate_size"] = layout.replicate
-    return dataclasses.replace(config, **sizes)
-
-
-def _advised_layout(
-    model: nn.Module, config: TrainConfig, loss_fn: Any, sample_batch: Callable[[], Any]
-) -> tuple[Layout | None, str | None]:
-    """Return the fastest layout without stages that fits, or None and why there is none.
-
-    Tensor parallelism comes last even where it would be faster: its ranks see the same samples, and n processes should
-    see n times as many as one, whatever layout is chosen.
-    """
-    info, batch = get_distributed_info(), sample_batch()
-    # Set by torchrun and panther launch; without it all ranks are on one node.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
-    on_gpu = info.device.type == "cuda"
-    memory = torch.cuda.get_device_properties(info.device).total_memory if on_gpu else physical_memory() / local
-    sizes: dict[str, Any] = {"gpus": get_world_size(), "memory_bytes": memory, "gpus_per_node": local}
-    if config.cluster_file is not None:
-        cluster = _measured_cluster(config.cluster_file, sizes)
-    else:
-        cluster = ClusterSpec(**sizes) if on_gpu else ClusterSpec.preset("cpu", **sizes)
-    try:
-        stats = ModelStats.of(
-            model,
-            batch if loss_fn is None else batch[0],
-            loss_fn=loss_of_output if loss_fn is None else None,
-            mixed_precision=config.mixed_precision,
-        )
-        plan = plan_parallelism(stats, cluster, batch=count_samples(batch) * get_world_size())
-    except Exception as error:  # a forward may do anything; ddp runs all that one process can run
-        return None, f"{type(error).__name__}: {error}"
-    options = [option for option in plan.options if option.layout.pp == 1]
-    options.sort(key=lambda option: (not option.fits, option.layout.tp > 1))  # stable: the fastest stay first
-    return options[0].layout if options else None, None
-
-
-def _measured_cluster(file: str, sizes: dict[str, Any]) -> ClusterSpec:
-    """Return the speeds of a file for the ranks and the memory that there are."""
-    try:
-        return ClusterSpec.load(file, **sizes)
-    except OSError as error:
-        raise ConfigError(
-            f"cluster_file={file!r} cannot be read ({error.strerror}): write it with `panther advise --measure {file}`"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"cluster_file: {error}") from error
-
-
-def _is_model_parallel(config: TrainConfig) -> bool:
-    """Return whether layers are sharded or stages divided among ranks, as HybridParallelTrainer does."""
-    return config.strategy in _MODEL_PARALLEL or any(
-        (size or 1) > 1 for size in (config.tensor_parallel_size, config.pipeline_parallel_size)
-    )
-
-
 def _model_parallel_engine(
     model: nn.Module,
     config: TrainConfig,
     axes: Axes,
-    sample_batch: Callable[[], Any],
+    feed: Callable[[], Feed],
     common: dict[str, Any],
     fill: Callable[..., Any] | None,
 ) -> Engine:
@@ -285,7 +186,7 @@ def _model_parallel_engine(
         settings["inside_sketched_layers"] = config.inside_sketched_layers
         settings["num_microbatches"] = num_microbatches = config.num_microbatches or axes.pp
         if config.pipeline_layers is not None:
-            data = sample_batch()
+            data = feed().first_batch()
             inputs = data[0] if isinstance(data[0], tuple | list) else (data[0],)
             settings["pipeline_layers"] = config.pipeline_layers
             # A stage is traced on one microbatch, the shape that it will run on.

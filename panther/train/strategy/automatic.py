@@ -1,0 +1,244 @@
+"""``strategy="auto"``: the layout that the advisor finds best of those that the Trainer can build."""
+
+__all__ = ["Choice", "choose_strategy"]
+
+import dataclasses
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from panther.distributed import (
+    ClusterSpec,
+    ModelStats,
+    ParallelismPlan,
+    get_distributed_info,
+    get_rank,
+    get_world_size,
+    plan_parallelism,
+)
+from panther.distributed.advisor.cost_model import Layout
+from panther.distributed.comm._agreement import run_on_first_rank
+from panther.distributed.comm.nodes import physical_memory
+from panther.distributed.data.strategies import check_model
+from panther.distributed.pipeline.losses import reduction_of
+from panther.errors import ConfigError, PantherError
+from panther.train.batches import Feed, count_samples
+from panther.train.config import TrainConfig
+from panther.train.engines import loss_of_output
+from panther.train.strategy.rules import is_model_parallel, possible_strategies
+
+_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+
+
+class Choice(NamedTuple):
+    """What ``"auto"`` stands for."""
+
+    config: TrainConfig
+    """With another strategy, and the sizes of its axes."""
+    batch_factor: int = 1
+    """Batches of a process that make one of a data-parallel rank, so that a step has those of all processes."""
+
+
+class _Advice(NamedTuple):
+    """The advisor's choice, as the first rank tells it to the others."""
+
+    layout: Layout | None
+    left_out: str | None = None
+    """A better layout that the Trainer cannot build, and why."""
+    misfit: str | None = None
+    """Why no layout fits."""
+    failure: str | None = None
+    """Why there is no choice."""
+
+
+def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Callable[[], Feed]) -> Choice:
+    """Return the strategy that ``"auto"`` stands for, on several processes, and print it on the first rank.
+
+    A model that the advisor cannot read is replicated, with a warning that says why; so is a layout that does not fit.
+
+    Args:
+        model: The model.
+        config: With ``strategy="auto"``.
+        loss_fn: The loss, or None.
+        feed: Returns the training data as one process sees it.
+    """
+    advice = run_on_first_rank(lambda: _advice(model, config, loss_fn, feed()), None)
+    if advice.layout is None:
+        choice = Choice(_replace(config, strategy=_other_strategy(config)))
+        reason = f"because {advice.failure}"
+        # Where other settings leave no choice, none was taken away.
+        if set(possible_strategies(config)) - {"ddp", "zero1"} and not is_model_parallel(config):
+            warnings.warn(f"strategy='auto' uses {choice.config.strategy!r}, {reason}", UserWarning, stacklevel=4)
+    else:
+        choice = Choice(_config_of(config, advice.layout), advice.layout.tp * advice.layout.pp)
+        reason = f"the advisor's choice: {advice.layout}"
+    if advice.misfit is not None:
+        warnings.warn(f"strategy='auto': {advice.misfit}", UserWarning, stacklevel=4)
+    if get_rank() == 0:
+        print(f"strategy='auto' uses {choice.config.strategy!r}, {reason}", file=sys.stderr)
+        if advice.left_out is not None:
+            print(advice.left_out, file=sys.stderr)
+    return choice
+
+
+def _advice(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Feed) -> _Advice:
+    cluster, refusals = _cluster(config), _Refusals(model, config, loss_fn, feed)
+    try:
+        plan = _plan(model, config, loss_fn, refusals.batch, cluster, refusals.reason)
+    except ConfigError:
+        raise
+    except PantherError as error:
+        return _Advice(None, failure=f"the advisor has no layout: {error}")
+    except Exception as error:  # a forward may do anything; ddp runs all that one process can run
+        return _Advice(None, failure=f"the advisor cannot read the model: {type(error).__name__}: {error}")
+    misfit = None if plan.best.fits else plan.best.reason
+    if misfit is not None and config.cpu_offload:
+        misfit += " What cpu_offload keeps elsewhere is counted."
+    return _Advice(plan.best.layout, plan.left_out, misfit)
+
+
+def _plan(
+    model: nn.Module,
+    config: TrainConfig,
+    loss_fn: Any,
+    batch: Any,
+    cluster: ClusterSpec,
+    refuse: Callable[[Layout], str | None],
+) -> ParallelismPlan:
+    def stats(loss: Any) -> ModelStats:
+        return ModelStats.of(
+            model,
+            batch if loss_fn is None else batch[0],
+            loss_fn=loss,
+            mixed_precision=config.mixed_precision,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+
+    def loss_of(output: Any) -> Tensor:
+        target = batch[1]
+        rows = len(next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)))
+        return loss_fn(output, torch.zeros((rows, *target.shape[1:]), dtype=target.dtype, device="cpu"))
+
+    try:
+        found = stats(loss_of_output if loss_fn is None else loss_of)
+    except ConfigError:
+        raise
+    except Exception:
+        if loss_fn is None:
+            raise
+        found = stats(None)  # a loss may look at values, or hold tensors of its own; the model is most of the memory
+    schedules = _SCHEDULES if config.pipeline_schedule == "1f1b" else (config.pipeline_schedule,)
+    samples = count_samples(batch) * get_world_size()
+    return plan_parallelism(found, cluster, batch=samples, schedules=schedules, refuse=refuse)
+
+
+class _Refusals:
+    """Why layouts cannot be built for these settings, model, loss and data."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Feed) -> None:
+        self.config, self.batch = config, feed.first_batch()
+        try:
+            check_model(model, "fsdp")
+            self._sharded = None
+        except (PantherError, ValueError) as error:
+            self._sharded = str(error)
+        self._shared = None
+        if not feed.has_batch_size:
+            self._shared = "ranks that share layers have larger batches, which a stream or batch_sampler does not give"
+        self._stages = self._shared or _against_stages(model, loss_fn, self.batch)
+        if self._stages is None and not feed.fills(get_world_size()):
+            self._stages = (
+                "pipelines leave out the last samples of an epoch, which do not fill a batch of all processes"
+            )
+
+    def reason(self, layout: Layout) -> str | None:
+        """Return why a layout cannot be built; None if it can."""
+        config = self.config
+        wanted = {
+            "data_parallel_size": layout.dp * layout.replicate,
+            "data_parallel_replicate_size": layout.replicate,
+            "tensor_parallel_size": layout.tp,
+            "pipeline_parallel_size": layout.pp,
+            "num_microbatches": layout.num_microbatches,
+        }
+        for name, size in wanted.items():
+            given = getattr(config, name)
+            if given not in (None, size) and (name != "num_microbatches" or layout.pp > 1):
+                return f"the settings ask for {name}={given}"
+        try:
+            _config_of(config, layout)
+        except ConfigError as error:
+            return str(error).rpartition(":")[0] or str(error)
+        if layout.pp > 1 and self._stages is not None:
+            return self._stages
+        if layout.tp > 1 and self._shared is not None:
+            return self._shared
+        return None if layout.strategy == "ddp" else self._sharded
+
+
+def _against_stages(model: nn.Module, loss_fn: Any, batch: Any) -> str | None:
+    """Return why a model, its loss or a batch cannot go through a pipeline; None if they can."""
+    if loss_fn is None:
+        return "a pipeline needs loss_fn, which its last stage calls"
+    if reduction_of(loss_fn) not in ("mean", "sum"):
+        return f"a pipeline adds the losses of microbatches, and loss_fn has reduction={reduction_of(loss_fn)!r}"
+    single = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
+    if not single or len(batch[0]) != len(batch[1]):
+        return "a pipeline of an nn.Sequential takes batches of an input and a target, tensors of as many samples"
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return "BatchNorm would take its statistics from microbatches"
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+        return "stages do not run the hooks of the whole model"
+    return None
+
+
+def _config_of(config: TrainConfig, layout: Layout) -> TrainConfig:
+    """Return the configuration that builds a layout, or raise ConfigError if a setting does not apply to it."""
+    sizes: dict[str, Any] = {"strategy": layout.strategy or "tp"}
+    if layout.tp > 1:
+        sizes["tensor_parallel_size"] = layout.tp
+    if layout.replicate > 1:
+        sizes["data_parallel_replicate_size"] = layout.replicate
+    if layout.pp > 1:
+        sizes["pipeline_parallel_size"] = layout.pp
+        sizes |= {"num_microbatches": layout.num_microbatches, "pipeline_schedule": layout.schedule}
+    return _replace(config, **sizes)
+
+
+def _other_strategy(config: TrainConfig) -> str:
+    """Return the strategy where the advisor has no answer: the one that takes most models."""
+    if is_model_parallel(config):
+        return "hybrid"
+    return "ddp" if "ddp" in possible_strategies(config) else "fsdp"
+
+
+def _replace(config: TrainConfig, **settings: Any) -> TrainConfig:
+    return dataclasses.replace(config, cluster_file=None, **settings)  # which is for "auto"
+
+
+def _cluster(config: TrainConfig) -> ClusterSpec:
+    """Return the speeds and the memory that there are."""
+    device = get_distributed_info().device
+    # Set by torchrun and panther launch; without it all ranks are on one node.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else physical_memory() / local
+    sizes: dict[str, Any] = {"gpus": get_world_size(), "memory_bytes": memory, "gpus_per_node": local}
+    file = config.cluster_file
+    if file is None:
+        return ClusterSpec(**sizes) if on_gpu else ClusterSpec.preset("cpu", **sizes)
+    try:
+        return ClusterSpec.load(file, **sizes)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster_file={file!r} cannot be read ({error.strerror}): write it with `panther advise --measure {file}`"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"cluster_file: {error}") from error

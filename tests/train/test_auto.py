@@ -1,0 +1,326 @@
+"""strategy="auto": what the advisor chooses is printed and built, and trains as one process does; what is left out."""
+
+import contextlib
+import io
+import os
+import warnings
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import panther as pr
+from panther.distributed import ClusterSpec, get_world_size, plan_parallelism
+from panther.distributed.advisor.cost_model import Layout
+from panther.distributed.comm.nodes import physical_memory
+from panther.errors import ConfigError
+from panther.nn import SKLinear
+from panther.train import TrainConfig, Trainer
+from panther.train.batches import Feed
+from panther.train.strategy.automatic import choose_strategy
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
+WIDTH, BATCH, SAMPLES = 64, 8, 96
+
+
+def dense():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).double()
+
+
+def pairs():
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(3):
+        layers += [SKLinear(WIDTH, 256, 4), nn.GELU(), SKLinear(256, WIDTH, 4)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).double()
+
+
+class Residual(nn.Module):
+    """No nn.Sequential, so without stages."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH)) for _ in "12"
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def residual():
+    return Residual().double()
+
+
+MODELS = {"dense": dense, "pairs": pairs, "residual": residual}
+FAST, SLOW = (0.0, 1e15), (1e-3, 1e6)
+# Which collectives of a cluster are fast, within a node or between nodes; all others are slow.
+CLUSTERS = {
+    "data sheet": None,
+    "all": "intra all_reduce, intra all_gather, intra reduce_scatter, intra broadcast",
+    "sums": "intra all_reduce",
+    "gathers": "intra all_gather, intra reduce_scatter",
+    "messages": "intra broadcast",
+    "nodes": "intra all_gather, intra reduce_scatter, inter all_reduce",
+    "nodes, sums": "intra all_reduce",
+    "nodes, messages": "intra all_gather, intra reduce_scatter, inter broadcast",
+}
+
+
+def saved_cluster(folder, name):
+    """A file of speeds, and the settings that take it."""
+    if CLUSTERS[name] is None:
+        return {}
+    fast = CLUSTERS[name].split(", ")
+    operations = [f"{link} {op}" for link in ("intra", "inter") for op in
+                  ("all_reduce", "all_gather", "reduce_scatter", "broadcast")]  # fmt: skip
+    collectives = tuple((operation, *(FAST if operation in fast else SLOW)) for operation in operations)
+    file = folder / f"{name}.json"
+    ClusterSpec.preset("cpu", 2, collectives=collectives, measured_gpus=2, operation_seconds=0.0).save(file)
+    return {"cluster_file": str(file)}
+
+
+def data(samples=SAMPLES):
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(2, samples, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, y)
+
+
+def train(kind, batch=BATCH, samples=SAMPLES, **settings):
+    rate = 0.05 / get_world_size()  # that of a step with the samples of all processes, in every layout
+    config = TrainConfig(epochs=2, learning_rate=rate, learning_rate_scaling="linear", log_every_n_steps=1, **settings)
+    trainer = Trainer(MODELS[kind](), torch.optim.SGD, nn.MSELoss(), config)
+    history = trainer.fit(DataLoader(data(samples), batch, shuffle=True), DataLoader(data(19), 5))
+    return trainer, history["loss"][1] + history["validation_loss"][1]
+
+
+def built_layout(engine):
+    """The layout of a trained engine, from its modules, meshes and schedule."""
+    model = engine.modules()[0]
+    if isinstance(model, DistributedDataParallel):
+        return Layout(dp=get_world_size(), strategy="ddp")
+    mesh = next(parameter.device_mesh for parameter in model.parameters())
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    axes = {"tp": sizes.get("tp", 1), "pp": engine.stages}
+    if sizes.get("shard") == 1:
+        axes |= {"dp": sizes["replicate"], "strategy": "replicate"}
+    else:
+        axes |= {"dp": sizes["dp"], "replicate": sizes.get("replicate", 1), "strategy": "fsdp"}
+    if engine.stages > 1:
+        assert all(stage.submod is own for stage, own in zip(engine.parallel.stages, engine.model, strict=True))
+        axes |= {"schedule": engine.schedule.stages and engine.parallel.schedule_name}
+        axes |= {"num_microbatches": engine.schedule.num_microbatches}
+    elif axes["dp"] == 1:
+        axes["strategy"] = None
+    return Layout(**axes)
+
+
+def planned(kind, world, local, settings):
+    """What a plan for the same model, cluster and batch has, without the Trainer."""
+    sizes = {"gpus": world, "memory_bytes": physical_memory() / local, "gpus_per_node": local}
+    file = settings.get("cluster_file")
+    cluster = ClusterSpec.preset("cpu", **sizes) if file is None else ClusterSpec.load(file, **sizes)
+    x, _ = data(BATCH).tensors
+    return plan_parallelism(
+        MODELS[kind](), cluster, batch=BATCH * world, sample_input=x,
+        loss_fn=lambda output: nn.functional.mse_loss(output, torch.zeros_like(output)),
+    )  # fmt: skip
+
+
+CASES = {
+    2: [
+        ("dense", "data sheet", 2), ("dense", "messages", 2), ("pairs", "data sheet", 2), ("pairs", "sums", 2),
+        ("residual", "all", 2), ("residual", "gathers", 2),
+    ],
+    4: [
+        *((kind, name, 4) for kind in MODELS for name in ("data sheet", "sums", "gathers", "messages")),
+        *((kind, name, 2) for kind in MODELS for name in ("nodes", "nodes, sums", "nodes, messages")),
+    ],
+}  # fmt: skip
+# All kinds of layouts that the cases must lead to.
+KINDS = {2: {"ddp", "fsdp", "tp", "pp"}, 4: {"ddp", "fsdp", "replicate", "tp", "pp", "replicas"}}
+
+
+def kinds_of(layout):
+    found = {axis for axis in ("tp", "pp") if getattr(layout, axis) > 1}
+    found |= {"replicas"} if layout.replicate > 1 else set()
+    return found | ({layout.strategy} if layout.dp > 1 else set())
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_is_planned_is_printed_and_built_and_trains_as_one_process(world, tmp_path):
+    settings = {name: saved_cluster(tmp_path, name) for name in CLUSTERS}
+
+    def run():
+        found = []
+        for kind, name, local in CASES[world]:
+            os.environ["LOCAL_WORLD_SIZE"] = str(local)
+            with contextlib.redirect_stderr(io.StringIO()) as printed:
+                trainer, losses = train(kind, **settings[name])
+            trainer.export(str(tmp_path / f"{kind} {name}"))
+            found.append((str(built_layout(trainer._engine)), printed.getvalue(), losses))
+        return found
+
+    expected = {kind: train(kind, BATCH * world) for kind in MODELS}
+    kinds = set()
+    for rank, results in enumerate(on_ranks(run, world, fresh=True)):
+        for (kind, name, local), (layout, printed, losses) in zip(CASES[world], results, strict=True):
+            best = planned(kind, world, local, settings[name]).best.layout
+            assert layout == str(best), (kind, name)
+            assert (rank == 0) == (f"the advisor's choice: {best}\n" in printed), (kind, name)
+            assert losses == pytest.approx(expected[kind][1], rel=1e-9), (kind, name, layout)
+            loaded = pr.load_compressed(tmp_path / f"{kind} {name}", MODELS[kind]()).state_dict()
+            for key, weight in expected[kind][0].model.state_dict().items():
+                torch.testing.assert_close(loaded[key], weight, rtol=1e-8, atol=1e-10, msg=f"{kind} {name} {key}")
+            kinds |= kinds_of(best)
+    assert kinds == KINDS[world]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(list(data()))
+
+
+def with_norm():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), *list(dense())[:5]).double()
+
+
+def with_hook():
+    model = dense()
+    model.register_forward_hook(lambda *args: None)
+    return model
+
+
+class Mean(nn.Module):
+    reduction = "none"
+
+    def forward(self, output, target):
+        return (output - target).square().mean()
+
+
+def scaled_by_zero_dim():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x):
+            return x * self.factor
+
+    return nn.Sequential(*dense(), Scale())
+
+
+# On the data sheet's cluster pp=2 is best for `dense` on two processes, and where sums are fast tp=2 is for `pairs`.
+LEFT_OUT = [
+    ("pp", dense, {"comm_hook": "bf16"}, {}, "comm_hook='bf16' is for strategy='ddp' or 'zero1', not 'fsdp'", "ddp"),
+    ("pp", dense, {"mixed_precision": "fp16"}, {}, "mixed_precision='fp16', which scales the loss", "ddp"),
+    ("pp", dense, {"compile": True}, {}, "compile=True and pipeline_parallel_size=2 do not go together", None),
+    ("pp", dense, {"cpu_offload": True, "tensor_parallel_size": 1}, {}, None, "fsdp"),
+    ("pp", dense, {"find_unused_parameters": True}, {}, "find_unused_parameters=True is for strategy='ddp'", "ddp"),
+    ("pp", dense, {"data_parallel_size": 2}, {}, "the settings ask for data_parallel_size=2", None),
+    ("pp", dense, {"pipeline_parallel_size": 1}, {}, "the settings ask for pipeline_parallel_size=1", None),
+    ("pp", dense, {"pipeline_parallel_size": 2, "num_microbatches": 8}, {}, "ask for num_microbatches=8", "fsdp"),
+    ("pp", dense, {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe"}, {}, None, "fsdp"),
+    ("pp", dense, {}, {"data": DataLoader(data(97), BATCH)}, "pipelines leave out the last samples of an epoch", None),
+    ("pp", dense, {}, {"data": DataLoader(data(97), BATCH, drop_last=True)}, None, "fsdp"),
+    ("pp", dense, {}, {"data": DataLoader(Stream(), BATCH)}, "which a stream or batch_sampler does not give", "ddp"),
+    ("pp", dense, {}, {"loss_fn": Mean()}, "and loss_fn has reduction='none'", None),
+    ("pp", with_norm, {}, {}, "BatchNorm would take its statistics from microbatches", None),
+    ("pp", with_hook, {}, {}, "stages do not run the hooks of the whole model", None),
+    ("pp", scaled_by_zero_dim, {}, {}, "parameters that are sharded must have a dimension", "ddp"),
+    (
+        "tp",
+        pairs,
+        {"compile": True},
+        {},
+        "compile=True is for strategy='ddp', 'zero1', 'replicate' or 'fsdp', not",
+        None,
+    ),
+    ("tp", pairs, {"data_parallel_size": 2}, {}, "the settings ask for data_parallel_size=2", None),
+    ("tp", pairs, {}, {"data": DataLoader(Stream(), BATCH)}, "which a stream or batch_sampler does not give", None),
+]
+
+
+@pytest.mark.parametrize("world", [2])
+def test_a_better_layout_that_cannot_be_built_is_named_with_the_reason(world, tmp_path):
+    sums = saved_cluster(tmp_path, "sums")
+
+    def run():
+        found = []
+        for best, make, settings, given, _, _ in LEFT_OUT:
+            config = TrainConfig(**settings, **(sums if best == "tp" else {}))
+            loader = given.get("data", DataLoader(data(), BATCH))
+            feed = lambda loader=loader: Feed(loader, batch_size=None, seed=0, rank=0, size=1)  # noqa: E731
+            with contextlib.redirect_stderr(io.StringIO()) as printed, warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                choice = choose_strategy(make(), config, given.get("loss_fn", nn.MSELoss()), feed)
+            found.append((choice, printed.getvalue(), [str(one.message) for one in warned]))
+        return found
+
+    first, second = on_ranks(run, world, fresh=True)
+    for (best, _, settings, _, why, strategy), (choice, printed, warned), (same, silent, _) in zip(
+        LEFT_OUT, first, second, strict=True
+    ):
+        assert choice == same
+        assert not silent
+        assert not warned, settings
+        chosen = choice.config
+        assert strategy in (None, chosen.strategy), (settings, chosen.strategy)
+        layout = printed.partition("the advisor's choice: ")[2].partition("\n")[0]
+        assert layout, (settings, printed)
+        for name, value in settings.items():
+            assert getattr(chosen, name) == value, settings
+        assert choice.batch_factor == (chosen.tensor_parallel_size or 1) * (chosen.pipeline_parallel_size or 1)
+        if why is None:
+            assert "would be the best" not in printed, (settings, printed)
+        else:
+            sentence = printed.splitlines()[1]
+            assert sentence.startswith(f"{best}={world}"), (settings, sentence)
+            assert " would be the best, but " in sentence
+            assert why in sentence, (settings, sentence)
+            assert sentence.endswith(".")
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x):
+        return self.layer(x) if x.sum().item() > 0 else self.layer(-x)  # decides by values
+
+
+def test_what_the_advisor_cannot_read_or_fit(monkeypatch):
+    def trained(model, **settings):
+        trainer = Trainer(model, torch.optim.SGD, nn.MSELoss(), TrainConfig(max_steps=1, **settings))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", UserWarning)
+            trainer.fit(DataLoader(data(), BATCH))
+        ours = [str(one.message) for one in warned if "strategy='auto'" in str(one.message)]
+        return type(trainer.model).__name__, ours
+
+    def run():
+        found = [trained(Counts()), trained(Counts(), comm_hook="fp16")]
+        with pytest.raises(ConfigError, match="data_parallel_size=1 must be the number of processes"):
+            trained(Counts(), data_parallel_size=1)
+        alike = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        # The model has 0.5 MB; with gradients, two states and buckets 2.6 MB under ddp. Then next to no memory.
+        for memory in (6e6, 2.2e6, 80e3):
+            monkeypatch.setattr(os, "sysconf", lambda name, n=memory: 1 if name == "SC_PAGE_SIZE" else int(2 * n / 0.9))
+            found.append(trained(residual(), **alike))
+        return found
+
+    for unread, settled, large, small, tiny in on_ranks(run, 2, fresh=True):
+        assert unread[0] == settled[0] == large[0] == "DistributedDataParallel"
+        assert small[0] == "FSDPResidual"
+        assert [len(warned) for _, warned in (unread, settled, large, small, tiny)] == [1, 0, 0, 0, 1]
+        assert unread[1][0].startswith("strategy='auto' uses 'ddp', because the advisor cannot read the model: ")
+        assert tiny[1][0].startswith("strategy='auto': No layout fits. ")
+        assert ", the closest, needs " in tiny[1][0]
