@@ -7,14 +7,16 @@ import warnings
 
 import pytest
 import torch
+from measuring import Activations, checkpointed
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import panther as pr
-from panther.distributed import ClusterSpec, get_world_size, plan_parallelism
-from panther.distributed.advisor.cost_model import Layout
+from panther.distributed import ClusterSpec, CommunicationCounter, ModelStats, get_world_size, plan_parallelism
+from panther.distributed.advisor.cost_model import Layout, estimate
+from panther.distributed.advisor.statistics._measured_stats import plain_transformer
 from panther.distributed.comm.nodes import physical_memory
 from panther.errors import ConfigError
 from panther.nn import SKLinear
@@ -324,3 +326,44 @@ def test_what_the_advisor_cannot_read_or_fit(monkeypatch):
         assert unread[1][0].startswith("strategy='auto' uses 'ddp', because the advisor cannot read the model: ")
         assert tiny[1][0].startswith("strategy='auto': No layout fits. ")
         assert ", the closest, needs " in tiny[1][0]
+
+
+@pytest.mark.parametrize("recomputed", ["none", "selective", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param(None, marks=pytest.mark.slow)])
+def test_a_plan_predicts_the_activations_of_the_trainer_s_engines(recomputed, precision):
+    """The Trainer computes in half precision by autocast, also what FSDP2 gathers in it."""
+
+    def scalar(logits):
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.int64)
+        )
+
+    def model():
+        torch.manual_seed(0)
+        return plain_transformer(32, 2, 4, 128, 96, 4)
+
+    tokens = torch.zeros(32, 8, dtype=torch.int64)
+    layouts = {
+        "ddp": Layout(dp=2, strategy="ddp"),
+        "fsdp": Layout(dp=2, strategy="fsdp"),
+        "tp": Layout(tp=2, strategy="replicate" if precision else None),
+    }
+    options = {"mixed_precision": precision, "activation_checkpointing": recomputed}
+
+    def run():
+        peaks = []
+        for strategy, layout in layouts.items():
+            config = TrainConfig(max_steps=2, strategy=strategy, **options)
+            trainer = Trainer(model(), torch.optim.AdamW, lambda logits, target: scalar(logits), config)
+            loader = DataLoader(TensorDataset(tokens, tokens), 16 // layout.dp)
+            trainer._start(loader)
+            activations = Activations(trainer._engine.modules(), (tokens,))
+            with activations, checkpointed(activations), CommunicationCounter():
+                trainer.fit(loader)
+            peaks.append(activations.peak)
+        return peaks
+
+    stats = ModelStats.of(model(), tokens[:2], loss_fn=scalar, **options)
+    wanted = [estimate(stats, ClusterSpec.preset("cpu", 2), layout, 16).memory for layout in layouts.values()]
+    for peaks in on_ranks(run, 2):
+        assert peaks == pytest.approx([memory.activations for memory in wanted], rel=0.01)
