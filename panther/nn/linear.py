@@ -16,6 +16,9 @@ from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
 from panther.nn._fused import FusibleModule
 from panther.nn._sizes import default_low_rank, terms_and_rank
 from panther.nn.functional import sketched_linear
+from panther.sketch import signs
+
+_BLOCK = 1 << 18  # signs that are drawn at a time to be packed
 
 torch.fx.wrap("sketched_linear")  # one node of a symbolic trace: what is inside depends on the input's dtype
 
@@ -352,10 +355,20 @@ class SKLinear(FusibleModule):
 
     def draw_sketch(self, name: str) -> Tensor:
         """Return U1 or U2 of the present seed, as the layer holds them: entries +-1, or words of them if packed."""
-        drawn = super().draw_sketch(name)
         if not self.packed:
-            return drawn
-        return pack_signs(drawn if name == "U1" else drawn.mT)  # bits along the features
+            return super().draw_sketch(name)
+        rank, stream = self.S2.shape[0], self.sketch_names.index(name)
+        features = range(self.out_features if name == "U1" else self.in_features)
+        # Some rows of words at a time: the numbers that they are packed from, and the work on them, take more than a
+        # hundred times their memory. 128 columns of U2 come from one draw.
+        step = max(1, _BLOCK // len(features) // 128) * 128
+        words = []
+        for first in range(0, rank, step):
+            rows = range(first, min(first + step, rank))
+            block = (rows, features) if name == "U1" else (features, rows)
+            drawn = signs(self.seed, stream, *block, dtype=self.S1.dtype, device=self.S1.device)  # type: ignore[arg-type]
+            words.append(pack_signs(drawn if name == "U1" else drawn.mT))  # bits along the features
+        return torch.cat(words)
 
     def _dense_sketches(self) -> tuple[Tensor, Tensor]:
         """Return U1 (R, out) and U2 (in, R) as numbers."""

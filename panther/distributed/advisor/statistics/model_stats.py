@@ -2,7 +2,7 @@
 
 __all__ = ["ModelStats"]
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -73,9 +73,9 @@ class ModelStats:
 
         The first two are without sketches, and the last two those of the module in which their sum is the largest.
         """
-        full: dict[tuple[int, str], float] = Counter()
-        own: dict[tuple[int, str], float] = Counter()
-        sketch: dict[tuple[int, str], float] = Counter()
+        full: defaultdict[tuple[int, str], float] = defaultdict(float)
+        own: defaultdict[tuple[int, str], float] = defaultdict(float)
+        sketch: defaultdict[tuple[int, str], float] = defaultdict(float)
         for tensor in self.tensors:
             module = tensor.layer, tensor.name.rpartition(".")[0]
             if tensor.role == "sketch":
