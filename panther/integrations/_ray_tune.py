@@ -7,17 +7,19 @@ the same as without Ray, and a search that was ended continues from it.
 __all__ = ["run_on_ray"]
 
 import json
+import logging
 import math
 import os
+import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from panther.errors import TuningError, require_extra
-from panther.integrations.ray import _joined
+from panther.errors import PantherError, TuningError, require_extra
 from panther.tuning.evaluation import Evaluator, Outcome, failed
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Plan, Prepared
@@ -29,14 +31,17 @@ _VALUE = "panther_value"  # what schedulers compare
 _LONGEST = 10**6  # partial metrics of a trial, for a scheduler that wants a bound
 # Ray's files of results, and its wish to be told of them, which the storage of the search stands for.
 _QUIET = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+_PREFIX, _LOCK = "panther-tune-", "lock"  # of folders, and of the file in them that a running search holds
 _loaded: dict[str, Any] = {}  # in a worker: what its trials share, unpacked once
 
 
 def run_on_ray(search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None) -> str:
     """Run trials until there are as many; else return why they ended before."""
     tune: Any = require_extra("ray.tune", "ray")
+    from panther.integrations.ray import _joined  # which needs Ray; the workers' part does not before it runs
 
-    with _joined(None), _environment(), tempfile.TemporaryDirectory(prefix="panther-tune-") as folder:
+    show = prepared.runner.show
+    with _joined(None, show=show), _environment(show), _folder() as folder:
         searcher = _searcher(tune, search, trials, deadline)
         work = packed(evaluator, prepared)
         left = max(trials - search.count, 0)
@@ -114,11 +119,12 @@ def _searcher(tune: Any, search: Study, trials: int, deadline: float | None) -> 
                 self.partial[trial_id].append((step, figures.metric, figures))
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+            result = result or {}
+            self.on_trial_result(trial_id, result)  # of the one at which a scheduler ends a trial nothing else tells
             job = self.jobs.pop(trial_id, None)
             partial = self.partial.pop(trial_id, [])
             if job is None:
                 return
-            result = result or {}
             if result.get("raised") is not None:
                 self.error = TuningError(result["raised"])
             elif error:
@@ -155,10 +161,6 @@ def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
     """Run one trial on a worker of Ray, which runs many."""
     tune: Any = require_extra("ray.tune", "ray")
     number, plan = config["number"], Plan.from_json(config["plan"])
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = unpacked(work)
-    evaluator, prepared = _loaded[key]
 
     def value(figures: Figures) -> float:
         assert evaluator.unchanged is not None
@@ -171,10 +173,18 @@ def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
         tune.report({"step": step, "figures": _plain(figures), _VALUE: value(figures)})
         return False  # Ray ends the trial itself
 
-    try:
+    try:  # what is raised, another attempt would raise again
+        if key not in _loaded:
+            _loaded.clear()
+            _loaded[key] = unpacked(work)
+        evaluator, prepared = _loaded[key]
         outcome = evaluator.run(prepared, plan, number, report)
-    except TuningError as error:  # the user's, of which another attempt has no better result
+    except PantherError as error:
         tune.report({"raised": str(error), _VALUE: math.inf})
+        return
+    except Exception as error:
+        raised = f"a worker of the search failed: {type(error).__name__}: {error}"
+        tune.report({"raised": raised, _VALUE: math.inf})
         return
     figures = outcome.figures
     last = vars(outcome) | {"figures": _plain(figures)}
@@ -190,17 +200,40 @@ def _plain(figures: Figures) -> tuple[float, int, float | None, float]:
 
 def _outcome(text: str) -> Outcome:
     found = json.loads(text)
-    return Outcome(**found | {"figures": Figures(*found["figures"]), "partial": tuple(found["partial"])})
+    tuples = {name: tuple(found[name]) for name in ("partial", "uncalled")}
+    return Outcome(**found | tuples | {"figures": Figures(*found["figures"])})
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    """Keep Ray Tune quiet, and put the variables back."""
-    before = {name: os.environ.get(name) for name in _QUIET}
+def _folder() -> Iterator[str]:
+    """Make a folder for Ray's files, and remove those that searches have left which were killed."""
+    with suppress(ImportError):  # Windows has no such locks
+        import fcntl
+
+        for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+            with suppress(OSError), lock.open("ab") as file:  # of a running search, or of another user
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, Path(folder, _LOCK).open("ab") as file:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield folder
+
+
+@contextmanager
+def _environment(show: bool) -> Iterator[None]:
+    """Keep Ray Tune quiet, and its log too unless progress is shown; put variables and levels back."""
+    log = logging.getLogger("ray.tune")
+    before, level = {name: os.environ.get(name) for name in _QUIET}, log.level
     os.environ.update(_QUIET)
+    if not show:
+        log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
+        log.setLevel(level)
         for name, old in before.items():
             if old is None:
                 os.environ.pop(name, None)

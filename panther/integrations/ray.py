@@ -8,6 +8,7 @@ them. Where that storage is not a mounted file system, the first worker uploads 
 __all__ = ["RayTrainer"]
 
 import dataclasses
+import logging
 import math
 import os
 import socket
@@ -205,8 +206,11 @@ def _with_settings_of(config: TrainConfig, run: Any) -> Any:
 
 
 @contextmanager
-def _joined(address: str | None) -> Iterator[bool]:
-    """Be in a Ray cluster; yields whether it is this machine alone, started here, which can get no more nodes."""
+def _joined(address: str | None, show: bool = True) -> Iterator[bool]:
+    """Be in a Ray cluster; yields whether it is this machine alone, started here, which can get no more nodes.
+
+    Without ``show`` a cluster that is joined here logs errors only, and nothing of its workers.
+    """
     if ray.is_initialized():
         if address is not None:
             raise ConfigError(f"address={address!r}, but ray.init was called already: leave address out, or that")
@@ -215,7 +219,7 @@ def _joined(address: str | None) -> Iterator[bool]:
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         _probe(address)
-        ray.init(address=address)
+        ray.init(address=address, **{} if show else {"logging_level": logging.ERROR, "log_to_driver": False})
     except (OSError, RuntimeError, ValueError) as error:
         raise DistributedError(
             f"no Ray cluster could be joined at {address!r} ({_first_line(error)}): check that it runs and is "

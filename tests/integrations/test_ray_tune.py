@@ -1,6 +1,7 @@
 """Trials of pr.tune on Ray Tune: all of a study, also where a worker is killed; continued without Ray; errors."""
 
 import copy
+import logging
 import os
 import signal
 import sys
@@ -73,7 +74,7 @@ def test_asha_ends_trials_and_a_search_is_continued(trained, tmp_path):
             with torch.no_grad():
                 yield (model(x[512:end]).argmax(1) == labels[512:end]).double().mean()
 
-    options = {**QUICK, "storage": tmp_path / "study.log", "pruner": "asha"}
+    options = {**QUICK, "storage": tmp_path / "study.log", "pruner": "asha", "sampler": "random"}
     first = pr.tune(net, evaluate, batches(x), parallel="ray", **options | {"trials": 4})
     result = pr.tune(net, evaluate, batches(x), parallel="ray", **options | {"trials": 14})
     known = {trial.number: trial for trial in result.trials}
@@ -83,6 +84,18 @@ def test_asha_ends_trials_and_a_search_is_continued(trained, tmp_path):
     assert pruned
     assert all(0 < len(trial.partial) < 8 and not trial.feasible for trial in pruned)
     assert all(len(trial.partial) == 8 for trial in result.trials if trial.state == "complete")
+    assert not [trial for trial in result.trials if trial.state == "failed"]
+
+
+class Unloadable(Accuracy):
+    """Cannot be unpickled."""
+
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise LookupError("no such data")
 
 
 def test_errors_of_the_function(trained):
@@ -95,3 +108,25 @@ def test_errors_of_the_function(trained):
 
     with pytest.raises(TuningError, match=r"evaluate raised RuntimeError: no such file for trial \d"):
         pr.tune(net, evaluate, batches(x), parallel="ray", **QUICK)
+
+
+def test_what_cannot_be_loaded_on_a_worker_ends_the_search(trained):
+    net, x = trained[0], trained[1]
+    with pytest.raises(TuningError, match=r"cannot be loaded in another process \(LookupError: no such data\)"):
+        pr.tune(net, Unloadable(*trained[1:]), batches(x), parallel="ray", **QUICK)
+
+
+def test_it_is_quiet_without_progress_and_leaves_no_folder(trained, capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = tmp_path / "panther-tune-killed"
+    killed.mkdir()
+    (killed / "lock").touch()
+    x = trained[1]
+    level = logging.getLogger("ray.tune").level
+    pr.tune(trained[0], Accuracy(*trained[1:]), batches(x), parallel="ray", **QUICK | {"trials": 2})
+    assert logging.getLogger("ray.tune").level == level
+    assert not list(tmp_path.glob("panther-tune-*"))
+    out, err = capfd.readouterr()
+    assert not out
+    assert "tune.py" not in err
+    assert "experiment_analysis" not in err

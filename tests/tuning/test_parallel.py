@@ -1,6 +1,7 @@
 """Trials in several processes: what they find, a process that is killed, and what they cannot be sent."""
 
 import copy
+import math
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from tuning import Accuracy, batches, classifier
 
 import panther as pr
 from panther.errors import ConfigError, TuningError
+from panther.integrations import _ray_tune
 
 number = attrgetter("number")
 QUICK = {"trials": 8, "seed": 0, "progress": False, "constraint": ">= 90 %"}
@@ -119,3 +121,75 @@ def test_errors_of_the_function_reach_the_search(net, trained):
 def test_parallel_is_a_number_or_ray(net, trained, parallel):
     with pytest.raises(ConfigError, match="must be a number of processes, at least 1, or 'ray'"):
         pr.tune(net, Accuracy(*trained[1:]), parallel=parallel, **QUICK)
+
+
+class Reports:
+    """Stands for ray.tune on a worker."""
+
+    def __init__(self):
+        self.all = []
+
+    def report(self, result):
+        self.all.append(result)
+
+
+@pytest.fixture
+def ray_tune(monkeypatch):
+    reports = Reports()
+    monkeypatch.setattr(_ray_tune, "require_extra", lambda module, extra: reports)
+    monkeypatch.setattr(_ray_tune, "_loaded", {})
+    return reports
+
+
+def test_a_worker_of_ray_tells_what_it_cannot_load(ray_tune):
+    work = b"cpanther.no_such_module\nname\n."
+    _ray_tune._trial({"number": 3, "plan": "{}"}, work, "key")
+    assert "cannot be loaded in another process (ModuleNotFoundError" in ray_tune.all[0]["raised"]
+    assert math.isinf(ray_tune.all[0]["panther_value"])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TuningError("evaluate raised KeyError"), "evaluate raised KeyError"),
+        (ConfigError("no such kernel"), "no such kernel"),
+        (ZeroDivisionError("division by zero"), "a worker of the search failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_worker_of_ray_tells_what_is_raised(ray_tune, error, words):
+    class Raises:
+        def run(self, *_):
+            raise error
+
+    _ray_tune._loaded["key"] = Raises(), None
+    _ray_tune._trial({"number": 3, "plan": "{}"}, b"", "key")
+    assert ray_tune.all == [{"raised": words, "panther_value": math.inf}]
+
+
+def test_folders_of_killed_searches_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = tmp_path / "panther-tune-killed"
+    killed.mkdir()
+    (killed / "lock").touch()
+    (killed / "trial").write_text("x")
+    foreign = tmp_path / "panther-tune-of-something-else"
+    foreign.mkdir()
+    with _ray_tune._folder() as first, _ray_tune._folder() as second:
+        assert {one.name for one in tmp_path.iterdir()} == {foreign.name, Path(first).name, Path(second).name}
+    assert list(tmp_path.iterdir()) == [foreign]
+
+
+@pytest.mark.slow  # processes that import torch
+def test_processes_leave_no_files(net, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seen = []
+
+    class Looks(Accuracy):
+        def __reduce__(self):  # as the search is sent
+            seen.append(sorted(tmp_path.iterdir()))
+            return super().__reduce__()
+
+    x, labels = trained[1:]
+    pr.tune(net, Looks(x, labels), batches(x), parallel=2, **QUICK | {"trials": 3})
+    assert seen == [[]]
+    assert not list(tmp_path.iterdir())
