@@ -98,7 +98,7 @@ def lost(name, rank):
 for name in outputs:
     ranks = [next(r for r in range(width) if lost(name, r) < bound**2) for bound in (0.1, 0.03, 0.01)]
     shape = tuple(model.get_submodule(name).weight.shape)
-    print(f"layer {name} {shape!s:10}: rank for an error of the output of 10 %, 3 %, 1 %: {ranks}")
+    print(f"layer {name} {shape!s:10}: ranks for an error of 10 %, 3 %, 1 % of the output: {ranks}")
 
 figure, (left, right) = plt.subplots(1, 2, sharey=True)
 for name in outputs:
@@ -116,12 +116,14 @@ plt.show()
 # --------------------
 #
 # ``pr.compress`` computes the same spectra and gives the bytes to the layers that gain most. ``predicted_error`` of its
-# report is the root of what all layers lose together; ``measured_error`` is that of the output on batches which it did
-# not use for the fits. The last column is the sum of the spectra above at the ranks of the report.
+# report is the root of the mean square that all layers lose together; ``measured_error`` is that of the output on
+# batches which it did not use for the fits. The third column of errors is computed from the spectra above, at the ranks
+# of the report.
 
 calibration = list(images[training].split(32))
 budgets = (0.05, 0.2) if QUICK else (0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)
 reports, accuracies = [], []
+print("budget  predicted  measured  the spectra   accuracy  ranks of the layers")
 for budget in budgets:
     small = copy.deepcopy(model)
     report = pr.compress(
@@ -131,14 +133,13 @@ for budget in budgets:
     accuracies.append(accuracy(small))
     ranks = {layer.names[0]: layer.rank for layer in report.layers if layer.rank}
     ours = sum(lost(name, rank) for name, rank in ranks.items()) ** 0.5
-    print(
-        f"budget {budget:5.0%}: ranks {ranks}, accuracy {accuracies[-1]:.3f}, error of the output "
-        f"{report.predicted_error:.3f} predicted, {report.measured_error:.3f} measured, {ours:.3f} by the spectra"
-    )
+    errors = f"{report.predicted_error:9.3f} {report.measured_error:9.3f} {ours:12.3f}"
+    shown = ", ".join(str(ranks.get(name, "dense")) for name in outputs)
+    print(f"{budget:6.1%}  {errors}   {accuracies[-1]:8.3f}  {shown}")
 
 # %%
-# The prediction is of first order, so it is exact for small errors only. ``max_error`` searches for the smallest budget
-# with a given measured error:
+# The prediction is of first order and close while the error is less than a third of the output. ``max_error`` searches
+# for the smallest budget with a given measured error:
 
 small = copy.deepcopy(model)
 report = pr.compress(

@@ -93,7 +93,7 @@ for name in ("SIGKILL", "SIGTERM"):
     try:
         launch(train, folder, getattr(signal, name), nproc=2, start_method="fork")
     except DistributedError as error:
-        print(f"{name}: {str(error).splitlines()[0]}")
+        print(f"{name}: {str(error).splitlines()[0].partition(';')[0]}")
     before = [len(seen(folder, rank)) for rank in (0, 1)]
     print(f"{name}: the latest checkpoint is {checkpoint.latest(folder).name}")
     ranks = launch(train, folder, nproc=2, start_method="fork")
@@ -103,11 +103,9 @@ for name in ("SIGKILL", "SIGTERM"):
         numbers = [note["step"] for note in notes]
         last, first = numbers[before[rank] - 1], numbers[before[rank]]
         again = [str(note["labels"]) for note in notes if note["step"] == fault_at]
-        print(
-            f"  rank {rank} made steps 1 to {last}, then {first} to {numbers[-1]}; labels in step {fault_at}: "
-            f"{' and again '.join(again)}; all {len(losses[1])} losses are those of the undisturbed run: "
-            f"{losses == whole}"
-        )
+        print(f"  rank {rank} made steps 1 to {last}, then {first} to {numbers[-1]};", end=" ")
+        print(f"all losses are those of the undisturbed run: {losses == whole}")
+        print(f"  labels that it saw in step {fault_at}: {' and again '.join(again)}")
 
 # %%
 # The equality is exact: a checkpoint has the optimizer, the place in the order of samples and the generators of every
@@ -145,7 +143,7 @@ for strategy, processes, batch_size in (("fsdp", 2, 32), ("tp", 2, 64), ("ddp", 
     ranks = launch(train, runs / name, None, strategy, batch_size, str(start), nproc=processes, start_method="fork")
     for rank, (losses, held) in enumerate(ranks):
         difference = max(abs(a - b) for a, b in zip(losses[1], whole[1], strict=True))
-        print(f"{name}, rank {rank}: {held:,} parameters here, largest difference of a loss {difference:.0e}")
+        print(f"{name}, rank {rank}: {held:6,} parameters here, losses differ by at most {difference:.0e}")
 temporary.cleanup()
 
 # %%

@@ -66,8 +66,8 @@ else:
     trainer.fit(data)
     info = pr.distributed.get_distributed_info()
     print(
-        f"rank {info.rank} of {info.world_size}, local rank {info.local_rank}, {info.device}, {info.backend}; "
-        f"{config.batch_size} samples in a step, last loss {trainer.history['loss'][1][-1]:.6f}"
+        f"rank {info.rank} of {info.world_size} (local rank {info.local_rank}), {info.device}, {info.backend}, "
+        f"{config.batch_size} samples a step, loss {trainer.history['loss'][1][-1]:.6f}"
     )
 """
 temporary = tempfile.TemporaryDirectory()
@@ -88,7 +88,7 @@ ran = subprocess.run([sys.executable, script, str(steps), folder / "one"], captu
 print(ran.stdout, end="")
 logs = launch_distributed_training(script, steps, folder / "two", nproc_per_node=2, log_dir=folder / "logs")
 for path in sorted(logs.glob("attempt-0/rank-*.out")):
-    print(f"{path.relative_to(logs)}: {path.read_text()}", end="")
+    print(f"{path.name}: {path.read_text()}", end="")
 
 # %%
 # Both saw the same 64 samples in each step, so their losses agree up to rounding.

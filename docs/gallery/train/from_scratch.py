@@ -129,6 +129,7 @@ rates = {"AdamW": (8e-3, 1.6e-2, 3.2e-2), "MuonAdamW": (2e-3, 4e-3, 8e-3)}
 if QUICK:
     rates = {"AdamW": (8e-3,), "MuonAdamW": (4e-3,)}
 found = {}
+print("optimizer form               rate   loss over the seeds      CPU time")
 for optimizer_name, candidates in rates.items():
     for form in forms if optimizer_name == "AdamW" else forms[:3]:
         first = {lr: train(form, optimizer_name, lr, seeds[0]) for lr in candidates}
@@ -136,10 +137,9 @@ for optimizer_name, candidates in rates.items():
         runs = [first[lr], *(train(form, optimizer_name, lr, seed) for seed in seeds[1:])]
         found[optimizer_name, form] = runs
         last = [run["curve"][-1] for run in runs]
-        print(
-            f"{optimizer_name:9} {form:16} rate {lr:.1e}: loss {sum(last) / len(last):.3f} "
-            f"({min(last):.3f} to {max(last):.3f}), {min(run['seconds'] for run in runs):.1f} s of CPU time"
-        )
+        seconds = min(run["seconds"] for run in runs)
+        mean, spread = sum(last) / len(last), f"({min(last):.3f} to {max(last):.3f})"
+        print(f"{optimizer_name:9} {form:15} {lr:7.1e}   {mean:.3f} {spread}   {seconds:5.1f} s")
 
 # %%
 # The mean loss over the seeds, and at the end each seed.
