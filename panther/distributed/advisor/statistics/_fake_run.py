@@ -227,6 +227,7 @@ def run(
     weights = {storage(tensor) for tensor in held if isinstance(tensor, Tensor)}
     seen: dict[int, Tensor] = {}
     inputs_of, current = [-1] * len(layers), 0
+    entered: list[Tensor] = []
     work, traffic = WorkCounter(), CommunicationCounter()
     before = np.zeros(3, dtype=np.int64)
     regions = Regions(done.kept, done.keeps_input, done.recomputed, weights, lambda: (current, inputs_of[current]))
@@ -258,6 +259,7 @@ def run(
             switch_to(i)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             inputs_of[i] = storage(given[0]) if given else -1
+            entered.extend(given[:1])  # held, so that no other storage gets its address
 
         return hook
 
