@@ -95,10 +95,11 @@ def lost(name, rank):
     return spectra[name][rank:].square().sum().item() / size
 
 
+print("ranks for an error of the output of 10 %, 3 % and 1 %:")
 for name in outputs:
     ranks = [next(r for r in range(width) if lost(name, r) < bound**2) for bound in (0.1, 0.03, 0.01)]
     shape = tuple(model.get_submodule(name).weight.shape)
-    print(f"layer {name} {shape!s:10}: ranks for an error of 10 %, 3 %, 1 % of the output: {ranks}")
+    print(f"layer {name} {shape!s:10}: {ranks}")
 
 figure, (left, right) = plt.subplots(1, 2, sharey=True)
 for name in outputs:
