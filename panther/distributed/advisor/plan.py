@@ -14,7 +14,7 @@ from panther.distributed.advisor.layouts import possible_layouts
 from panther.distributed.advisor.statistics.model_stats import ModelStats
 from panther.distributed.advisor.training_run import TrainingCost, TrainingRun, describe
 from panther.distributed.pipeline._kinds import check_schedule
-from panther.errors import DistributedError, ShapeError, check_size
+from panther.errors import ShapeError, check_size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # imported where a plan is applied: planning itself does without torch
@@ -163,42 +163,11 @@ class ParallelismPlan:
             DistributedError: If there is no process group, or its size is not that of the plan.
             IndexError: If ``option`` is out of range.
         """
-        from panther.distributed.comm._ranks import require_process_group
-        from panther.distributed.comm.mesh import get_world_size, make_mesh
-        from panther.distributed.data.blocks import fsdp_blocks
-        from panther.distributed.data.strategies import data_parallel
-        from panther.distributed.hybrid.trainer import HybridParallelTrainer
-        from panther.distributed.tensor.activation_checkpoint import checkpoint_blocks_
-        from panther.distributed.tensor.parallelize import tensor_parallel
+        # It imports all of torch's distribution, which planning from kept statistics does without.
+        from panther.distributed.advisor._building import build
 
         layout = self.options[option].layout
-        require_process_group()
-        if get_world_size() != layout.world:
-            raise DistributedError(
-                f"the plan is for {layout.world} ranks ({layout}) and the world size is {get_world_size()}: plan for "
-                f"gpus={get_world_size()}, or start {layout.world} processes"
-            )
-        if layout.pp > 1:
-            config = {
-                "tensor_parallel_size": layout.tp,
-                "pipeline_parallel_size": layout.pp,
-                "data_parallel_size": layout.dp,
-                "num_microbatches": layout.num_microbatches,
-                "schedule": layout.schedule,
-                "data_parallel": layout.strategy,
-                "mixed_precision": self.mixed_precision,
-                "activation_checkpointing": self.activation_checkpointing,
-            }
-            return HybridParallelTrainer(model, config)
-        mesh = make_mesh(dp=layout.dp, tp=layout.tp, replicate=layout.replicate if layout.replicate > 1 else None)
-        if layout.tp > 1:
-            tensor_parallel(model, mesh["tp"])
-        checkpoint_blocks_(model, fsdp_blocks(model), self.activation_checkpointing)
-        if layout.strategy is None:
-            return model
-        axes = mesh["replicate", "dp"] if layout.replicate > 1 else mesh["dp"]
-        half = None if layout.strategy == "ddp" else self.mixed_precision
-        return data_parallel(model, axes, layout.strategy, mixed_precision=half)
+        return build(model, layout, self.mixed_precision, self.activation_checkpointing)
 
 
 def plan_parallelism(
