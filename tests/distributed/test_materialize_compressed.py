@@ -155,6 +155,27 @@ def test_layers_are_sharded_before_they_have_values(layout, kind, tmp_path):
                 assert reason.startswith(f"the form of a {type(model.get_submodule(name)).__name__} is not sharded")
 
 
+def test_stages_of_a_compressed_model(tmp_path):
+    def dense():
+        return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24), nn.Linear(24, 24), nn.Linear(24, 24))
+
+    torch.manual_seed(0)
+    model, names = dense(), ("pairs.0.0", "pairs.1.2", "pairs.2.0", "pairs.2.2")
+    for i, name in zip((0, 2, 3, 4), names, strict=True):
+        model[i] = FORMS[name](model[i])
+    pr.save_compressed(model, tmp_path)
+    x = torch.randn(4, 24)
+
+    def run():
+        restored = checkpoint.restore_architecture(tmp_path, dense)
+        trainer = HybridParallelTrainer(restored, {"pipeline_parallel_size": 2})
+        materialize_(trainer.model, tmp_path)
+        optimizer = torch.optim.SGD(trainer.model.parameters(), 0.0)
+        return trainer.train_step((x, torch.zeros(4, 24)), optimizer, nn.MSELoss())
+
+    assert on_ranks(run) == [pytest.approx(model(x).square().mean().item())] * 2
+
+
 def test_what_a_sharded_model_lacks_is_said(tmp_path):
     pr.save_compressed(nn.Sequential(SKLinear.from_linear(nn.Linear(24, 40), 1, 4)), tmp_path / "fitted")
 

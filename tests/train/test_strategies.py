@@ -22,6 +22,10 @@ N = 53  # no multiple of anything here
 
 def build(seed=0):
     torch.manual_seed(seed)
+    return unseeded()
+
+
+def unseeded():
     return nn.Sequential(
         SKLinear(24, 36, 2), nn.ReLU(), SKLinear(36, 20, 2), nn.ReLU(), SKLinear(20, 28, 2), nn.ReLU(), nn.Linear(28, 4)
     ).double()
@@ -312,7 +316,8 @@ def test_a_model_without_values_is_trained_as_one_with_them(given, settings, tmp
     def run(**more):
         more |= {"activation_checkpointing": "full"} if given == "weights" else {}
         config = TrainConfig(max_steps=3, learning_rate=0.02, seed=4, initial_weights=weights, **more)
-        trainer = Trainer(build if weights is None else empty(), torch.optim.SGD, nn.CrossEntropyLoss(), config)
+        model = unseeded if weights is None else empty()  # the setting `seed` decides what is drawn
+        trainer = Trainer(model, torch.optim.SGD, nn.CrossEntropyLoss(), config)
         trainer.fit(DataLoader(samples(24), 8 if one_batch or not dist.is_initialized() else 4))
         return rows(trainer)
 
