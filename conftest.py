@@ -14,6 +14,7 @@ def _library(path: Path) -> str | None:
 
 collect_ignore = [
     "docs/conf.py",
+    "docs/_build",  # copies of the gallery's scripts
     "docs/directives.py",  # needs Sphinx
     "docs/examples",  # what sphinx-gallery makes of docs/gallery
     "docs/gallery",

@@ -129,4 +129,5 @@ def test_another_topic_is_an_error_with_a_guess(capsys):
 
 def test_the_pages_include_the_same_files():
     for name in topics():
-        assert (CONCEPTS / f"{name}.rst").read_text() == f".. include:: ../../panther/cli/explain/topics/{name}.rst\n"
+        first = (CONCEPTS / f"{name}.rst").read_text().splitlines()[0]
+        assert first == f".. include:: ../../panther/cli/explain/topics/{name}.rst"

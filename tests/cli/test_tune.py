@@ -131,7 +131,7 @@ def test_models_that_are_trained(work, tmp_path):
         [space]
         "0" = { low_rank = [0, 2] }
         model = { width = [16, 32] }
-        train = { max_steps = 20, batch_size = 64, learning_rate = { float = [1e-3, 1e-2], log = true }, progress = false }
+        train = { max_steps = 20, batch_size = 64, learning_rate = { float = [0.001, 0.01], log = true } }
         """
     )
     assert main(["tune", "tune.toml", "--out", "trained", "--json", "trials.json"]) == 0

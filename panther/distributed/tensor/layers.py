@@ -124,7 +124,7 @@ class TensorParallelModel(nn.Module):
 def _as_mesh(group: dist.ProcessGroup | DeviceMesh) -> DeviceMesh:
     if isinstance(group, DeviceMesh):
         return group
+    require_process_group(group)  # without one, torch.distributed.group.WORLD is None
     if group is None:
         raise TypeError("tensor_parallel_group is None: pass a process group, such as torch.distributed.group.WORLD")
-    require_process_group(group)
     return DeviceMesh.from_group(group, transport(group).type)
