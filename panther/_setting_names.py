@@ -31,6 +31,8 @@ _EQUALS = {
     "learning_rate": "lr",
     "log_dir": "logdir logs_dir output_dir",
     "loss_fn": "criterion loss",
+    "low_rank": "rank",
+    "max_steps": "num_steps steps total_steps",
     "mixed_precision": "amp bf16 fp16 precision use_amp",
     "nnodes": "nodes num_nodes",
     "nproc_per_node": "gpus_per_node nproc nprocs ntasks_per_node",

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from panther.distributed import (
     ColwiseSKParallel,
@@ -27,7 +28,7 @@ from panther.distributed import (
     shutdown,
     verify_sketches,
 )
-from panther.distributed.data.error_feedback import TopK
+from panther.distributed.data.error_feedback import PowerSGD, TopK
 from panther.distributed.sync.replicas import broadcast_model
 from panther.errors import DistributedError, ShapeError
 from panther.nn import SKLinear
@@ -287,6 +288,25 @@ def test_top_k_needs_its_feedback():
     for learned, stuck in on_ranks(rank):
         assert (learned[1:] - 1).abs().max() < 0.25
         assert torch.equal(stuck, torch.zeros(4))
+
+
+@pytest.mark.parametrize("make", [lambda group: TopK(group, 0.25), lambda group: PowerSGD(group, 1, 2)])
+def test_a_group_may_go_right_after_a_step(make):
+    """What a hook does with a message is dropped on a thread of gloo, a moment later; it aborted the process."""
+
+    def rank():
+        for _ in range(60):
+            group = dist.new_group()
+            parallel = DistributedDataParallel(nn.Linear(30, 30), process_group=group)
+            hook = make(group)
+            parallel.register_comm_hook(hook, type(hook).send)
+            for _ in range(4):
+                parallel(torch.ones(1, 30)).sum().backward()
+            dist.destroy_process_group(group)
+            del parallel, hook, group
+        return True
+
+    assert all(on_ranks(rank))
 
 
 def test_settings_of_powersgd():

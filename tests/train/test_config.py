@@ -285,6 +285,7 @@ def test_the_settings_that_other_owners_are_sent_here_for_exist():
     assert set(_setting_names._OF_A_TRAINER.split()) <= FIELDS
     others = {field.name for field in dataclasses.fields(LaunchConfig)} | {"data_parallel", "data", "loss_fn"}
     others |= {"batch", "gpus", "world"}  # options of commands
+    others |= {"low_rank"}  # of SketchConfig
     assert set(_setting_names._EQUALS) <= FIELDS | others
 
 

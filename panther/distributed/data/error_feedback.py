@@ -5,7 +5,7 @@ __all__ = ["PowerSGD", "TopK"]
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,8 +25,13 @@ class _Feedback(ABC):
     the ratio, a power of two.
     """
 
+    # gloo calls what a hook does with a message on a thread of the group, and drops it after the step has gone on. If
+    # that were the last reference to the group, the thread would end the group's threads, itself among them, which
+    # aborts the process.
+    _last_group: ClassVar[dist.ProcessGroup | None] = None
+
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        _Feedback._last_group = self.group = group
         self.loss_scale: Callable[[], Tensor] | None = None
         """Returns the factor of the loss of the present step; None stands for a loss that is not scaled."""
         self._forget(None)
