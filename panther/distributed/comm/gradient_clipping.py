@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
@@ -19,7 +19,8 @@ def gradient_norm(
     """Return the Euclidean norm of the gradient of a whole model, the same number on every rank.
 
     Nothing is sent for replicated gradients, as under DDP. Where some are sharded (FSDP2, tensor parallelism) or belong
-    to other stages, every rank of the group must call it.
+    to other stages, every rank of the group must call it. Gradients that are still to be summed over ranks, as those of
+    torch's SequenceParallel, are sent whole.
 
     Args:
         parameters: The parameters of this rank, after backward.
@@ -30,7 +31,8 @@ def gradient_norm(
     by_shards: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            by_shards[_shards(gradient)].append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            shards, local = _local(gradient)
+            by_shards[shards].append(local)
     device = next(map(_sends_on, parameters), torch.device("cpu"))
     sharded = stages > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
     if not sharded:
@@ -63,9 +65,12 @@ def _sends_on(parameter: nn.Parameter) -> torch.device:
     return parameter.device
 
 
-def _shards(gradient: Tensor) -> int:
-    """Return the number of shards of a gradient."""
+def _local(gradient: Tensor) -> tuple[int, Tensor]:
+    """Return the number of shards of a gradient, and this rank's."""
     if not isinstance(gradient, DTensor):
-        return 1
+        return 1, gradient
+    if any(placement.is_partial() for placement in gradient.placements):  # of norms in a sharded sequence
+        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=whole)
     axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return math.prod(size for size, placement in axes if not placement.is_replicate())
+    return math.prod(size for size, placement in axes if not placement.is_replicate()), gradient.to_local()
