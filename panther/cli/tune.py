@@ -118,6 +118,8 @@ def _check(settings: Mapping[str, Any], path: str) -> None:
     for name in ("model", "evaluate"):
         if name not in settings:
             raise PantherError(f'{name} is missing in {path}: add {name} = "module:function"')
+    if not isinstance(settings["model"], str):
+        raise PantherError(f"model = {settings['model']!r} in {path} must be a text: a folder, or module:function")
     wanted = ("evaluate", "calibration", "train", *(["model"] if "train" in settings else []))
     for name in wanted:
         if name in settings and not names_function(str(settings[name])):

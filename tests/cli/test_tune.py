@@ -162,6 +162,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_search(work, capsys
         ('model = "work:net"', "evaluate is missing in tune.toml", 2),
         ('model = "work:net"\nevaluate = "accuracy"', "must be of the form module:function", 2),
         ('model = "nowhere"\nevaluate = "work:accuracy"', "is not a folder, and not of the form", 2),
+        ('model = 3\nevaluate = "work:accuracy"', "model = 3 in tune.toml must be a text", 2),
         ('model = "work:data"\nevaluate = "work:accuracy"', "returns a value of type tuple", 2),
         (
             'model = "work:net"\nevaluate = "work:accuracy"\ntrails = 3',
