@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 from tuning import CLASSES, WIDTH, Accuracy, classifier
 
 import panther as pr
-from panther.errors import ConfigError, TuningError
+from panther.errors import ConfigError, TrainingError, TuningError
 from panther.train import Trainer
 from panther.tuning import Float, Int
 
@@ -66,6 +66,20 @@ def test_sizes_arguments_and_training(data, train, tmp_path):
     again = pr.tune(net, accuracy, **options)
     assert again.trials == result.trials
     assert accuracy.calls == calls + 3  # of the unsketched model, twice, and of the best one, trained again
+
+
+def test_training_that_fails_is_a_failed_trial(data):
+    def train(model, config):
+        if config.learning_rate > 0.5:
+            raise TrainingError("the loss is nan")
+
+    space = {"2": {"low_rank": [2]}, "train": {"learning_rate": [1e-3, 1.0]}}
+    result = pr.tune(net, Accuracy(*data), train=train, space=space, objective="metric", **QUICK)
+    assert {trial.params["train/learning_rate"]: trial.state for trial in result.trials} == {
+        1e-3: "complete",
+        1.0: "failed",
+    }
+    assert any("train raised TrainingError for trial" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(

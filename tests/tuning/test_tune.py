@@ -375,6 +375,28 @@ def test_a_storage_of_another_study(net, accuracy, data, tmp_path):
         pr.tune(net, accuracy, data, constraint=">= 80 %", **options)
 
 
+def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, accuracy, data, tmp_path):
+    path = tmp_path / "study.log"
+    options = {**QUICK, "trials": 5, "constraint": ">= 80 %", "storage": path}
+    whole = pr.tune(net, accuracy, data, **options)
+    written = path.read_bytes()
+    torn = [index for index in (len(written) // 2, len(written) - 9) if written[index - 1 : index] != b"\n"]
+    assert torn
+    for length in torn:
+        path.write_bytes(written[:length])
+        continued = pr.tune(net, accuracy, data, **options)
+        assert [trial.plan for trial in continued.trials] == [trial.plan for trial in whole.trials]
+        assert [trial.metric for trial in continued.trials] == [trial.metric for trial in whole.trials]
+        assert any("ended within a line, of which" in note for note in continued.notes)
+
+    def search(model):
+        pr.tune(net, accuracy, data, **options)
+
+    with pytest.raises(TuningError) as caught:
+        pr.tune(net, search, data, **options)
+    assert "is open in another search" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
