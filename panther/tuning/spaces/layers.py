@@ -49,6 +49,10 @@ class LayerSpaceBase:
         """Return the parameters nearest to :func:`panther.compress` at a budget."""
         raise NotImplementedError
 
+    def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
+        """Return parameters with a budget below what a plan takes, ``by`` in the logarithm, if there is a budget."""
+        return dict(params)
+
 
 class AutoSpace(LayerSpaceBase):
     """A budget, and by how much the loss of each group of layers counts; ranks and forms follow from the spectra.
@@ -93,6 +97,13 @@ class AutoSpace(LayerSpaceBase):
     def at_budget(self, budget: float) -> dict[str, Any]:
         """Return the parameters of :func:`panther.compress` at a budget."""
         return {"budget": min(max(budget, self._budget.low), 1.0)} | dict.fromkeys(self._emphases, 1.0)
+
+    def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
+        """Return parameters with a budget below what a plan takes."""
+        chosen = self.prepared.choice_of(plan)
+        taken = sum(self.prepared.cost.of(chosen[target]) for target in self.targets) / self._dense
+        budget = taken * math.exp(-by)
+        return dict(params) | {"budget": min(max(budget, self._budget.low), 1.0)}
 
     @property
     def least(self) -> float:

@@ -82,6 +82,12 @@ class WholeSpace(LayerSpaceBase):
             found[f"heal/{name}"] = middle(spec)
         return found
 
+    def below(self, params: Mapping[str, Any], plan: Plan, by: float) -> dict[str, Any]:
+        """Return parameters with a budget below what a plan takes, if a part of the space has a budget."""
+        for part in self._parts:
+            params = part.below(params, plan, by)
+        return dict(params)
+
 
 def middle(spec: Spec) -> Any:
     """Return the middle of a specification's values; of a choice the first one."""
