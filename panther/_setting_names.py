@@ -212,6 +212,12 @@ _VALUES: dict[tuple[str, str], _Advice] = {
         ("use comm_hook='fp16'", "fp16compress hvdcompressionfp16"),
         ("use comm_hook=None", "no none"),
     ),
+    ("TrainConfig", "schedule"): (
+        (
+            "schedule is of the learning rate, use pipeline_schedule for the pipeline's",
+            "1f1b dualpipev gpipe interleaved loopedbfs zbv zerobubble",
+        ),
+    ),
     ("data_parallel", "strategy"): (
         ("use strategy='ddp'", "dataparallel distributeddataparallel dp pytorchddp"),
         ("use strategy='ddp', and ZeroRedundancyOptimizer of torch.distributed.optim", "zero1"),

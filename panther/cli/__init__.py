@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 
 from panther._setting_names import near_name
@@ -94,6 +95,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"panther {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     chosen = next((argument for argument in argv if not argument.startswith("-")), None)
+    if chosen is not None and chosen not in _COMMANDS and (near := get_close_matches(chosen, _COMMANDS, 1)):
+        parser.error(f"{chosen!r} is not a command: did you mean {near[0]!r}?")
     for name, text in _COMMANDS.items():
         if name == chosen:
             import_module(f"panther.cli.{name}").add_parser(commands)

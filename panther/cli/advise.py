@@ -4,6 +4,7 @@ __all__ = ["SEQUENCE", "SIZES", "VOCABULARY", "add_parser", "run"]
 
 import argparse
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -89,12 +90,20 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_parallelism(
             _stats(args), cluster, batch=args.batch or cluster.gpus, objective=args.objective, run=training
         )
-    except PantherError:
-        raise
-    except ValueError as error:
-        raise PantherError(str(error)) from error
+    except ValueError as error:  # ShapeError and ConfigError too
+        raise PantherError(_with_flags(str(error), args)) from error
     print(json.dumps(plan.to_dict(), indent=2) if args.json else _text(plan))
     return 0 if plan.best.possible else 1
+
+
+def _with_flags(text: str, args: argparse.Namespace) -> str:
+    """Return a message with the names of options in place of those of arguments."""
+    for name in sorted(vars(args), key=len, reverse=True):
+        flag = f"--{name.replace('_', '-')}"
+        text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
+        if "_" in name:
+            text = re.sub(rf"(?<![\w-]){name}\b", flag, text)
+    return text
 
 
 def _cluster(args: argparse.Namespace) -> Any:
@@ -158,7 +167,7 @@ def _stats(args: argparse.Namespace) -> Any:
     kind, _, size = args.model.lower().partition("/")
     if kind == "transformer":
         if size not in SIZES:
-            raise PantherError(f"--model {args.model} is unknown: use transformer/ and one of {', '.join(SIZES)}")
+            raise PantherError(f"--model {args.model} is unknown: {_nearest(size)}use one of {', '.join(SIZES)}")
         layers, hidden, heads = SIZES[size]
         return ModelStats.transformer(
             hidden=hidden,
@@ -188,6 +197,18 @@ def _stats(args: argparse.Namespace) -> Any:
             raise wrong_return(args.model, made, "an nn.Module and a batch, the arguments of its forward")
         with explained(f"{args.model}: the model does not run on its batch"):
             return ModelStats.of(*made, **options)
+
+
+def _nearest(size: str) -> str:
+    """Return a question with the size that is nearest to a number of parameters, 6.7b for 8b."""
+    if not re.fullmatch(r"\d+(\.\d+)?[mb]", size) or not (wanted := _parameters(size)):
+        return ""
+    near = min(SIZES, key=lambda one: abs(math.log(_parameters(one) / wanted)))
+    return f"did you mean transformer/{near}? Or "
+
+
+def _parameters(size: str) -> float:
+    return float(size[:-1]) * (1e9 if size[-1] == "b" else 1e6)
 
 
 def _stats_of_folder(folder: Path, sequence: int, options: dict[str, Any]) -> Any:

@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     add_option(size, "--bits", positive_float, "bits of an eligible weight on average, such as 4.25", metavar="BITS")
     add_option(size, "--max-bytes", positive, "bytes that the whole model may take")
     add_option(size, "--max-error", positive_float, "relative error that the output may have, such as 0.1", metavar="X")
-    add_option(size, "--speedup", positive_float, "times as fast as it is the model is to be, such as 1.5", metavar="X")
+    add_option(size, "--speedup", positive_float, "how many times as fast the model is to be, such as 1.5", metavar="X")
     add_option(size, "--max-latency-ms", positive_float, "milliseconds that a batch may take", metavar="MS")
     texts = "a text file, one sample a line, or module:function, which returns batches"
     add_option(parser, "--calibration", str, texts, metavar="TEXT")
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--allow-slower", action=argparse.BooleanOptionalAction,
-        help="whether layers may get slower (default: if --forms names what they become, or much is lost otherwise)",
+        help="whether layers may get slower (default: only if --forms is given, or if much is lost otherwise)",
     )  # fmt: skip
     parser.add_argument("--method", choices=_METHODS, default=_METHODS[0], help="how to fit (default: %(default)s)")
     parser.add_argument(

@@ -145,7 +145,11 @@ class Survey:
                     f"the model is compressed already, in {done} layer{'s' if done > 1 else ''}, and no other one can "
                     "be: compress the original model again, with a smaller budget"
                 )
-            reasons = [*self.notes, *(f"{entry.name!r} {entry.reason}" for entry in self.skipped[:5])]
+            names: dict[str, list[str]] = {}
+            for entry in self.skipped:
+                names.setdefault(entry.reason, []).append(entry.name)
+            more = {reason: f" and {len(found) - 1} more" if len(found) > 1 else "" for reason, found in names.items()}
+            reasons = [*self.notes, *(f"{found[0]!r}{more[why]} {why}" for why, found in [*names.items()][:5])]
             raise CompressionError(f"the model has no layer to compress: {'; '.join(reasons) or 'it has no weights'}")
         return self
 

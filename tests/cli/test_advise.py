@@ -95,7 +95,12 @@ def test_a_sketched_transformer_needs_less(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "transformer/9b"], "--model transformer/9b is unknown: use transformer/ and one of 125m, "),
+        (
+            ["--model", "transformer/9b"],
+            "--model transformer/9b is unknown: did you mean transformer/6.7b? Or use one of 125m, ",
+        ),
+        (["--model", "transformer/xl"], "--model transformer/xl is unknown: use one of 125m, "),
+        (["--model", "transformer/125m", "--budget", "9"], "--budget 9 needs --price-per-device-hour, the price"),
         (["--model", "net"], "--model net is not a folder, and neither transformer/SIZE nor module:function"),
         (["--model", "nowhere:net"], "there is no module nowhere"),
         (
@@ -104,8 +109,8 @@ def test_a_sketched_transformer_needs_less(capsys):
         ),
         (["--model", "advised_models:wrong_batch"], "the model does not run on its batch: "),
         (["--model", "advised_models:net", "--sketch", "4"], "--sketch is for transformer/SIZE"),
-        (["--model", "advised_models:single", "--batch", "3"], "batch=3 cannot be divided over 2 ranks"),
-        (["--model", "advised_models:net", "--efficiency", "2"], "efficiency=2.0 is a share and must be at most 1"),
+        (["--model", "advised_models:single", "--batch", "3"], "--batch 3 cannot be divided over 2 ranks"),
+        (["--model", "advised_models:net", "--efficiency", "2"], "--efficiency 2.0 is a share and must be at most 1"),
     ],
 )
 def test_what_cannot_be_done_is_said(models, args, message, capsys):

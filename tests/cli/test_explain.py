@@ -122,7 +122,7 @@ def test_data_parallelism_is_explained_step_by_step():
 
 def test_another_topic_is_an_error_with_a_guess(capsys):
     assert main(["explain", "sedes"]) == 2
-    assert capsys.readouterr().err == "panther: error: 'sedes' is not a topic: did you mean 'seeds'\n"
+    assert capsys.readouterr().err == "panther: error: 'sedes' is not a topic: did you mean 'seeds'?\n"
     assert main(["explain", "qqqq"]) == 2
     assert "use one of sketching, seeds, metric" in capsys.readouterr().err
 

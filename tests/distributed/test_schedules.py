@@ -130,7 +130,8 @@ def test_what_is_refused():
     assert messages[8].startswith("schedule 'interleaved' takes stages in the order 'loop'")
     assert messages[9] == "the loss has reduction='none', and must have 'mean' or 'sum'"
     rule = "12 samples cannot be split into num_microbatches=5 of equal size"
-    assert messages[10] == f"{rule}: use one of 1, 2, 3, 4, 6, 12, or another batch"
+    fix = "set num_microbatches to one of 1, 2, 3, 4, 6, 12, or use a batch of a multiple of 5 samples"
+    assert messages[10] == f"{rule}: {fix}"
     assert messages[11].startswith("stages is empty, and must have the stages of this rank")
     assert messages[12] == "loss_fn must be a function of output and target, not a str"
     assert messages[13] == "split_stages takes an nn.Module, not 'model'"

@@ -78,5 +78,5 @@ def _topic_of(asked: str) -> str:
     if word in names:
         return names[word]
     near = difflib.get_close_matches(word, names, 1)
-    guess = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(_ORDER)}"
+    guess = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(_ORDER)}"
     raise PantherError(f"{asked!r} is not a topic: {guess}")

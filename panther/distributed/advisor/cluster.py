@@ -191,7 +191,8 @@ class ClusterSpec:
 
     def link(self, span: int) -> str:
         """Return ``"intra"`` if groups of ``span`` neighbouring ranks lie within nodes, else ``"inter"``."""
-        return "intra" if span <= self.gpus_per_node and self.gpus_per_node % span == 0 else "inter"
+        within = self.gpus <= self.gpus_per_node or (span <= self.gpus_per_node and self.gpus_per_node % span == 0)
+        return "intra" if within else "inter"
 
     @property
     def calibrated(self) -> bool:

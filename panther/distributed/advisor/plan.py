@@ -252,8 +252,8 @@ def plan_parallelism(
                 notes.append(note)
     if not estimates:
         raise ShapeError(
-            f"batch={batch} cannot be divided over {cluster.gpus} ranks: use a multiple of {cluster.gpus}, or of the "
-            f"data-parallel size that remains with tp and pp ({'; '.join(notes) or 'neither can be used here'})"
+            f"batch={batch} cannot be divided over {cluster.gpus} ranks, nor over fewer with tensor or pipeline "
+            f"parallelism: use a multiple of {cluster.gpus}{''.join(f' ({note})' for note in notes)}"
         )
     room = cluster.memory_bytes * cluster.usable
 

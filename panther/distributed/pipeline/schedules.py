@@ -95,10 +95,11 @@ class PipelineSchedule:
                 f"inputs and target must have equal numbers of samples, and have {', '.join(map(str, counts))}"
             )
         if samples == 0 or samples % n:
-            divisors = [str(d) for d in range(1, samples + 1) if samples % d == 0]
+            divisors = ", ".join(str(d) for d in range(1, samples + 1) if samples % d == 0)
+            other = f"set num_microbatches to one of {divisors}, or use" if divisors else "use"
             raise ShapeError(
-                f"{samples} samples cannot be split into num_microbatches={n} of equal size: use one of "
-                f"{', '.join(divisors) or 'no samples'}, or another batch"
+                f"{samples} samples cannot be split into num_microbatches={n} of equal size: {other} a batch of a "
+                f"multiple of {n} samples"
             )
         traced = getattr(self.stages[0], "traced_shapes", None)
         found = tuple((samples // n, *tensor.shape[1:]) for tensor in inputs)
