@@ -17,7 +17,6 @@ TEXTS = [*PAGES, *sorted(TOPICS.glob("*.rst")), ROOT / "README.md", ROOT / "CONT
 NAMES = [path.relative_to(ROOT).as_posix() for path in TEXTS]
 
 # Words that stay until the page is written again with its next measurements.
-PENDING = {"docs/howto/advisor.rst": {"besides"}, "docs/benchmarks/trainer.rst": {"at worst", "in the median"}}
 LONGEST_TABLE = 8  # rows; a longer one is behind a figure, in a dropdown, or a table to look something up in
 LONGEST_PAGE = 330  # lines without what is folded
 
@@ -49,7 +48,6 @@ def test_the_words_are_those_of_the_glossary(name):
         f"{match[0]!r} in {text[max(0, match.start() - 40) : match.end() + 30]!r}: write {better}"
         for pattern, better in INSTEAD.items()
         for match in re.finditer(pattern, text)
-        if match[0] not in PENDING.get(name, ())
     ]
     assert not found
 
