@@ -27,7 +27,7 @@ def test_every_subject_runs():
         [sys.executable, str(BENCHMARKS / "run.py"), "--quick", "--budget", "0.01"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
