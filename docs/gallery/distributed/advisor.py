@@ -54,8 +54,8 @@ for name, plan in plans.items():
     options = [option for option in plan.options if option.fits][:12]
     points = [(o.estimate.memory.total / 1e9, o.estimate.step_seconds) for o in options]
     axes.scatter(*zip(*points, strict=True), label=name)
-    axes.annotate(str(options[0].layout), points[0], fontsize=8)
-axes.set(xscale="log", yscale="log", xlabel="memory of a rank, GB", ylabel="predicted step, s")
+    axes.annotate(str(options[0].layout), points[0], fontsize=8, xytext=(-5, 5), textcoords="offset points", ha="right")
+axes.set(ylim=0, xlabel="memory of a rank, GB", ylabel="predicted step, s")
 axes.legend()
 plt.show()
 

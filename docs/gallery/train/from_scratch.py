@@ -154,7 +154,7 @@ for (optimizer_name, form), runs in found.items():
     right.plot([form.replace(", ", "\n")] * len(runs), last, "o", color=color, fillstyle="full" if muon else "none")
 left.set(xlabel="step", ylabel="held-out loss, nats", title="Loss over training")
 left.legend(fontsize=7)
-right.set(title="Last loss (filled: MuonAdamW)")
+right.set(title="Last loss\n(filled: MuonAdamW)")
 right.tick_params(axis="x", labelsize=8)
 right.margins(x=0.2)
 plt.show()

@@ -62,7 +62,10 @@ class _Timer:
         self.device, self.repetitions, self.group = device, repetitions, group
 
     def __call__(self, work: Callable[[], object]) -> float:
-        """Return the median time of the slowest rank, in seconds, with all ranks at work."""
+        """Return the median over repetitions of the time of the slowest rank, in seconds, with all ranks at work.
+
+        Steps wait for the slowest rank, too, which is another one each time where ranks share a core.
+        """
         times = []
         for _ in range(2 + self.repetitions):
             self._finish()
@@ -72,10 +75,10 @@ class _Timer:
             work()
             self._finish()
             times.append(time.perf_counter() - begin)
-        slowest = torch.tensor(statistics.median(times[2:]), dtype=torch.float64, device=self.device)
+        slowest = torch.tensor(times[2:], dtype=torch.float64, device=self.device)
         if self.group:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return max(float(slowest), 1e-9)
+        return max(statistics.median(slowest.tolist()), 1e-9)
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

@@ -31,7 +31,8 @@ def along(rank: Rank, axis: str, cluster: ClusterSpec) -> Traffic:
         payload = m * sum(layer.tp_bytes.at(rank.samples) for layer in rank.layers)
         # Small messages: latency counts, so the number of calls does.
         calls = m * sum(layer.tp_calls for layer in rank.layers)
-        return _all_reduce(axis, cluster, layout.tp, layout.tp, payload, calls)
+        # What is summed is copied first, and what is gathered is joined afterwards: each is read and written twice.
+        return _all_reduce(axis, cluster, layout.tp, layout.tp, payload, calls, copied=4 * payload)
     # A stage sends its output forward and the gradient of its input back. With V schedules neighbouring stages
     # can be on one rank, which sends nothing.
     last, mine = len(rank.stages) - 1, set(rank.mine)
