@@ -148,8 +148,9 @@ class Survey:
             names: dict[str, list[str]] = {}
             for entry in self.skipped:
                 names.setdefault(entry.reason, []).append(entry.name)
-            more = {reason: f" and {len(found) - 1} more" if len(found) > 1 else "" for reason, found in names.items()}
-            reasons = [*self.notes, *(f"{found[0]!r}{more[why]} {why}" for why, found in [*names.items()][:5])]
+            reasons = list(self.notes)
+            for reason, (first, *others) in [*names.items()][:5]:
+                reasons.append(f"{first!r} {reason}" + (f" ({len(others)} more too)" if others else ""))
             raise CompressionError(f"the model has no layer to compress: {'; '.join(reasons) or 'it has no weights'}")
         return self
 
