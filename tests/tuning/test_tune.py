@@ -387,7 +387,7 @@ def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, acc
         continued = pr.tune(net, accuracy, data, **options)
         assert [trial.plan for trial in continued.trials] == [trial.plan for trial in whole.trials]
         assert [trial.metric for trial in continued.trials] == [trial.metric for trial in whole.trials]
-        assert any("ended within a line, of which" in note for note in continued.notes)
+        assert any("ended within a line: its" in note for note in continued.notes)
 
     def search(model):
         pr.tune(net, accuracy, data, **options)

@@ -57,7 +57,7 @@ def near(
 def step_from(
     params: Mapping[str, Any], distributions: Mapping[str, Any], draw: random.Random, scale: float
 ) -> dict[str, Any]:
-    """Return parameters near others, of which at least one is different.
+    """Return parameters near others: some are moved, within their ranges.
 
     Args:
         params: What the best trial drew.

@@ -154,5 +154,5 @@ def _mended(path: str | os.PathLike[str], file: IO[bytes]) -> tuple[str, ...]:
         if json.loads(first).get("study_name") == _NAME:
             whole = data.rindex(b"\n") + 1
             file.truncate(whole)
-            return (f"storage={str(path)!r} ended within a line, of which {len(data) - whole} bytes were removed",)
+            return (f"storage={str(path)!r} ended within a line: its {len(data) - whole} bytes were removed",)
     return ()
