@@ -15,7 +15,7 @@ from panther.distributed.advisor.statistics._fake_run import WorkCounter
 from panther.errors import PerformanceWarning, ShapeError
 from panther.nn import SKLinear
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "tp all_reduce", "tp all_gather")
 
 
 def measure():
@@ -40,12 +40,39 @@ def measure_as_two_nodes():
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_links_within_and_between_nodes_are_measured_apart():
     specs = on_ranks(measure_as_two_nodes, 4)
     assert all(spec == specs[0] for spec in specs)
     assert (specs[0].gpus_per_node, specs[0].nodes) == (2, 2)
     names = [name for name, *_ in specs[0].collectives]
     assert names == [f"{link} {name}" for link in ("intra", "inter") for name in OPERATIONS]
+
+
+def test_tensor_parallelism_takes_the_time_of_its_own_collectives():
+    # 2 x 3 numbers a row are summed twice by a pair of sharded layers, and an output of 4,096 is gathered.
+    model = nn.Sequential(SKLinear(64, 128, 3), nn.ReLU(), SKLinear(128, 64, 3), nn.Linear(64, 4096))
+    stats, layout, batch = ModelStats.of(model, torch.ones(2, 64)), Layout(tp=2), 10
+    layers = stats.shard(2).layers
+    gathered, gathers = sum(layer.tp_gathered.at(batch) for layer in layers), sum(layer.tp_gathers for layer in layers)
+    summed = sum(layer.tp_bytes.at(batch) for layer in layers) - gathered
+    sums = sum(layer.tp_calls for layer in layers) - gathers
+    assert (gathered, gathers) == (batch * 4096 / 2 * 4, 1)
+    speeds = {"tp all_reduce": (1e-3, 1e6), "tp all_gather": (2e-3, 2e6)}
+
+    def seconds(**named):
+        collectives = tuple((f"intra {name}", *speed) for name, speed in named.items())
+        cluster = ClusterSpec.preset("cpu", 2, collectives=collectives, intra_latency=4e-3, intra_bandwidth=1e7)
+        return estimate(stats, cluster, layout, batch).seconds["tp"]
+
+    def expected(reduce, gather):
+        return sums * 2 * reduce[0] + summed / reduce[1] + gathers * gather[0] + gathered / gather[1]
+
+    assert seconds(**speeds) == pytest.approx(expected(*speeds.values()))
+    # Files of earlier measurements have those of all layouts, and data sheets one for all.
+    plain = {name.removeprefix("tp "): speed for name, speed in speeds.items()}
+    assert seconds(**plain) == pytest.approx(expected(*speeds.values()))
+    assert seconds() == pytest.approx(expected((4e-3, 1e7), (4e-3, 1e7)))
 
 
 def test_a_file_keeps_the_figures(tmp_path):

@@ -285,7 +285,7 @@ def wanted(name, strategy, precision, hook, world):
     return fsdp | {"axes": sorted(axes)}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_it_builds_what_it_says_or_says_why_not(world):
     precisions = (None, "fp16") if world == 3 else PRECISIONS  # to save time
     cases = list(itertools.product(STRATEGIES, precisions, HOOKS))

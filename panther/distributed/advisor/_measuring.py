@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch import nn
 
 from panther.distributed.advisor.cost.optimizer import optimizer_bytes
 from panther.distributed.comm._ranks import in_process_group, transport
-from panther.distributed.comm.bandwidth import CommunicationProfile, profile_communication_overhead
+from panther.distributed.comm.bandwidth import profile_communication_overhead
+from panther.distributed.comm.collectives import all_gather, all_reduce
 from panther.distributed.comm.nodes import physical_memory
 
 _SMALL, _LARGE = 2**12, 2**24  # bytes of messages that show latency, and bandwidth
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}  # in n - 1; None is one round
+_LARGE_SUM, _LARGE_GATHER = 2**21, 2**25  # of tensor parallelism, which sums activations, and gathers outputs
 _BLOCKS = 16  # of modules that show the time of an operation
 _WIDTHS = (4, 8, 16, 32, 64)  # of narrow products
 
@@ -52,7 +55,7 @@ def measured_fields(repetitions: int) -> dict[str, Any]:
         "measured_gpus": world,
     }
     if world > 1:
-        fields |= _links(local, world, repetitions)
+        fields |= _links(local, world, timer)
         fields["overlap"] = _overlap(timer)
     return fields
 
@@ -155,44 +158,62 @@ def _operation_seconds(timer: _Timer) -> float:
     return timer(work) / (8 * _BLOCKS)
 
 
-def _links(local: int, world: int, repetitions: int) -> dict[str, Any]:
+def _links(local: int, world: int, timer: _Timer) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     speeds = []
     for link, size in (("intra", local), ("inter", world)):
         if size == 1 or (link == "inter" and size == local):
             continue
-        profile = _profile(size, world, repetitions)
-        fitted = {name: _fit(profile, name) for name in _ROUNDS}
+        group = None
+        if size < world:  # the ranks of each node, all nodes at the same time
+            group, _ = dist.new_subgroups(size)
+        try:
+            fitted = {**_profiled(group, timer.repetitions), **_tensor_parallel(group, timer)}
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
         fields[f"{link}_latency"], fields[f"{link}_bandwidth"] = fitted["all_reduce"]
         speeds += [(f"{link} {name}", *fit) for name, fit in fitted.items()]
     return {**fields, "collectives": tuple(speeds)}
 
 
-def _profile(size: int, world: int, repetitions: int) -> CommunicationProfile:
-    group = None
-    if size < world:  # the ranks of each node, all nodes at the same time
-        group, _ = dist.new_subgroups(size)
-    try:
-        profile = profile_communication_overhead((_SMALL, _LARGE), repetitions=repetitions, group=group, show=False)
-        gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, profile)
-    finally:
-        if group is not None:
-            dist.destroy_process_group(group)
+def _profiled(group: Any, repetitions: int) -> dict[str, tuple[float, float]]:
+    """Return latency and bandwidth of collectives in buffers that exist, as data parallelism uses them."""
+    profile = profile_communication_overhead((_SMALL, _LARGE), repetitions=repetitions, group=group, show=False)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, profile)
     # One figure for the cluster: that of the slowest node.
-    return max(gathered, key=lambda each: sum(timing.time_ms for timing in each.timings))
+    slowest = max(gathered, key=lambda each: sum(timing.time_ms for timing in each.timings))
+    times: dict[str, dict[int, float]] = {}
+    for timing in slowest.timings:
+        times.setdefault(timing.operation, {})[timing.message_bytes] = timing.time_ms / 1e3
+    return {name: _fit(name, times[name], slowest.world_size) for name in _ROUNDS}
 
 
-def _fit(profile: CommunicationProfile, operation: str) -> tuple[float, float]:
-    """Return latency and bandwidth that explain the times of a small and a large message."""
-    small, large = sorted(
-        (timing for timing in profile.timings if timing.operation == operation), key=lambda timing: timing.message_bytes
-    )
-    n, rounds = profile.world_size, _ROUNDS[operation]
-    factor = large.bus_bandwidth_gb_s / large.algorithm_bandwidth_gb_s
-    latency = small.time_ms / 1e3 / (1 if rounds is None else rounds * (n - 1))
-    seconds = max((large.time_ms - small.time_ms) / 1e3, large.time_ms / 1e4)
-    return latency, factor * (large.message_bytes - small.message_bytes) / seconds
+def _tensor_parallel(group: Any, timer: _Timer) -> dict[str, tuple[float, float]]:
+    """Return latency and bandwidth of the collectives of sharded layers, which allocate their results."""
+    n = dist.get_world_size(group)
+    found = {}
+    for operation, (run, ranks, large) in {
+        "all_reduce": (all_reduce, 1, _LARGE_SUM),
+        "all_gather": (all_gather, n, _LARGE_GATHER),  # of as many tensors as there are ranks
+    }.items():
+        times = {}
+        for size in (_SMALL, large):
+            x = torch.zeros(-(-size // (4 * ranks)), device=timer.device)
+            times[x.nbytes * ranks] = timer(partial(run, x, group=group))
+        found[f"tp {operation}"] = _fit(operation, times, n)
+    return found
+
+
+def _fit(operation: str, times: dict[int, float], n: int) -> tuple[float, float]:
+    """Return latency and bandwidth that explain the seconds of a small and a large message, by their bytes."""
+    small, large = sorted(times)
+    rounds = _ROUNDS[operation]
+    latency = times[small] / (1 if rounds is None else rounds * (n - 1))
+    factor = 1 if rounds is None else rounds * (n - 1) / n
+    seconds = max(times[large] - times[small], times[large] / 10)
+    return latency, factor * (large - small) / seconds
 
 
 def _overlap(timer: _Timer) -> float:

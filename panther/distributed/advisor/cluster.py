@@ -64,8 +64,9 @@ class ClusterSpec:
     """How many times as long as by ``peak_flops`` products of matrices take whose narrowest size is so small (for a
     sketched layer it is the sketch size): pairs of a size and a factor, by size. It is interpolated between them."""
     collectives: tuple[tuple[str, float, float], ...] = ()
-    """Latency and bandwidth of single operations, for links within nodes (``"intra all_gather"``) and between them;
-    without an entry, those above hold."""
+    """Latency and bandwidth of single operations, for links within nodes (``"intra all_gather"``) and between them, and
+    of those of tensor parallelism (``"intra tp all_gather"``). Without an entry those of the operation hold, or else
+    those above."""
     measured_gpus: int = 0
     """Number of devices on which :meth:`measure` measured the speeds; 0 if they are from data sheets, and times that
     follow from them are good for a ranking only."""
@@ -214,8 +215,9 @@ class ClusterSpec:
         return self.intra_latency if self.link(span) == "intra" else self.inter_latency
 
     def _measured(self, span: int, operation: str) -> tuple[float, float] | None:
-        wanted = f"{self.link(span)} {operation}"
-        return next(((latency, bandwidth) for name, latency, bandwidth in self.collectives if name == wanted), None)
+        speeds = {name: (latency, bandwidth) for name, latency, bandwidth in self.collectives}
+        link = self.link(span)
+        return speeds.get(f"{link} {operation}") or speeds.get(f"{link} {operation.removeprefix('tp ')}")
 
     def flops(self, dtype_bytes: int) -> float:
         """Return the assumed flops per second for numbers of ``dtype_bytes`` bytes."""

@@ -277,24 +277,33 @@ def _view(x: Tensor) -> Tensor:
 
 def _sum(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     if op == dist.ReduceOp.SUM:
-        # As an operation that returns its result: activation checkpointing can then save it, and send nothing again.
-        name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
-        functional = torch.ops._c10d_functional
-        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", name))
+        return _functional("all_reduce", x, "sum", group=group)
     total = x.contiguous().clone()  # collectives write in place, and autograd needs x as it was
     dist.all_reduce(total, op, group=group)
     return total
 
 
+def _functional(name: str, x: Tensor, *settings: Any, group: Group) -> Tensor:
+    """Call a collective as an operation that returns its result: activation checkpointing can save it, and send once.
+
+    Gloo copies less with it, too, than with lists of tensors.
+    """
+    functional = torch.ops._c10d_functional
+    group_name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
+    return functional.wait_tensor(getattr(functional, name)(x.contiguous(), *settings, group_name))
+
+
 def _gather(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
-    # Padded to one size, the only form that gloo's all_gather of tensors knows.
+    # Padded to one size, the only form that gloo knows. It joins along dimension 0.
     largest = max(sizes)
-    padded = x.movedim(dim, 0)
-    if len(padded) < largest:
-        padded = torch.cat((padded, padded.new_zeros(largest - len(padded), *padded.shape[1:])))
-    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
-    dist.all_gather(parts, padded.contiguous(), group=group)
-    return torch.cat([part[:size].movedim(0, dim) for part, size in zip(parts, sizes, strict=True)], dim)
+    if x.shape[dim] < largest:
+        missing = (*x.shape[:dim], largest - x.shape[dim], *x.shape[dim + 1 :])
+        x = torch.cat((x, x.new_zeros(missing)), dim)
+    joined = _functional("all_gather_into_tensor", x, len(sizes), group=group)
+    if dim == 0 and min(sizes) == largest:
+        return joined
+    parts = joined.unflatten(0, (len(sizes), x.shape[0]))
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
 def _own_chunk(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
@@ -304,10 +313,8 @@ def _own_chunk(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
 def _sum_own_chunk(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
     if len(set(sizes)) > 1:  # gloo has no reduce_scatter of uneven shards
         return _own_chunk(_sum(x, group), dim, sizes, group)
-    whole = x.movedim(dim, 0).contiguous()  # the shards of dimension 0 are contiguous
-    mine = torch.empty_like(whole[: sizes[0]])
-    dist.reduce_scatter(mine, list(whole.split(sizes)), group=group)
-    return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else mine
+    shards = torch.cat(x.split(sizes, dim)) if dim else x  # which is split along dimension 0
+    return _functional("reduce_scatter_tensor", shards, "sum", len(sizes), group=group)
 
 
 def _send(x: Tensor, src: int, group: Group) -> Tensor:

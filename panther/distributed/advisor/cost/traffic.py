@@ -28,11 +28,7 @@ def along(rank: Rank, axis: str, cluster: ClusterSpec) -> Traffic:
     """Return the traffic along tp or pp."""
     layout, m = rank.layout, rank.layout.num_microbatches
     if axis == "tp":
-        payload = m * sum(layer.tp_bytes.at(rank.samples) for layer in rank.layers)
-        # Small messages: latency counts, so the number of calls does.
-        calls = m * sum(layer.tp_calls for layer in rank.layers)
-        # What is summed is copied first, and what is gathered is joined afterwards: each is read and written twice.
-        return _all_reduce(axis, cluster, layout.tp, layout.tp, payload, calls, copied=4 * payload)
+        return _tensor_parallel(rank, cluster)
     # A stage sends its output forward and the gradient of its input back. With V schedules neighbouring stages
     # can be on one rank, which sends nothing.
     last, mine = len(rank.stages) - 1, set(rank.mine)
@@ -40,6 +36,17 @@ def along(rank: Rank, axis: str, cluster: ClusterSpec) -> Traffic:
     messages += [rank.input_of(s) for s in rank.mine if s > 0 and s - 1 not in mine]
     sent = m * sum(messages)
     return _traffic(axis, cluster, layout.pp * layout.tp, sent, sent, m * len(messages), "broadcast")
+
+
+def _tensor_parallel(rank: Rank, cluster: ClusterSpec) -> Traffic:
+    """Return the traffic along tp. Messages are small: latency counts, so the number of calls does."""
+    m, n = rank.layout.num_microbatches, rank.layout.tp
+    gathered = m * sum(layer.tp_gathered.at(rank.samples) for layer in rank.layers)
+    gathers = m * sum(layer.tp_gathers for layer in rank.layers)
+    reduced = m * sum(layer.tp_bytes.at(rank.samples) for layer in rank.layers) - gathered
+    calls = m * sum(layer.tp_calls for layer in rank.layers) - gathers
+    gather = _traffic("tp", cluster, n, gathered, (n - 1) * gathered, (n - 1) * gathers, "tp all_gather")
+    return _both(_all_reduce("tp", cluster, n, n, reduced, calls, "tp all_reduce"), gather)
 
 
 def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
@@ -60,13 +67,7 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
         scatter = _traffic(
             "dp", cluster, span, reduced, share * reduced, (n - 1) * len(units), "reduce_scatter", 2 * reduced
         )
-        dp = Traffic(
-            "dp",
-            gather.link,
-            gather.payload + scatter.payload,
-            gather.sent + scatter.sent,
-            gather.seconds + scatter.seconds,
-        )
+        dp = _both(gather, scatter)
         shard = reduced / n
         replicas = _all_reduce("replicate", cluster, layout.replicate, layout.world, shard, len(units))
         return (dp, replicas) if layout.replicate > 1 else (dp,)
@@ -80,11 +81,24 @@ def data_parallel(rank: Rank, cluster: ClusterSpec) -> tuple[Traffic, ...]:
     return (replace(dp, payload=dp.payload + buffers),)
 
 
+def _both(one: Traffic, other: Traffic) -> Traffic:
+    return replace(
+        one, payload=one.payload + other.payload, sent=one.sent + other.sent, seconds=one.seconds + other.seconds
+    )
+
+
 def _all_reduce(
-    axis: str, cluster: ClusterSpec, n: int, span: int, payload: float, calls: int, copied: float = 0.0
+    axis: str,
+    cluster: ClusterSpec,
+    n: int,
+    span: int,
+    payload: float,
+    calls: int,
+    operation: str = "all_reduce",
+    copied: float = 0.0,
 ) -> Traffic:
     sent, rounds = 2 * (n - 1) / n * payload, 2 * (n - 1) * calls
-    return _traffic(axis, cluster, span, payload, sent, rounds, copied=copied)
+    return _traffic(axis, cluster, span, payload, sent, rounds, operation, copied)
 
 
 def _traffic(

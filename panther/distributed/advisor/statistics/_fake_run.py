@@ -186,9 +186,11 @@ class Run:
 
     def __init__(self, batch: int, layers: int) -> None:
         self.batch = batch
-        self.flops, self.tp_bytes, self.tp_calls, self.activations, self.output = np.zeros((5, layers), dtype=np.int64)
-        """Flops; bytes that are reduced over the tp axis, and calls of these reductions; bytes that autograd saves
-        first in a layer, without parameters and buffers; bytes of its output."""
+        self.activations, self.output = np.zeros((2, layers), dtype=np.int64)
+        """Bytes that autograd saves first in a layer, without parameters and buffers; bytes of its output."""
+        self.sums = np.zeros((5, layers), dtype=np.int64)
+        self.flops, self.tp_bytes, self.tp_calls, self.tp_gathered, self.tp_gathers = self.sums
+        """Flops; bytes that are sent over the tp axis, and the calls; those of them that are gathered."""
         self.saves_input = [False] * layers
         self.products: list[list[Work]] = [[] for _ in range(layers)]
         """The products, in the order in which they run."""
@@ -229,7 +231,7 @@ def run(
     inputs_of, current = [-1] * len(layers), 0
     entered: list[Tensor] = []
     work, traffic = WorkCounter(), CommunicationCounter()
-    before = np.zeros(3, dtype=np.int64)
+    before = np.zeros(len(done.sums), dtype=np.int64)
     regions = Regions(done.kept, done.keeps_input, done.recomputed, weights, lambda: (current, inputs_of[current]))
 
     def switch_to(layer: int) -> None:
@@ -239,9 +241,12 @@ def run(
         done.products[current] += products
         done.moved[current] += moved
         done.made[current] += made
-        now = np.array([work.flops, traffic.bytes, traffic.calls])
-        for counts, more in zip((done.flops, done.tp_bytes, done.tp_calls), now - before, strict=True):
-            counts[current] += more
+        gathered, gathers = (
+            sum(count for name, count in counts.items() if "gather" in name)
+            for counts in (traffic.bytes_by_operation, traffic.calls_by_operation)
+        )
+        now = np.array([work.flops, traffic.bytes, traffic.calls, gathered, gathers])
+        done.sums[:, current] += now - before
         current, before = layer, now
 
     def pack(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line,
 from panther.errors import ShapeError
 
 SHIPPED = Path(__file__).with_name("transformers.json.gz")
-_LINES = ("flops", "activations", "output", "largest", "tp_bytes", "moved", "recomputed")
+_LINES = ("flops", "activations", "output", "largest", "tp_bytes", "tp_gathered", "moved", "recomputed")
 
 
 def default_folder() -> Path:

@@ -200,6 +200,8 @@ def _layer(i: int, name: str, plain: tuple[Run, Run], again: tuple[Run, Run] | N
         largest=_largest(first.made[i], second.made[i], first.batch, second.batch),
         tp_bytes=line("tp_bytes"),
         tp_calls=int(first.tp_calls[i]),
+        tp_gathered=line("tp_gathered"),
+        tp_gathers=int(first.tp_gathers[i]),
         saves_input=plain[0].saves_input[i] if again is None else plain[0].keeps_input[i],
         recomputed=_line(float(largest[0]), float(largest[1]), first.batch, second.batch),
         products=_products(first.products[i], second.products[i], first.batch, second.batch),

@@ -81,9 +81,13 @@ class LayerStats:
     largest: Line
     """Bytes of the largest tensor that an operation makes, forward or backward, of those that grow with the batch."""
     tp_bytes: Line
-    """Bytes that its sharded layers reduce over the tp axis, forward and backward."""
+    """Bytes that its sharded layers reduce or gather over the tp axis, forward and backward."""
     tp_calls: int
-    """Number of these reductions."""
+    """Number of these collectives."""
+    tp_gathered: Line
+    """Those of ``tp_bytes`` that are gathered."""
+    tp_gathers: int
+    """Those of ``tp_calls`` that gather."""
     saves_input: bool
     """Whether ``activations`` include its input; otherwise those of the layer before do."""
     products: tuple[Product, ...]
