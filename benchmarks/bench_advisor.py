@@ -2,8 +2,9 @@
 
 The processes that train are measured by ClusterSpec.measure, before and after. Between, they train a transformer, dense
 or sketched, with one layout after another in turns, on gloo with one thread a process. A time is the median over turns
-of the slowest rank's. Memory is the peak of the resident set in other processes, less what they had before the model
-was made, with a malloc that returns what is freed.
+of the slowest rank's, with a malloc that keeps what is freed, as the caching allocator of a GPU does: glibc's returns
+tensors of 32 MiB to the system, which clears them when they are next used. Memory is the peak of the resident set in
+other processes, less what they had before the model was made, with a malloc that returns what is freed.
 """
 
 __all__ = ["BATCH", "LAYOUTS", "SIZES", "SKETCH", "SMALL", "chosen_plan", "plan_of", "run", "seconds_of"]
@@ -38,6 +39,7 @@ SIZES = {"hidden": 256, "layers": 6, "heads": 4, "ffn": 1024, "vocab": 4096, "se
 SMALL = {"hidden": 32, "layers": 4, "heads": 4, "ffn": 64, "vocab": 64, "sequence": 8}
 BATCH, SKETCH = 32, 16
 _WARM_UP, _FEWEST = 2, 4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # M_... in glibc's malloc.h
 
 
 def run(device: str, budget_s: float, quick: bool = False) -> None:
@@ -128,6 +130,7 @@ def seconds_of(
 
     Every rank calls it.
     """
+    _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})  # keeps what is freed
     cluster = ClusterSpec.measure(repetitions=repetitions)
     trainers = [_Trainer(plan, place, sizes) for place in range(len(plan.options))]
     times: list[list[float]] = [[] for _ in trainers]
@@ -169,10 +172,7 @@ def _mean(first: ClusterSpec, second: ClusterSpec) -> ClusterSpec:
 
 
 def _memory(plan: ParallelismPlan, sizes: dict[str, Any]) -> list[float]:
-    # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: large blocks are mapped, and freed at once.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**16)
-    libc.mallopt(-1, 2**16)
+    _set_malloc({_MMAP_THRESHOLD: 2**16, _TRIM_THRESHOLD: 2**16})  # large blocks are mapped, and freed at once
     peaks = []
     for place in range(len(plan.options)):
         # What the first operations of a process load is not the model's.
@@ -189,6 +189,12 @@ def _memory(plan: ParallelismPlan, sizes: dict[str, Any]) -> list[float]:
         del trainer
         gc.collect()
     return peaks
+
+
+def _set_malloc(parameters: dict[int, int]) -> None:
+    libc = ctypes.CDLL(None)
+    for parameter, value in parameters.items():
+        libc.mallopt(parameter, value)
 
 
 def _resident() -> int:
