@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from panther.distributed.advisor.cost.optimizer import optimizer_bytes
 from panther.distributed.comm._ranks import in_process_group, transport
@@ -22,7 +22,7 @@ from panther.distributed.comm.nodes import physical_memory
 
 _SMALL, _LARGE = 2**12, 2**24  # bytes of messages that show latency, and bandwidth
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": None}  # in n - 1; None is one round
-_LARGE_SUM, _LARGE_GATHER = 2**21, 2**25  # of tensor parallelism, which sums activations, and gathers outputs
+_ACTIVATIONS, _OUTPUTS = 2**21, 2**25  # which tensor parallelism sums, on a CPU, and gathers
 _BLOCKS = 16  # of modules that show the time of an operation
 _WIDTHS = (4, 8, 16, 32, 64)  # of narrow products
 
@@ -194,10 +194,12 @@ def _tensor_parallel(group: Any, timer: _Timer) -> dict[str, tuple[float, float]
     """Return latency and bandwidth of the collectives of sharded layers, which allocate their results."""
     n = dist.get_world_size(group)
     found = {}
-    for operation, (run, ranks, large) in {
-        "all_reduce": (all_reduce, 1, _LARGE_SUM),
-        "all_gather": (all_gather, n, _LARGE_GATHER),  # of as many tensors as there are ranks
-    }.items():
+    summed = _OUTPUTS if timer.device.type == "cuda" else _ACTIVATIONS
+    collectives: tuple[tuple[str, Callable[..., Tensor], int, int], ...] = (
+        ("all_reduce", all_reduce, 1, summed),
+        ("all_gather", all_gather, n, _OUTPUTS),  # of as many tensors as there are ranks
+    )
+    for operation, run, ranks, large in collectives:
         times = {}
         for size in (_SMALL, large):
             x = torch.zeros(-(-size // (4 * ranks)), device=timer.device)
