@@ -50,7 +50,8 @@ def test_links_within_and_between_nodes_are_measured_apart():
 
 
 def test_tensor_parallelism_takes_the_time_of_its_own_collectives():
-    # 2 x 3 numbers a row are summed twice by a pair of sharded layers, and an output of 4,096 is gathered.
+    # A pair of sharded layers sums 2 x 3 numbers a row in forward and in backward. The output of 4,096 is gathered, and
+    # the gradient of its 64 inputs is summed.
     model = nn.Sequential(SKLinear(64, 128, 3), nn.ReLU(), SKLinear(128, 64, 3), nn.Linear(64, 4096))
     stats, layout, batch = ModelStats.of(model, torch.ones(2, 64)), Layout(tp=2), 10
     layers = stats.shard(2).layers
@@ -58,6 +59,7 @@ def test_tensor_parallelism_takes_the_time_of_its_own_collectives():
     summed = sum(layer.tp_bytes.at(batch) for layer in layers) - gathered
     sums = sum(layer.tp_calls for layer in layers) - gathers
     assert (gathered, gathers) == (batch * 4096 / 2 * 4, 1)
+    assert (summed, sums) == (batch * (2 * 2 * 3 + 64) * 4, 3)
     speeds = {"tp all_reduce": (1e-3, 1e6), "tp all_gather": (2e-3, 2e6)}
 
     def seconds(**named):

@@ -65,7 +65,17 @@ def slow_link(run, column, link="100 Mbit/s"):
     return one("link-runs-cpu-amd-epyc-threads-1", column, link=link, run=run) / 1e3
 
 
+def predicted(name, column, **place):
+    """How many predicted steps are within 30 % of the measured ones."""
+    return sum(abs(ratio - 1) <= 0.3 for ratio in values(name, column, **place))
+
+
 TOOLS, FIRST, README = "docs/start/which-tool.rst", "docs/index.rst", "README.md"
+ADVISOR, STEPS, STEPS_BETWEEN = (
+    "docs/benchmarks/advisor.rst",
+    "advisor-cpu-amd-epyc-threads-1",
+    "advisor-link-cpu-amd-epyc-threads-1",
+)
 QUOTED = [  # page, words with the number in braces, number, digits behind the point
     (README, "a step takes {} s dense", lambda: slow_link("dense, ddp", "fastest_ms"), 2),
     (README, "s dense and {} s sketched", lambda: slow_link("sketched, ddp", "fastest_ms"), 2),
@@ -209,9 +219,11 @@ QUOTED = [  # page, words with the number in braces, number, digits behind the p
     (
         TOOLS,
         "measured peak in {} of 24 layouts",
-        lambda: sum(abs(r - 1) <= 0.105 for r in values("advisor-cpu-amd-epyc-threads-1", "memory_ratio")),
+        lambda: sum(abs(r - 1) <= 0.105 for r in values(STEPS, "memory_ratio")),
         0,
     ),
+    (ADVISOR, "the two cores, {} of 12", lambda: predicted(STEPS, "fastest_ratio", processes="4"), 0),
+    (ADVISOR, "Over a slow link {} of 36", lambda: predicted(STEPS_BETWEEN, "fastest_ratio"), 0),
     (FIRST, "keeps {} in 3.25 bits", lambda: one(ENCODER, "correlation", method="panther", size="3.25 bits"), 3),
     (FIRST, "and {} in 4.25, GPTQ", lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"), 3),
     (FIRST, "GPTQ {} and", lambda: one(ENCODER, "correlation", method="GPTQ", size="int3"), 3),
