@@ -129,18 +129,22 @@ class SKConv2D(SketchedLayer):
 
     def call(self, inputs: Any) -> Any:
         """Map a batch of images to one with ``filters`` channels."""
-        ops, padding = keras.ops, self.padding
+        ops, padding, last = keras.ops, self.padding, self._channels_last
+        transposed = not last and _needs_channels_last()
+        if transposed:
+            inputs, last = ops.transpose(inputs, (0, 2, 3, 1)), True
+        data_format = "channels_last" if last else "channels_first"
         if not isinstance(padding, str):
             sides = [(size, size) for size in padding]
-            inputs = ops.pad(inputs, [(0, 0), *sides, (0, 0)] if self._channels_last else [(0, 0), (0, 0), *sides])
+            inputs = ops.pad(inputs, [(0, 0), *sides, (0, 0)] if last else [(0, 0), (0, 0), *sides])
             padding = "valid"
-        z = ops.conv(
-            inputs, self.S * self.scale, self.strides, padding, self.data_format, dilation_rate=self.dilation_rate
-        )
+        z = ops.conv(inputs, self.S * self.scale, self.strides, padding, data_format, dilation_rate=self.dilation_rate)
         rows, out = self.U.shape
         mix = ops.reshape(self.U, (self.groups, rows // self.groups, out))
         mix = ops.reshape(ops.transpose(mix, (1, 0, 2)), (1, 1, rows // self.groups, self.filters))
-        outputs = ops.conv(z, mix, 1, "valid", self.data_format)
+        outputs = ops.conv(z, mix, 1, "valid", data_format)
+        if transposed:
+            outputs = ops.transpose(outputs, (0, 3, 1, 2))
         return self._activated(outputs, (self.filters,) if self._channels_last else (self.filters, 1, 1))
 
     @property
@@ -212,3 +216,13 @@ class SKConv2D(SketchedLayer):
         """Return the constructor's arguments."""
         names = ("filters", "kernel_size", "strides", "padding", "data_format", "dilation_rate", "groups")
         return super().get_config() | {name: getattr(self, name) for name in names}
+
+
+def _needs_channels_last() -> bool:
+    # TensorFlow has convolutions of channels first on GPUs, and on a CPU only through oneDNN, which it does not use by
+    # itself on processors without AVX-512.
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow
+
+    return not tensorflow.config.list_logical_devices("GPU")
