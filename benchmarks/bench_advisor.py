@@ -48,20 +48,23 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
         print("processes over gloo are measured on CPUs only")
         return
     rows = []
+    if quick:
+        print_table(rows_of(2, LAYOUTS[2][1:3], {**SMALL, "sketch": 2}, budget_s, repetitions=2))
+        return
     for world, layouts in LAYOUTS.items():
-        for sketch in (None, 2 if quick else SKETCH):
-            sizes = {**(SMALL if quick else SIZES), "sketch": sketch}
-            rows += rows_of(world, layouts[: 2 if quick else None], sizes, budget_s)
+        for sketch in (None, SKETCH):
+            rows += rows_of(world, layouts, {**SIZES, "sketch": sketch}, budget_s)
             print_table(rows)
-    if not quick:
-        print(f"written to {write_csv('advisor', rows, device=device)}")
+    print(f"written to {write_csv('advisor', rows, device=device)}")
 
 
-def rows_of(world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s: float) -> list[dict[str, Any]]:
+def rows_of(
+    world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s: float, repetitions: int = 10
+) -> list[dict[str, Any]]:
     """Train a model with each layout, and return measured beside predicted figures."""
     stats = ModelStats.transformer(**sizes)
     chosen = chosen_plan(stats, world, layouts)
-    cluster, seconds, least = launch(seconds_of, chosen, sizes, budget_s, nproc=world)[0]
+    cluster, seconds, least = launch(seconds_of, chosen, sizes, budget_s, repetitions, nproc=world)[0]
     memory = [max(ranks) for ranks in zip(*launch(_memory, chosen, sizes, nproc=world), strict=True)]
     predictions = {str(option.layout): option.estimate for option in plan_of(stats, cluster).options}
     return [
