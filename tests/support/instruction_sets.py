@@ -3,8 +3,8 @@
 MKL, ATen and oneDNN choose their code by the processor, and each choice rounds and adds in another order: a tolerance
 that holds on one machine may fail on the next. Their variables make a newer processor run the code of older ones (MKL
 obeys its own on Intel's processors only). ``PANTHER_TOLERANCE_MARGIN`` divides the bound of factorisations, because
-they must keep a factor of 4 to it. A setting that the processor cannot run is left out, which a line says: ATen would end
-with an illegal instruction. Two settings run side by side; the last line of the output is the sum of all.
+they must keep a factor of 4 to it. A setting that the processor cannot run, where ATen would end with an illegal
+instruction, is left out, and a line says so. Two settings run side by side; the last line of the output is the sum.
 """
 
 import os
