@@ -221,8 +221,4 @@ class SKConv2D(SketchedLayer):
 def _needs_channels_last() -> bool:
     # TensorFlow has convolutions of channels first on GPUs, and on a CPU only through oneDNN, which it does not use by
     # itself on processors without AVX-512.
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow
-
-    return not tensorflow.config.list_logical_devices("GPU")
+    return keras.backend.backend() == "tensorflow" and not keras.distribution.list_devices("gpu")
