@@ -16,7 +16,7 @@ INSTALL = $(PIP) install -c constraints.txt
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
 
-# Every behaviour once, as two pytest processes side by side; with ARGS, a single pytest that gets them.
+# Every behaviour once, as pytest processes, two at a time; with ARGS, a single pytest that gets them.
 # One thread: torch and scipy bring a pool each, and two pools on shared cores get in each other's way.
 test: .venv/.test-stamp
 	OMP_NUM_THREADS=1 .venv/bin/$(if $(ARGS),pytest $(ARGS),python tests/support/shards.py)
