@@ -47,10 +47,11 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     if device != "cpu":
         print("processes over gloo are measured on CPUs only")
         return
-    rows = []
     if quick:
-        print_table(rows_of(2, LAYOUTS[2][1:3], {**SMALL, "sketch": 2}, budget_s, repetitions=2))
+        layouts = ("dp=2 fsdp", "tp=2", "pp=2 1f1b m=4")
+        print_table(rows_of(2, layouts, {**SMALL, "sketch": 2}, budget_s, repetitions=2))
         return
+    rows = []
     for world, layouts in LAYOUTS.items():
         for sketch in (None, SKETCH):
             rows += rows_of(world, layouts, {**SIZES, "sketch": sketch}, budget_s)

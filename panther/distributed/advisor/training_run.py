@@ -129,11 +129,10 @@ class TrainingRun:
 def describe(run: TrainingRun, cost: TrainingCost, devices: int, batch: int, tokens_per_sample: int | None) -> str:
     """Return the cost of a run in one sentence."""
 
-    def tokens_of(steps: int) -> str:
+    def tokens(steps: int) -> str:
         return f" and {steps * batch * tokens_per_sample:.3g} tokens" if tokens_per_sample else ""
 
-    tokens = tokens_of(cost.steps)
-    length = f"{counted(cost.steps, 'step')} of {counted(batch, 'sample')}{tokens}"
+    length = f"{counted(cost.steps, 'step')} of {counted(batch, 'sample')}{tokens(cost.steps)}"
     hours = format_hours(cost.device_hours)
     needs = f"{format_duration(cost.seconds)} on {counted(devices, 'device')}, {hours} device-hours"
     if cost.price is None:
@@ -147,7 +146,7 @@ def describe(run: TrainingRun, cost: TrainingCost, devices: int, batch: int, tok
         return f"{length} take {price}: within the budget of {run.budget:,.2f}."
     paid = int(run.budget / cost.price * cost.steps)
     over = f"{cost.price - run.budget:,.2f} over the budget of {run.budget:,.2f}"
-    return f"{length} take {price}: {over}, which pays for {counted(paid, 'step')}{tokens_of(paid)}."
+    return f"{length} take {price}: {over}, which pays for {counted(paid, 'step')}{tokens(paid)}."
 
 
 def format_hours(hours: float) -> str:
