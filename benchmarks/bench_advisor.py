@@ -48,8 +48,8 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
         print("processes over gloo are measured on CPUs only")
         return
     if quick:
-        layouts = ("dp=2 fsdp", "tp=2", "pp=2 1f1b m=4")
-        print_table(rows_of(2, layouts, {**SMALL, "sketch": 2}, budget_s, repetitions=2))
+        some = ("dp=2 fsdp", "tp=2", "pp=2 1f1b m=4")
+        print_table(rows_of(2, some, {**SMALL, "sketch": 2}, budget_s, repetitions=2))
         return
     rows = []
     for world, layouts in LAYOUTS.items():
