@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # Files that are not called after the library in their examples.
-_LIBRARIES = {"pretrained": "transformers", "_model_card": "transformers", "_ray_tune": "ray"}
+_LIBRARIES = {"pretrained": "transformers", "_model_card": "transformers"}
 
 
 def _library(path: Path) -> str | None:

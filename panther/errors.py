@@ -23,9 +23,11 @@ __all__ = [
     "check_flag",
     "check_floating",
     "check_size",
+    "check_version",
     "require_extra",
 ]
 
+import re
 from importlib import import_module
 from operator import index
 from types import ModuleType
@@ -148,3 +150,34 @@ def require_extra(module: str, extra: str) -> ModuleType:
         raise MissingExtraError(
             f"{module.split('.')[0]} is needed here and is not installed: run pip install 'panther-sketch[{extra}]'"
         ) from error
+
+
+def check_version(name: str, version: str, *majors: int, least: tuple[int, int] | None = None) -> None:
+    """Raise unless a library's major version is one of those that the adapter was tested with.
+
+    Args:
+        name: The library.
+        version: Its version.
+        majors: The major versions that serve.
+        least: The oldest version that has all the adapter needs, major and minor.
+
+    Raises:
+        ConfigError: With the version found and those that serve.
+
+    Example:
+        >>> check_version("transformers", "5.23.0", 5)
+        >>> check_version("ray", "2.9.3", 2, least=(2, 60))
+        Traceback (most recent call last):
+        panther.errors.ConfigError: ray 2.9.3 is installed, and Panther needs 2.60 or newer: pip install 'ray>=2.60'
+    """
+    if version.partition(".")[0] not in map(str, majors):
+        known = " or ".join(f"{major}.x" for major in majors)
+        raise ConfigError(
+            f"{name} {version} is installed, and this Panther's adapter is made for {known}: install that "
+            "version, or a newer Panther"
+        )
+    if least is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
+        raise ConfigError(
+            f"{name} {version} is installed, and Panther needs {least[0]}.{least[1]} or newer: "
+            f"pip install '{name}>={least[0]}.{least[1]}'"
+        )

@@ -26,10 +26,9 @@ from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.sync.sketches import sketched_layers
-from panther.errors import CheckpointError, ConfigError, PantherError, require_extra
+from panther.errors import CheckpointError, ConfigError, PantherError, check_version, require_extra
 from panther.integrations._deepspeed_settings import checked_settings
 from panther.integrations._extensions import check_locks, private_folder
-from panther.integrations._versions import check_version
 from panther.train import TrainConfig
 
 deepspeed: Any = require_extra("deepspeed", "deepspeed")

@@ -20,8 +20,14 @@ from panther._version import __version__
 from panther.distributed.comm._agreement import LAYER, differences
 from panther.distributed.sync.replicas import describe_tensors, unfuse_
 from panther.distributed.sync.sketches import describe_layer, drawing_modules, sketch_ids, sketched_layers
-from panther.errors import ConfigError, DistributedError, MissingExtraError, SketchMismatchError, require_extra
-from panther.integrations._versions import check_version
+from panther.errors import (
+    ConfigError,
+    DistributedError,
+    MissingExtraError,
+    SketchMismatchError,
+    check_version,
+    require_extra,
+)
 
 try:
     hvd: Any = require_extra("horovod.torch", "horovod")

@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 import panther as pr
-from panther.errors import ConfigError, require_extra
+from panther.errors import ConfigError, check_version, require_extra
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
-from panther.integrations._versions import check_version
 
 lightning: Any = require_extra("lightning", "lightning")
 check_version("lightning", lightning.__version__, 2)

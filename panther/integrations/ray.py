@@ -8,12 +8,9 @@ them. Where that storage is not a mounted file system, the first worker uploads 
 __all__ = ["RayTrainer"]
 
 import dataclasses
-import logging
 import math
 import os
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +20,16 @@ from torch import Tensor, nn
 from panther._random_state import seed_generators
 from panther.distributed import checkpoint, get_rank
 from panther.distributed.comm._agreement import run_on_first_rank
-from panther.errors import ConfigError, DistributedError, PantherError, TrainingError, require_extra
-from panther.integrations._versions import check_version
+from panther.errors import ConfigError, DistributedError, PantherError, TrainingError, check_version, require_extra
 from panther.train import Callback, History, TrainConfig, Trainer
 from panther.train.checks import check_arguments
 from panther.train.optimizer import Optimizer
+from panther.tuning.runners.ray import join_cluster
 
 ray: Any = require_extra("ray", "ray")
 check_version("ray", ray.__version__, 2, least=(2, 60))
 ray_train: Any = require_extra("ray.train", "ray")
 ray_torch: Any = require_extra("ray.train.torch", "ray")
-
-_CONNECT_S = 10.0
 
 
 class RayTrainer:
@@ -130,7 +125,7 @@ class RayTrainer:
             TrainingError: If a function of the user failed on a worker.
             PantherError: What ``Trainer.fit`` raises there.
         """
-        with _joined(self.address) as is_local:
+        with join_cluster(self.address) as is_local:
             if is_local:
                 self._check_room()
             trainer = ray_torch.TorchTrainer(
@@ -203,39 +198,6 @@ def _with_settings_of(config: TrainConfig, run: Any) -> Any:
         limit = math.ceil(config.timeout_s / each) - 1
         changes["failure_config"] = dataclasses.replace(run.failure_config, controller_failure_limit=limit)
     return dataclasses.replace(run, **changes)
-
-
-@contextmanager
-def _joined(address: str | None, show: bool = True) -> Iterator[bool]:
-    """Be in a Ray cluster; yields whether it is this machine alone, started here, which can get no more nodes.
-
-    Without ``show`` a cluster that is joined here logs errors only, and nothing of its workers.
-    """
-    if ray.is_initialized():
-        if address is not None:
-            raise ConfigError(f"address={address!r}, but ray.init was called already: leave address out, or that")
-        yield False
-        return
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    try:
-        _probe(address)
-        ray.init(address=address, **{} if show else {"logging_level": logging.ERROR, "log_to_driver": False})
-    except (OSError, RuntimeError, ValueError) as error:
-        raise DistributedError(
-            f"no Ray cluster could be joined at {address!r} ({_first_line(error)}): check that it runs and is "
-            "reachable, or leave address out for this machine alone"
-        ) from error
-    try:
-        yield address == "local"
-    finally:
-        ray.shutdown()
-
-
-def _probe(address: str) -> None:
-    """Raise OSError unless something listens at HOST:PORT: Ray would try for minutes."""
-    host, _, port = address.rpartition("/")[2].rpartition(":")
-    if port.isdecimal():
-        socket.create_connection((host, int(port)), _CONNECT_S).close()
 
 
 def _least(num_workers: int | tuple[int, int]) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from panther.errors import require_extra
-from panther.integrations._versions import check_version
+from panther.errors import check_version, require_extra
 from panther.nn import QuantizedLinear
 from panther.nn._sketched import CompressedModule
 from panther.nn.linears import LinearsReport, ReplacedLayer, to_linears_

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 import panther as pr
 from panther.distributed import TensorParallelReport, tensor_parallel
-from panther.errors import ConfigError, FormatError, require_extra
+from panther.errors import ConfigError, FormatError, check_version, require_extra
 from panther.integrations._model_card import write_model_card
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
-from panther.integrations._versions import check_version
 from panther.nn._sketch_record import read_record
 from panther.nn._sketched import CompressedModule, SketchedModule
 from panther.nn._specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs, note_in_config_

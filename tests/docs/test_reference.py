@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs/reference"
 # Public for Panther's own modules, not for users: helpers of errors, and what a library finds by registration.
 INTERNAL = {
-    "panther.errors": {"check_device", "check_flag", "check_floating", "check_size", "require_extra"},
+    "panther.errors": {"check_device", "check_flag", "check_floating", "check_size", "check_version", "require_extra"},
     "panther.integrations.transformers": {"PantherQuantizer"},
     "panther.integrations.peft": {"CompressedLoraModel"},
 }

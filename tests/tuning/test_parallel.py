@@ -15,7 +15,7 @@ from tuning import Accuracy, batches, classifier
 
 import panther as pr
 from panther.errors import ConfigError, TuningError
-from panther.integrations import _ray_tune
+from panther.tuning.runners import ray as ray_runner
 
 number = attrgetter("number")
 QUICK = {"trials": 8, "seed": 0, "progress": False, "constraint": ">= 90 %"}
@@ -136,14 +136,14 @@ class Reports:
 @pytest.fixture
 def ray_tune(monkeypatch):
     reports = Reports()
-    monkeypatch.setattr(_ray_tune, "require_extra", lambda module, extra: reports)
-    monkeypatch.setattr(_ray_tune, "_loaded", {})
+    monkeypatch.setattr(ray_runner, "require_extra", lambda module, extra: reports)
+    monkeypatch.setattr(ray_runner, "_loaded", {})
     return reports
 
 
 def test_a_worker_of_ray_tells_what_it_cannot_load(ray_tune):
     work = b"cpanther.no_such_module\nname\n."
-    _ray_tune._trial({"number": 3, "plan": "{}"}, work, "key")
+    ray_runner._trial({"number": 3, "plan": "{}"}, work, "key")
     assert "cannot be loaded in another process (ModuleNotFoundError" in ray_tune.all[0]["raised"]
     assert math.isinf(ray_tune.all[0]["panther_value"])
 
@@ -161,8 +161,8 @@ def test_a_worker_of_ray_tells_what_is_raised(ray_tune, error, words):
         def run(self, *_):
             raise error
 
-    _ray_tune._loaded["key"] = Raises(), None
-    _ray_tune._trial({"number": 3, "plan": "{}"}, b"", "key")
+    ray_runner._loaded["key"] = Raises(), None
+    ray_runner._trial({"number": 3, "plan": "{}"}, b"", "key")
     assert ray_tune.all == [{"raised": words, "panther_value": math.inf}]
 
 
@@ -174,7 +174,7 @@ def test_folders_of_killed_searches_are_removed(tmp_path, monkeypatch):
     (killed / "trial").write_text("x")
     foreign = tmp_path / "panther-tune-of-something-else"
     foreign.mkdir()
-    with _ray_tune._folder() as first, _ray_tune._folder() as second:
+    with ray_runner._folder() as first, ray_runner._folder() as second:
         assert {one.name for one in tmp_path.iterdir()} == {foreign.name, Path(first).name, Path(second).name}
     assert list(tmp_path.iterdir()) == [foreign]
 

@@ -7,8 +7,7 @@ the layers, so that ``keras.saving.load_model`` finds them.
 
 from typing import Any
 
-from panther.errors import MissingExtraError, require_extra
-from panther.integrations._versions import check_version
+from panther.errors import MissingExtraError, check_version, require_extra
 
 try:
     _keras: Any = require_extra("keras", "keras")

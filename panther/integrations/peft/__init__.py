@@ -8,8 +8,7 @@ layer and its merging, ``model`` makes PEFT find such layers, ``initialization``
 
 from typing import Any
 
-from panther.errors import require_extra
-from panther.integrations._versions import check_version
+from panther.errors import check_version, require_extra
 
 _peft: Any = require_extra("peft", "peft")
 check_version("peft", _peft.__version__, 0)  # before the modules that use what another version may lack

@@ -4,10 +4,11 @@ __all__ = ["check_parallel", "run_trials"]
 
 from typing import Any
 
-from panther.errors import ConfigError, require_extra
+from panther.errors import ConfigError
 from panther.tuning.evaluation import Evaluator
 from panther.tuning.prepared import Prepared
 from panther.tuning.runners.processes import run_in_processes
+from panther.tuning.runners.ray import run_on_ray
 from panther.tuning.runners.serial import run_here
 from panther.tuning.search.study import Study
 
@@ -32,9 +33,7 @@ def run_trials(
         TuningError: If ``evaluate`` raises or changes the model, or what it needs cannot be sent to a process.
     """
     if parallel == "ray":
-        # The adapter is above this package and loads Ray.
-        run_on_ray: Any = require_extra("panther.integrations._ray_tune", "ray").run_on_ray
-        return str(run_on_ray(search, evaluator, prepared, trials, deadline))
+        return run_on_ray(search, evaluator, prepared, trials, deadline)
     if parallel == 1:
         return run_here(search, evaluator, prepared, trials, deadline)
     return run_in_processes(search, evaluator, prepared, trials, deadline, int(parallel))

@@ -4,13 +4,14 @@ The search stays in this process: a searcher of Ray hands out its plans and tell
 the same as without Ray, and a search that was ended continues from it.
 """
 
-__all__ = ["run_on_ray"]
+__all__ = ["join_cluster", "run_on_ray"]
 
 import json
 import logging
 import math
 import os
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from panther.errors import PantherError, TuningError, require_extra
+from panther.errors import ConfigError, DistributedError, PantherError, TuningError, check_version, require_extra
 from panther.tuning.evaluation import Evaluator, Outcome, failed
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Plan, Prepared
@@ -27,6 +28,7 @@ from panther.tuning.runners.serial import EXHAUSTED, OVER
 from panther.tuning.runners.work import RETRIES, packed, unpacked
 from panther.tuning.search.study import Job, Study
 
+_CONNECT_S = 10.0
 _VALUE = "panther_value"  # what schedulers compare
 _LONGEST = 10**6  # partial metrics of a trial, for a scheduler that wants a bound
 # Ray's files of results, and its wish to be told of them, which the storage of the search stands for.
@@ -38,10 +40,8 @@ _loaded: dict[str, Any] = {}  # in a worker: what its trials share, unpacked onc
 def run_on_ray(search: Study, evaluator: Evaluator, prepared: Prepared, trials: int, deadline: float | None) -> str:
     """Run trials until there are as many; else return why they ended before."""
     tune: Any = require_extra("ray.tune", "ray")
-    from panther.integrations.ray import _joined  # which needs Ray; the workers' part does not before it runs
-
     show = prepared.runner.show
-    with _joined(None, show=show), _environment(show), _folder() as folder:
+    with join_cluster(None, show=show), _environment(show), _folder() as folder:
         searcher = _searcher(tune, search, trials, deadline)
         work = packed(evaluator, prepared)
         left = max(trials - search.count, 0)
@@ -62,6 +62,51 @@ def run_on_ray(search: Study, evaluator: Evaluator, prepared: Prepared, trials: 
     if searcher.error is not None:
         raise searcher.error
     return str(searcher.why) if search.count < trials else ""
+
+
+@contextmanager
+def join_cluster(address: str | None, show: bool = True) -> Iterator[bool]:
+    """Join a Ray cluster, and yield whether it is this machine alone, started here, which can get no more nodes.
+
+    A cluster that was joined before stays joined afterwards.
+
+    Args:
+        address: The cluster, as in ``ray.init``. None is the joined cluster; else that of the variable RAY_ADDRESS;
+            else this machine alone.
+        show: Whether a cluster that is joined here logs more than errors, and the output of its workers.
+
+    Raises:
+        ConfigError: If the installed version of Ray is not supported, or another cluster is joined already.
+        DistributedError: If the cluster cannot be reached.
+    """
+    ray: Any = require_extra("ray", "ray")
+    check_version("ray", ray.__version__, 2, least=(2, 60))
+    if ray.is_initialized():
+        if address is not None:
+            raise ConfigError(f"address={address!r}, but ray.init was called already: leave address out, or that")
+        yield False
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        _probe(address)
+        ray.init(address=address, **{} if show else {"logging_level": logging.ERROR, "log_to_driver": False})
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise DistributedError(
+            f"no Ray cluster could be joined at {address!r} ({reason}): check that it runs and is "
+            "reachable, or leave address out for this machine alone"
+        ) from error
+    try:
+        yield address == "local"
+    finally:
+        ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Raise OSError unless a process listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
 
 
 def _is_single(search: Study) -> bool:
@@ -115,7 +160,7 @@ def _searcher(tune: Any, search: Study, trials: int, deadline: float | None) -> 
             step = result.get("step")
             if step and trial_id in self.jobs:  # a trial that was run again tells the first steps again
                 figures = Figures(*result["figures"])
-                self.partial[trial_id] = [one for one in self.partial[trial_id] if one[0] < step]
+                self.partial[trial_id] = [report for report in self.partial[trial_id] if report[0] < step]
                 self.partial[trial_id].append((step, figures.metric, figures))
 
         def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
@@ -166,8 +211,8 @@ def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
         assert evaluator.unchanged is not None
         if len(evaluator.goal.directions) > 1:
             return 0.0
-        found: float = evaluator.goal.penalised(figures, evaluator.unchanged)
-        return found
+        penalised: float = evaluator.goal.penalised(figures, evaluator.unchanged)
+        return penalised
 
     def report(step: int, figures: Figures) -> bool:
         tune.report({"step": step, "figures": _plain(figures), _VALUE: value(figures)})
@@ -189,9 +234,9 @@ def _trial(config: dict[str, Any], work: bytes, key: str) -> None:
     figures = outcome.figures
     last = vars(outcome) | {"figures": _plain(figures)}
     bad = -math.inf if evaluator.goal.directions[0] == "maximize" else math.inf
-    known = outcome.state == "complete"
+    is_complete = outcome.state == "complete"
     # As a text, because Ray flattens mappings.
-    tune.report({"outcome": json.dumps(last), _VALUE: value(figures) if known else bad})
+    tune.report({"outcome": json.dumps(last), _VALUE: value(figures) if is_complete else bad})
 
 
 def _plain(figures: Figures) -> tuple[float, int, float | None, float]:
@@ -199,9 +244,9 @@ def _plain(figures: Figures) -> tuple[float, int, float | None, float]:
 
 
 def _outcome(text: str) -> Outcome:
-    found = json.loads(text)
-    tuples = {name: tuple(found[name]) for name in ("partial", "uncalled")}
-    return Outcome(**found | tuples | {"figures": Figures(*found["figures"])})
+    fields = json.loads(text)
+    tuples = {name: tuple(fields[name]) for name in ("partial", "uncalled")}
+    return Outcome(**fields | tuples | {"figures": Figures(*fields["figures"])})
 
 
 @contextmanager
