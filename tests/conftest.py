@@ -1,14 +1,16 @@
 """What all tests share: Triton's interpreter, marks that follow from the test, and which tests take too long."""
 
 import importlib
+import json
 import os
-import resource
-import sys
-import time
+from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
+import processor_time
 import pytest
 import torch
+from checks import ENGINE_PATHS
 from fuzzing import fuzz
 from hypothesis import settings
 
@@ -25,10 +27,12 @@ if find_spec("tensorflow") and find_spec("triton"):
 settings.register_profile("panther", fuzz)
 settings.load_profile("panther")
 
-LONG_S = 5.0
+# Tests with these marks are not in `make test`, and may take longer than a test there.
+LONG_MARKS = ("slow", "tool", "extra", "engine", "engine_slow", "torture", "gpu")
 _long = []
+_file_seconds = Counter()
 SLOW_PAGES = ("migrate-ddp.rst", "sketched-convolutions.rst")  # they train; run alone, a page is not deselected
-# Pages, and the module without which they are skipped; those of ENGINES are in the environment of `make test-engines`.
+# Pages, and the module without which they are skipped; the pages of ENGINES are tested in .venv-engines.
 EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao", "keras.rst": "keras"}
 ENGINES = ("torchao", "keras", "ray", "deepspeed")
 
@@ -49,37 +53,52 @@ def pytest_collection_modifyitems(items):
         if module := EXTRA_PAGES.get(item.path.name):
             item.add_marker("engine" if module in ENGINES else "extra")
             item.add_marker(pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}"))
+        if item.get_closest_marker("engine") and not item.location[0].startswith((*ENGINE_PATHS, "docs/howto/")):
+            raise pytest.UsageError(
+                f"{item.nodeid} has the mark engine, whose tests are looked for in {', '.join(ENGINE_PATHS)} only: "
+                "move the test, or add its folder to ENGINE_PATHS in tests/support/checks.py"
+            )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Note a test without the mark ``slow`` or ``tool`` that takes more than 5 s of processor time.
+    """Note a test of ``make test`` that takes more than 5 s of processor time on the reference machine.
 
-    Processor time, not time on the clock, which on a busy machine says nothing of the test.
+    Processor time, because the time on the clock says nothing about a test on a busy machine.
     """
-    begun = _processor_s()
+    processor_time.sample_speed()
+    begun = processor_time.processor_s()
     result = yield
-    used = _processor_s() - begun
-    if used > LONG_S and not any(item.get_closest_marker(name) for name in ("slow", "tool")):
-        _long.append((used, item.nodeid))
+    used = processor_time.processor_s() - begun
+    _file_seconds[item.location[0]] += used
+    if used > processor_time.LIMIT_S and not _may_be_long(item):
+        limit = processor_time.limit_s()
+        if used > limit:
+            _long.append((used, limit, item.nodeid))
     return result
 
 
-def _processor_s():
-    """Seconds of this process, of its children that have ended, and of the pools of ranks."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    pool = sys.modules.get("pool")
-    return time.process_time() + children.ru_utime + children.ru_stime + (pool.processor_s() if pool else 0.0)
+def _may_be_long(item):
+    """Return whether ``make test`` leaves the test out, or another number of examples was asked for."""
+    if "PANTHER_FUZZ_EXAMPLES" in os.environ and item.get_closest_marker("fuzz"):
+        return True
+    return any(item.get_closest_marker(name) for name in LONG_MARKS)
 
 
 def pytest_terminal_summary(terminalreporter):
     if _long:
-        terminalreporter.section(f"tests of more than {LONG_S:g} s of processor time: mark them slow, or mend them")
-        for used, name in sorted(_long, reverse=True):
-            terminalreporter.line(f"{used:6.1f} s  {name}")
+        terminalreporter.section(f"tests of more than {processor_time.LIMIT_S:g} s of processor time")
+        for used, limit, name in sorted(_long, reverse=True):
+            terminalreporter.line(f"{used:6.1f} s, and the limit is {limit:.1f} s on this machine now: {name}")
+        terminalreporter.line(
+            "Make them faster (smaller sizes, fewer repetitions, a fixture that tests share, fewer processes), or mark "
+            "them slow and keep a smaller case without the mark. Seconds include child processes and ranks."
+        )
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Fail where ``PANTHER_LONG_TESTS=fail`` asks for it; by default a slow machine fails no test."""
+    """Write the seconds of each file for the queue of checks, and fail if ``PANTHER_LONG_TESTS=fail`` asks for it."""
+    if path := os.environ.get("PANTHER_SECONDS_FILE"):
+        Path(path).write_text(json.dumps(_file_seconds))
     if _long and exitstatus == 0 and os.environ.get("PANTHER_LONG_TESTS") == "fail":
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

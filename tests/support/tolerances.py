@@ -2,8 +2,8 @@
 
 *Exact*: seeds, synchronisation, saving and loading move numbers without computing; compare with ``torch.equal``.
 *Factorisations*: normalised residuals and orthogonality within eps^0.75, as RandLAPACK asks of its drivers. On any one
-machine they keep a factor of 4 to that bound, because other instruction sets round otherwise: ``make test-isa`` sets
-``PANTHER_TOLERANCE_MARGIN=4``, which divides it.
+machine they keep a factor of 4 to that bound, because other instruction sets round otherwise: ``.ci/run`` and ``make
+verify`` set ``PANTHER_TOLERANCE_MARGIN=4``, which divides it.
 *Kernels*: root-mean-square error over that of the float64 result; sums of a few thousand products stay well below.
 *Statistical*: bounds derived in the test from a stated failure probability, with fixed seeds.
 """

@@ -1,0 +1,312 @@
+"""Run the project's checks: ``checks.py test``, ``checks.py ci`` and ``checks.py verify [PART ...]``.
+
+``test`` runs every behaviour once. ``ci`` adds lint, the documentation and a share of the longer sets of tests, and
+ends within a limit: the sets are divided into six shares of equal measured seconds, and a run takes the share whose
+number is the number of commits modulo 6. What is left of the time goes to the longer sets of the folders that changed
+in the last twenty commits, the most recently changed folder first. ``verify`` runs everything, in parts: ``test``,
+``lint``, ``docs``, ``all``, ``isa`` and ``engines``. It continues after an interruption: a command that passed for the
+same commit does not run again.
+
+The last line of the output is the sum of the tests. This file uses the standard library only, because the installation
+of everything else is one of its commands.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from command_queue import Command, CommandQueue
+from instruction_sets import FILES, FOLDERS, instruction_set_variables
+from measured_seconds import (
+    NUM_SHARES,
+    ROOT,
+    START_SECONDS,
+    Unit,
+    divide,
+    pack,
+    paths_of_tests,
+    read_seconds,
+    unit_path,
+    units_of,
+    write_seconds,
+)
+
+CI_LIMIT_S = 20 * 60
+PARTS = ("test", "lint", "docs", "all", "isa", "engines")
+STATE_FOLDER = ROOT / ".checks"
+
+# Paths of the tests with the mark `engine`. tests/conftest.py refuses the mark elsewhere.
+ENGINE_PATHS = ("tests/integrations", "tests/cli/test_init_schemas.py", "panther/integrations", "panther/tuning")
+
+TEST_MARKS = "not (gpu or slow or tool or torture or engine or engine_slow or extra)"
+ALL_MARKS = "(slow or tool or fuzz or extra) and not (torture or gpu or engine or engine_slow)"
+ISA_MARKS = "not (fuzz or slow or tool or torture or extra or gpu)"
+
+# Priorities of commands: what others wait for, what every run has, the share, and what changed recently.
+FIRST, ALWAYS, SHARE, RECENT = range(4)
+
+INSTALL_SECONDS = {"install test": 110, "install all": 190, "install engines": 190, "install browser": 60}
+
+
+@dataclass(frozen=True)
+class SetOfTests:
+    """One of the longer sets of tests: which paths it has, and how pytest runs them."""
+
+    name: str
+    paths: list
+    options: tuple
+    variables: dict
+    environment: str = ".venv"
+    after: str = "install all"
+
+
+def longer_sets(paths, fuzz_examples):
+    """Return the sets of tests that ``make test`` leaves out."""
+    limit = ("--timeout", "900")
+    variables = {"PANTHER_FUZZ_EXAMPLES": str(fuzz_examples)}
+    sets = [SetOfTests("all", paths, ("-m", ALL_MARKS, *limit), variables)]
+    for name, variables, has_all_files in instruction_set_variables():
+        files = _inside(paths, FOLDERS) if has_all_files else FILES
+        options = ("-m", ISA_MARKS, "-k", "not compile and not export", *limit)
+        sets.append(SetOfTests(f"isa {name}", files, options, variables))
+    engine_paths = [*_inside(paths, ENGINE_PATHS), "docs/howto"]
+    options = ("-m", "engine", *limit)
+    return [*sets, SetOfTests("engines", engine_paths, options, {}, ".venv-engines", "install engines")]
+
+
+def _inside(paths, folders):
+    return [path for path in paths if any(path == folder or path.startswith(f"{folder}/") for folder in folders)]
+
+
+def longer_units(sets, seconds):
+    """Return the units of all longer sets; one unit without a path stands for installing the engines."""
+    units = [unit for tests in sets for unit in units_of(tests.name, tests.paths, seconds)]
+    return [*units, Unit("engines", "", INSTALL_SECONDS["install engines"])]
+
+
+def recent_units(units, changed_files):
+    """Return the units of the folders that ``changed_files`` are in, in the order of these files."""
+    folders = dict.fromkeys(_tested_folder(file) for file in changed_files)
+    return [unit for folder in folders for unit in units if unit.path and unit.folder == folder]
+
+
+def _tested_folder(file):
+    parts = Path(file).parts
+    if parts[0] == "kernels":
+        return "kernels"
+    return Unit("", file, 0.0).folder
+
+
+def quick_commands(paths, seconds, environment=".venv", options=(), after="install test", **fields):
+    """Return the commands of ``make test``."""
+    groups = pack(units_of("test", paths, seconds), command_seconds=90)
+    tests = SetOfTests("test", paths, ("-m", TEST_MARKS, *options), {}, environment, after)
+    return [_pytest(tests, name, group, priority=ALWAYS, **fields) for name, group in groups.items()]
+
+
+def longer_commands(sets, units, **fields):
+    """Return the commands that run ``units`` of the longer sets."""
+    commands = []
+    for tests in sets:
+        groups = pack([unit for unit in units if unit.set_name == tests.name and unit.path], command_seconds=120)
+        commands += [_pytest(tests, name, group, **fields) for name, group in groups.items()]
+    return commands
+
+
+def _pytest(tests, name, group, variables=(), label="", **fields):
+    # The built site is tested with the browser, in the set `all`.
+    needs_site = tests.name == "all" and any(unit.path.startswith("tests/docs") for unit in group)
+    return Command(
+        f"{label}{tests.name}: {name}",
+        (f"{tests.environment}/bin/pytest", *(unit.path for unit in group), *tests.options),
+        seconds=START_SECONDS + sum(unit.seconds for unit in group),
+        after=frozenset({tests.after, *(("docs", "install browser") if needs_site else ())}),
+        variables={"OMP_NUM_THREADS": "1", **tests.variables, **dict(variables)},
+        is_pytest=True,
+        **fields,
+    )
+
+
+def tool_commands(names):
+    """Return the commands among ``names`` that are no tests: installations, lint and documentation."""
+    targets = {
+        "install test": (".venv/.test-stamp",),
+        "install all": (".venv/.all-stamp",),
+        "install engines": (".venv-engines/.stamp",),
+        "install browser": ("browser",),
+        "lint": ("lint",),
+        "docs": ("docs",),
+    }
+    return [
+        Command(
+            name,
+            ("make", *targets[name]),
+            seconds=INSTALL_SECONDS.get(name, 150),
+            priority=FIRST if name in INSTALL_SECONDS else ALWAYS,
+            after=frozenset() if name in INSTALL_SECONDS else frozenset({"install all"}),
+            # pip takes a false value for "do not compile". Python compiles a file when it is first imported, and most
+            # files of the libraries never are.
+            variables={"PIP_NO_COMPILE": "0"} if name in INSTALL_SECONDS else {},
+        )
+        for name in names
+    ]
+
+
+def ci_commands(paths, seconds, num_commits, changed_files):
+    """Return the commands of ``.ci/run`` for this number of commits and the files that the last ones changed."""
+    strict = {"PANTHER_TOLERANCE_MARGIN": "4", "PANTHER_LONG_TESTS": "fail"}
+    sets = longer_sets(paths, fuzz_examples=50)
+    units = longer_units(sets, seconds)
+    share = divide(units, NUM_SHARES)[num_commits % NUM_SHARES]
+    share_has_engines = any(unit.set_name == "engines" for unit in share)
+    recent = [
+        unit
+        for unit in recent_units(units, changed_files)
+        # Installing the engines for a few tests takes more time than the tests.
+        if unit not in share and (share_has_engines or unit.set_name != "engines")
+    ]
+    commands = tool_commands(["install all", "install browser", "lint", "docs"])
+    commands += tool_commands(["install engines"]) if share_has_engines else []
+    commands += quick_commands(paths, seconds, after="install all", variables=strict)
+    commands += longer_commands(sets, share, priority=SHARE, optional=True)
+    for position, folder in enumerate(dict.fromkeys(unit.folder for unit in recent)):
+        members = [unit for unit in recent if unit.folder == folder]
+        commands += longer_commands(sets, members, label="recent ", priority=RECENT + position, optional=True)
+    return commands
+
+
+def verify_commands(paths, seconds, parts):
+    """Return the commands of the named parts of ``make verify``."""
+    strict = {"PANTHER_TOLERANCE_MARGIN": "4", "PANTHER_LONG_TESTS": "fail"}
+    tests = quick_commands(paths, seconds, variables=strict) if "test" in parts else []
+    sets = [tests for tests in longer_sets(paths, fuzz_examples=200) if tests.name.split()[0] in parts]
+    tools = [name for name in ("lint", "docs") if name in parts]
+    if sets or tools:
+        tools += ["install all"]
+    if "all" in parts:
+        tools += ["install browser", "docs"]
+    if "engines" in parts:
+        tools += ["install engines"]
+    if tests:
+        tools += ["install test"]
+    # `make test` runs with just what it installs: the other extras come afterwards.
+    before = {"install all": {"install test", *(command.name for command in tests)}}
+    commands = [
+        replace(command, after=command.after | before.get(command.name, set()))
+        for command in tool_commands(dict.fromkeys(tools))
+    ]
+    return commands + tests + longer_commands(sets, longer_units(sets, seconds), priority=SHARE)
+
+
+def git_state():
+    """Return the number of commits, and the files that the last twenty changed, the most recent commit first."""
+    count = _git("rev-list", "--count", "HEAD")
+    files = _git("log", "-20", "--name-only", "--format=")
+    return int(count or 0), list(dict.fromkeys(filter(None, files.splitlines())))
+
+
+def _git(*arguments):
+    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+class Progress:
+    """The commands of ``make verify`` that have passed for the commit that is checked out.
+
+    Nothing is remembered while files differ from the commit, because then the commit does not say what was tested.
+    """
+
+    def __init__(self, path=STATE_FOLDER / "verified.json"):
+        self._path = path
+        self._commit = "" if _git("status", "--porcelain") else _git("rev-parse", "HEAD")
+        state = json.loads(path.read_text()) if path.exists() else {}
+        self.passed = state.get("passed", []) if self._commit and state.get("commit") == self._commit else []
+
+    def add(self, outcome):
+        """Remember that the command of ``outcome`` passed."""
+        if outcome.passed and self._commit:
+            self.passed.append(outcome.command.name)
+            self._path.write_text(json.dumps({"commit": self._commit, "passed": self.passed}))
+
+
+def main(arguments=None):
+    """Run the checks that the command line names, and return the exit code."""
+    options = _options(arguments)
+    paths, seconds = paths_of_tests(), read_seconds()
+    STATE_FOLDER.mkdir(exist_ok=True)
+    progress = Progress() if options.checks == "verify" else None
+    if options.checks == "test":
+        commands = quick_commands(paths, seconds, options.environment, options.pytest)
+    elif options.checks == "ci":
+        commands = ci_commands(paths, seconds, *git_state())
+    else:
+        commands = verify_commands(paths, seconds, options.parts or PARTS)
+        if repeated := [command.name for command in commands if command.name in progress.passed]:
+            print(f"Passed before, for this commit, and not run again: {', '.join(repeated)}")
+        commands = [command for command in commands if command.name not in progress.passed]
+    with tempfile.TemporaryDirectory(prefix="run-", dir=STATE_FOLDER) as folder:
+        queue = CommandQueue(
+            commands,
+            folder,
+            num_workers=max(2, min(8, len(os.sched_getaffinity(0)))),
+            limit_s=options.limit_s if options.checks == "ci" else None,
+        )
+        queue.run(progress.add if progress else lambda outcome: None)
+    if options.record:
+        _record(queue.outcomes, paths, seconds)
+    return _summarise(queue)
+
+
+def _options(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    checks = parser.add_subparsers(dest="checks", required=True)
+    test = checks.add_parser("test", help="every behaviour once")
+    test.add_argument("--environment", default=".venv", help="folder of the virtual environment")
+    test.add_argument("pytest", nargs="*", help="further arguments for pytest, after --")
+    ci = checks.add_parser("ci", help="every behaviour once, lint, documentation, and a share of the longer sets")
+    ci.add_argument("--limit-s", type=float, default=CI_LIMIT_S, help="seconds after which no longer set runs")
+    verify = checks.add_parser("verify", help="everything, or the named parts")
+    verify.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    for command in (test, verify):
+        command.add_argument("--record", action="store_true", help="write the measured seconds to seconds.csv")
+    options = parser.parse_args(arguments, argparse.Namespace(record=False, parts=[]))
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown parts {sorted(unknown)}: the parts are {', '.join(PARTS)}")
+    return options
+
+
+def _record(outcomes, paths, seconds):
+    """Replace the seconds of the units that ran, multiplied so that the sum is the reference machine's."""
+    for outcome in outcomes:
+        set_name = outcome.command.name.partition(":")[0]
+        for file, value in outcome.file_seconds.items():
+            if path := unit_path(file, paths):
+                seconds[set_name, path] = value if path == file else seconds.get((set_name, path), 0.0) + value
+    write_seconds(seconds)
+
+
+def _summarise(queue):
+    counts = sum((outcome.counts for outcome in queue.outcomes), Counter())
+    failed = [outcome.command.name for outcome in queue.outcomes if not outcome.passed]
+    print("\nSeconds by command:")
+    for outcome in sorted(queue.outcomes, key=lambda outcome: -outcome.seconds):
+        print(f"{outcome.seconds:6.0f}  (expected {outcome.command.seconds:.0f})  {outcome.command.name}")
+    if queue.left_out:
+        print("Left out, because the limit left no time:")
+        for command in queue.left_out:
+            print(f"        (expected {command.seconds:.0f})  {command.name}")
+    if failed:
+        print(f"Failed: {', '.join(failed)}")
+    print(f"All commands took {queue.elapsed_s:.0f} s.")
+    print(f"{counts['passed']} passed, {counts['failed'] + counts['errors']} failed, {counts['skipped']} skipped")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The queue and the shares of the checks: nothing is left out unseen, and the limit wins."""
+
+import sys
+
+import checks
+import measured_seconds
+from command_queue import Command, CommandQueue, counts_of_tests
+from measured_seconds import NUM_SHARES, Unit, divide, pack
+
+PATHS = [f"tests/{folder}/test_{name}.py" for folder in ("cli", "linalg", "nn", "train") for name in "abcdef"]
+PATHS += ["tests/cli/test_init_schemas.py", "tests/docs/test_site.py", "docs/howto", "panther/nn"]
+SECONDS = {("all", path): 10.0 * index for index, path in enumerate(PATHS)} | {("engines", "docs/howto"): 60.0}
+
+
+def selected(commands):
+    """Return the pairs of set and path that the commands of pytest run."""
+    pairs = []
+    for command in commands:
+        if command.is_pytest:
+            name = command.name.removeprefix("recent ").partition(":")[0]
+            pairs += [(name, argument) for argument in command.arguments if argument in measured]
+    return pairs
+
+
+measured = set(measured_seconds.paths_of_tests()) | set(PATHS)
+
+
+def test_shares_have_equal_seconds_and_contain_every_unit_once():
+    units = checks.longer_units(checks.longer_sets(PATHS, 50), SECONDS)
+    shares = divide(units, NUM_SHARES)
+    assert [unit for share in shares for unit in share] == units
+    seconds = [sum(unit.seconds for unit in share) for share in shares]
+    assert max(seconds) - min(seconds) <= 2 * max(unit.seconds for unit in units)
+
+
+def test_six_commits_in_a_row_run_what_verify_runs_beside_make_test():
+    runs = [checks.ci_commands(PATHS, SECONDS, number, []) for number in range(7, 7 + NUM_SHARES)]
+    whole = checks.verify_commands(PATHS, SECONDS, checks.PARTS)
+    longer = [pair for commands in runs for pair in selected(commands) if pair[0] != "test"]
+    assert sorted(longer) == sorted(pair for pair in selected(whole) if pair[0] != "test")
+    for commands in runs:
+        names = [command.name for command in commands]
+        assert len(set(names)) == len(names)
+        assert {"lint", "docs"} < set(names)
+        assert sorted(path for name, path in selected(commands) if name == "test") == sorted(PATHS)
+        engines = any(command.after == {"install engines"} for command in commands)
+        assert engines == ("install engines" in names)
+
+
+def test_every_test_file_is_in_a_unit():
+    paths = measured_seconds.paths_of_tests()
+    for file in ("tests/test_checks.py", "tests/nn/test_linear.py", "panther/nn/linear.py", "docs/howto/keras.rst"):
+        assert measured_seconds.unit_path(file, paths)
+
+
+def test_recently_changed_folders_come_first():
+    changed = ["kernels/ops/x.py", "panther/nn/linear.py", "README.md", "tests/train/test_a.py"]
+    commands = checks.ci_commands(PATHS, SECONDS, 0, changed)
+    recent = sorted((c for c in commands if c.name.startswith("recent all")), key=lambda command: command.priority)
+    folders = dict.fromkeys(command.name.partition(": ")[2].partition(" ")[0] for command in recent)
+    assert list(folders) == ["nn", "train"]
+    assert all(command.optional for command in recent)
+
+
+def test_folders_are_packed_into_commands_of_about_equal_seconds():
+    units = [Unit("test", f"tests/{folder}/test_{name}.py", 30.0) for folder in ("a", "b", "nn") for name in "abcd"]
+    groups = pack([*units, Unit("test", "tests/c/test_x.py", 1.0)], command_seconds=60)
+    assert {name: sum(unit.seconds for unit in group) for name, group in groups.items()} == {
+        "a 1/2": 60, "a 2/2": 60, "b 1/2": 60, "b 2/2": 60, "c": 1, "nn 1/2": 60, "nn 2/2": 60,
+    }  # fmt: skip
+
+
+def python(name, code, **fields):
+    return Command(name, (sys.executable, "-c", code), **fields)
+
+
+def test_the_limit_leaves_out_and_stops_what_is_optional(tmp_path):
+    lines = []
+    queue = CommandQueue(
+        [
+            python("always", "print('whole output'); raise SystemExit(3)", seconds=900, priority=0),
+            python("waits", "", seconds=1, after=frozenset({"always"})),
+            python("hangs", "while True: pass", seconds=0, priority=2, optional=True),
+            python("too long", "", seconds=500, priority=3, optional=True),
+        ],
+        tmp_path,
+        limit_s=5,
+        show=lines.append,
+    )
+    queue.run()
+    assert [(outcome.command.name, outcome.passed) for outcome in queue.outcomes] == [
+        ("always", False),
+        ("waits", True),
+    ]
+    assert sorted(command.name for command in queue.left_out) == ["hangs", "too long"]
+    assert any("whole output" in line for line in lines)
+
+
+def test_results_of_pytest_are_counted(tmp_path):
+    path = tmp_path / "results.xml"
+    inside = "<testcase/><testcase><failure/></testcase><testcase><skipped/></testcase><testcase><error/></testcase>"
+    path.write_text(f"<testsuites><testsuite>{inside}</testsuite></testsuites>")
+    assert counts_of_tests(path) == {"passed": 1, "failed": 1, "skipped": 1, "errors": 1}
+    assert counts_of_tests(tmp_path / "missing.xml") == {}
+
+
+def test_pytest_that_ends_before_its_summary_has_an_error(tmp_path):
+    queue = CommandQueue(
+        [python("test: it", "raise SystemExit(2)", seconds=1, is_pytest=True)], tmp_path, show=lambda line: None
+    )
+    queue.run()
+    assert [outcome.counts for outcome in queue.outcomes] == [{"errors": 1}]
