@@ -138,7 +138,7 @@ def contents_checksum(tensor: Tensor, start: int = 0) -> int:
 
 
 def stored_checksum(stored: StoredTensor) -> int:
-    """Return the CRC-32 of a stored tensor's contents, of which a few megabytes are in memory at a time."""
+    """Return the CRC-32 of a stored tensor's contents, read a few megabytes at a time."""
     left, found = prod(stored.shape) * stored.dtype.itemsize, 0
     with open(stored.path, "rb") as file:
         file.seek(stored.start)

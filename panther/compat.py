@@ -73,9 +73,9 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the ``state_dict`` of a model with panther-ml's layers to the names and shapes of Panther's.
 
     The result goes to ``load_state_dict`` of the same model, built with Panther's layers of the same sizes. Tensors of
-    SKLinear, SKLinear_triton, SKConv2d and RandMultiHeadAttention are converted; all other entries are passed on. The
-    numbers are copied, in their dtype and on their device. A linear or convolutional layer computes the same up to
-    rounding, and so does attention in :class:`PantherMLAttention`.
+    SKLinear, SKLinear_triton, SKConv2d and RandMultiHeadAttention are converted; all remaining entries are returned
+    unchanged. The numbers are copied, in their dtype and on their device. A linear or convolutional layer computes the
+    same up to rounding, and so does attention in :class:`PantherMLAttention`.
 
     The sketches, which panther-ml holds fixed, are trained parameters in a loaded layer (*fitted*): call
     ``layer.U1.requires_grad_(False)`` to hold them. The tensors of attention tell neither its kernel nor whether it is

@@ -24,7 +24,7 @@ from panther.nn._sketched import SketchedModule
 # values from [0.01, 1] to about [0.7, 1.2], which serves as well as 1 does and costs half of the rounds.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ROUNDS = 5
-_RMS = 0.2  # of the entries of an update at rate 1, which is what Adam's updates usually have
+_RMS = 0.2  # of the entries of an update at rate 1, as Adam's updates usually have it
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The sketched product ``scale x [S1 | U2] [U1 ; S2] + bias``, as one kernel or two.
 
-*Fused*, for many rows and a small rank: a program owns some rows, keeps their ``x [S1 | U2]`` in registers, and goes on
-to the output, so that x is read once and nothing but the output written. *Pair*, for fewer rows: what counts is to use
-the whole device, so the first kernel splits the input features over programs, and the second adds the parts in a fixed
+*Fused*, for many rows and a small rank: a program owns some rows, keeps their ``x [S1 | U2]`` in registers, and
+computes the output, so that x is read once and nothing but the output written. *Pair*, for fewer rows: to use the
+whole device, the first kernel splits the input features over programs, and the second adds the parts in a fixed
 order, without atomics, before the outer product.
 
 Operands are x (rows, in), S1 (in, R), S2 (R, out) and a contiguous bias (out,). The signs U1 (R, out) and U2 (in, R)

@@ -3,7 +3,7 @@
 A program owns a tile of the output. Of each of its rows it takes the next K entries at once, gathers as many rows of
 the dense matrix, and adds the products up K by K, and the K sums at the end. K is near the average number of entries a
 row, which fills the device both where few rows have many entries (a sketch) and where many have few (its transpose).
-Tiles are chosen by size and not by tuning: another tile would add in another order.
+Tiles are chosen by size and not by tuning: another tile would add in a different order.
 """
 
 __all__ = ["csr_matmul"]

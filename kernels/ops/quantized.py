@@ -31,7 +31,7 @@ def quantized_matmul(
     For inference: it has no derivatives. On a GPU the weight is expanded in registers, tile by tile, and read in its
     few bits from memory (weights of few bits and activations of 16, as E. Frantar et al., "MARLIN", 2024,
     arXiv:2408.11743, have them; the correction is of the form of Z. Yao et al., 2023, arXiv:2303.08302). **No GPU has
-    run it yet**: Triton's interpreter and compilation ahead of time are what it was checked by.
+    run it yet**: it was checked by Triton's interpreter and by compilation ahead of time.
 
     Args:
         x: Input, in float16, bfloat16 or float32; of any strides.

@@ -23,7 +23,7 @@ _MODEL_S = 2.0  # for the speed of the model, but three rounds at least
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on the held-out batches; empty without calibration.
+    """Measurements on the held-out batches; empty without calibration.
 
     Attributes:
         error: Relative error of the model's output.

@@ -148,7 +148,7 @@ class CompressionReport:
     passes: int = 0
     """Passes over the calibration batches that the moments took."""
     memory: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Most memory that each phase was foreseen to take, in bytes over what was held before: ``"moments"`` of the
+    """Predicted peak memory of each phase, in bytes over what was held before: ``"moments"`` of the
     batches, ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. What the model itself takes was
     measured on the largest batch; the code of libraries that load on first use comes on top."""
     seed: int = 0
@@ -212,7 +212,7 @@ class CompressionReport:
             lines.append(f"speed-up of the model  {self.measured_speedup:.2f}{latency}{slower}")
         if self.memory:
             phases = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in self.memory.items())
-            lines.append(f"peak memory, as foreseen  {format_bytes(self.extra_bytes)} ({phases})")
+            lines.append(f"peak memory, as predicted  {format_bytes(self.extra_bytes)} ({phases})")
         lines += [f"note: {note}" for note in self.notes]
         rows: list[tuple[str, ...]] = [
             (

@@ -112,7 +112,7 @@ def _stage(config: TrainConfig) -> int:
 
 
 def _check_batches(settings: Mapping[str, Any], world_size: int) -> None:
-    """Raise unless the batch of all ranks is what each of them processes, times their number; DeepSpeed asserts it."""
+    """Raise unless the global batch is each rank's batch times the number of ranks; DeepSpeed asserts it."""
     given = {name: settings[name] for name in _BATCHES if settings.get(name) not in (None, "auto")}
     for name, value in given.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -14,7 +14,7 @@ from panther.compression import CompressionReport
 def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLike[str], *, asked: str = "") -> Path:
     """Write README.md, a model card: what the model was made of, how small it is, its error, and how to load it.
 
-    With it a folder of ``save_pretrained`` is what ``push_to_hub`` would upload. ``panther compress`` writes one.
+    With it a folder of ``save_pretrained`` has all that ``push_to_hub`` would upload. ``panther compress`` writes one.
 
     Args:
         model: The compressed PreTrainedModel.

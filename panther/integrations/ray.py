@@ -45,7 +45,7 @@ class RayTrainer:
         loss_fn: ``loss_fn(output, target)``; None for a model that returns its loss.
         config: The settings. Checkpoints are written synchronously, because Ray is told of a checkpoint by all workers
             at once. ``resume`` is ``"auto"`` or a path.
-        callbacks: Called on every worker, each of which has a copy of its own.
+        callbacks: Called on every worker, where each worker has its own copy.
         metrics: Functions ``metric(output, target)`` by name, for validation.
         scaling_config: A ``ray.train.ScalingConfig``: number of workers, and what each of them gets. None is one worker
             with one core.

@@ -82,7 +82,7 @@ def qb(
         tol: Stop as soon as :math:`\|A - Q B\|_F \le \mathrm{tol}\, \|A\|_F`, for every entry of a batch. Down to
             :math:`\sqrt{1000 \epsilon}` (0.011 in float32, 5e-7 in float64) the residual is exact; below, and for an A
             that is not a tensor, it is estimated from 32 Gaussian probes, to 5 % or better where many singular values
-            remain and within a factor of 1.6 (99.9 %) where one does. None goes on to rank k.
+            remain and within a factor of 1.6 (99.9 %) where one does. None continues to rank k.
         block_size: Columns of Q a step adds; the last step drops those that the tolerance does not need.
         n_iter: Number of iterations with A A^T on each block, from 0 to 100.
         seed: The seed of the random signs.

@@ -149,8 +149,8 @@ def krylov_blocks(width: int, n_iter: int) -> tuple[int, int]:
 def sign_matrix(operand: Operand, columns: int, seed: int, rows: int | None = None) -> Tensor:
     """Return random signs to multiply an operand by, (*batch, n, columns), or with ``rows`` in place of n."""
     rows = operand.shape[-1] if rows is None else rows
-    # NumPy's Philox: its stream is fixed for all versions and machines, and 15 times as fast to draw from as ours where
-    # a block need not be drawn without the rest.
+    # NumPy's Philox: its stream is fixed for all versions and platforms, and it draws 15 times as fast as ours where a
+    # block need not be drawn without the rest.
     words = np.random.Philox(key=seed).random_raw(-(-rows * columns // 64)).astype("<u8", copy=False)
     bits = torch.from_numpy(np.unpackbits(words.view(np.uint8), count=rows * columns))
     S = bits.view(columns, rows).to(operand.device, operand.dtype).mul_(2).sub_(1)

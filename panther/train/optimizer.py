@@ -77,7 +77,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a model that is distributed, with its state sharded over the ranks or not.
 
-    ``groups`` is what :func:`groups_by_name` returned before, and ``named`` has this rank's parameters by their names
+    ``groups`` is a result of :func:`groups_by_name`, and ``named`` has this rank's parameters by their names
     in the model that the user built.
     """
     kind: Any = optimizer or torch.optim.AdamW

@@ -1,7 +1,7 @@
 """Choosing forms, ranks and settings by a user's own measure of a model: :func:`panther.tune`.
 
-``spaces`` says what a setting may be, and of which layers; ``prepared`` holds what trials share, ``evaluation`` runs
-one, ``runners`` runs them in turn or side by side, ``study`` is Optuna's part, ``result`` what is found.
+``spaces`` has the values that a setting may have, and the layers; ``prepared`` holds what trials share, ``evaluation``
+runs one trial, ``runners`` runs trials in turn or side by side, ``study`` is Optuna's part, ``result`` the result.
 """
 
 from ._tree import ModuleTree, TreeComparison, TreeRow, tree

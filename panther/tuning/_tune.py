@@ -117,14 +117,14 @@ def tune(
         trials: Trials in all, those that the storage holds included.
         first: How many of them, the first ones, are choices of :func:`panther.compress`, at budgets that close in on
             where a constraint is met. None is a third, from 3 to 8.
-        timeout_s: Seconds after which no trial begins; None is no bound.
+        timeout_s: Seconds after which no trial begins; None sets no bound.
         sampler: ``"tpe"``, ``"gp"`` (a Gaussian process), ``"random"``, or a sampler of Optuna. With ``"tpe"`` and a
             constraint, two of three trials after the first ones are small steps from the best trial so far, at a
             smaller budget, in spaces that have one.
         pruner: ``"median"``, ``"asha"`` (successive halving), ``"none"``, or a pruner of Optuna.
         storage: A path, to which each trial is written as it ends; a URL of a database; or a storage of Optuna. The
             same call continues what it holds. None keeps trials in memory.
-        repeats: Calls of ``evaluate`` for each model, of which the mean counts; for functions that vary.
+        repeats: Calls of ``evaluate`` for each model; the mean of the results counts. For functions that vary.
         parallel: Trials at a time: a number of processes of this machine, each with a copy of the model; or ``"ray"``,
             for as many as the cluster has cores, which Ray Tune runs. A trial whose process died is run again. Which
             trials there are then depends on the order in which they end.

@@ -26,7 +26,7 @@ from panther.tuning.hashing import difference, fingerprint
 from panther.tuning.prepared import Plan, Prepared, TrialError
 from panther.tuning.usage import HELD, Usage, watched
 
-SAME = 1e-6  # relative difference of two evaluations of one model: rounding, in another order of sums
+SAME = 1e-6  # relative difference of two evaluations of one model: rounding, in sums of a different order
 
 Report = Callable[[int, Figures], bool]
 """Takes the step and the figures, with a partial metric, and returns whether to end the trial."""
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def failed(reason: str) -> Outcome:
-    """Return the outcome of a trial of which nothing was measured."""
+    """Return the outcome of a trial without measurements."""
     return Outcome(Figures(math.nan, 0, None, math.nan), "failed", reason=reason)
 
 
@@ -71,7 +71,7 @@ class Evaluator:
         goal: What is measured besides its result.
         repeats: How often it is called for one model; the mean counts.
         unchanged: Figures of the model as it is, once they are known.
-        seen: Layers of which it is known whether their replacements are called.
+        seen: Layers whose replacements are known to be called, or not to be.
     """
 
     runner: Runner
@@ -111,7 +111,7 @@ class Evaluator:
             raise TuningError(
                 f"evaluate is not deterministic: it returned {first:.6g} and then {second:.6g} for {where}: fix its "
                 "order and its random numbers (torch's, Python's and NumPy's generators are seeded before each call), "
-                "or give repeats=, of which the mean counts"
+                "or set repeats=, and the mean counts"
             )
         size = model_bytes(model)
         figures = Figures(first, size, latency, self._objective(model, size, latency, first, where, before))
@@ -287,7 +287,7 @@ class Evaluator:
             finally:
                 result.close()
             if last is None:
-                raise TuningError("evaluate yielded nothing: yield partial metrics, of which the last one counts")
+                raise TuningError("evaluate yielded nothing: yield partial metrics; the last one counts")
             return last
 
 

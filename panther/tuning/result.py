@@ -69,7 +69,7 @@ class TuneResult:
     trials: tuple[Trial, ...]
     """All trials, in the order in which they ended."""
     front: tuple[Trial, ...]
-    """The complete trials of which none is at least as good in metric and objective, and better in one."""
+    """The complete trials such that no other is at least as good in metric and objective, and better in one."""
     unchanged: Trial
     """The model as it was given, as trial -1."""
     report: CompressionReport | None
@@ -122,7 +122,7 @@ class TuneResult:
             f"best: trial {self.best.number}, {self._shown(self.best)} (unchanged: {self._shown(self.unchanged)})",
             f"objective {self.objective}" + "".join(f", {text}" for text in self.constraints),
             f"{counted(len(self.trials), 'trial')} ({states[0]} pruned, {states[1]} failed) in "
-            f"{format_seconds(self.seconds)}, of which the preparation took {format_seconds(self.prepare_s)}",
+            f"{format_seconds(self.seconds)}, with {format_seconds(self.prepare_s)} of preparation",
         ]
         lines += [f"note: {note}" for note in self.notes]
         rows = [("trial", "state", "metric", "size", "latency", self.objective, "feasible", "front", "evaluate")]

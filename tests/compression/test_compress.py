@@ -403,7 +403,7 @@ def test_a_model_on_a_mesh_is_refused():
         (network, lambda: [], {}, CompressionError, "has 0 batches and needs at least 2"),
         (network, lambda: batches_of()[:1], {}, CompressionError, "has 1 batch and needs at least 2"),
         (network, lambda: batches_of()[0], {}, CompressionError, "not a Tensor: for one tensor use"),
-        (network, lambda: {"x": batches_of()[0]}, {}, CompressionError, "not a dict: each batch is what the model is"),
+        (network, lambda: {"x": batches_of()[0]}, {}, CompressionError, "not a dict: each batch is the model's input"),
         (network, lambda: None, {}, ValueError, r"method='two_sided' needs calibration="),
         (network, batches_of, {"budget": 0.0}, ValueError, r"budget=0.0 must be a fraction in \(0, 1\]"),
         (network, batches_of, {"budget": 1.5}, ValueError, r"budget=1.5 must be a fraction in \(0, 1\]"),

@@ -119,5 +119,5 @@ def test_larger_batches_and_healing_are_in_what_is_stated(monkeypatch):
     # Outputs of both layers and of GELU, and the inputs that wait, of one batch.
     assert report.memory["moments"] - stated(128).memory["moments"] > 896 * 4 * (48 + 96 + 96 + 48)
     assert report.memory["fits"] == stated(128).memory["fits"]
-    assert "peak memory, as foreseen" in str(report)
+    assert "peak memory, as predicted" in str(report)
     assert "healing" in stated(128, heal=pr.HealConfig(max_steps=1)).memory

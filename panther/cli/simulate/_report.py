@@ -117,7 +117,7 @@ def print_training(settings: Settings, sent_bytes: int) -> list[str]:
         for name, (difference, _) in differences.items()
     ]
     print("\n5. Checks\n" + format_table(rows))
-    print("The processes share this machine, so their speed does not predict that of several machines.")
+    print("The processes share this machine, so their speed does not predict the speed of several nodes.")
     return failed
 
 

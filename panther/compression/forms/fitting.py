@@ -33,7 +33,7 @@ class Fits:
         group_size: Columns of a quantized weight that share a scale; None is the whole row.
         activations: How quantized linear layers round their inputs, None or "int8".
         passes: Passes over the batches.
-        memory: Most memory that each phase was foreseen to need, in bytes.
+        memory: Predicted peak memory of each phase, in bytes.
         comparable: Whether losses are in units of the output's squared norm.
         doubts: Why the batches say too little about some layers.
         ridge: Of the metrics.

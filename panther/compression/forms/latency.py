@@ -1,6 +1,6 @@
 """A wish for the model's speed: whether it can be reached, and the forms that reach it at the least loss.
 
-What the layers may take is what they take as dense ones, less the time that the whole model is to save. The model is
+The limit for the layers is their time as dense layers, less the time that the whole model is to save. The model is
 then timed with the chosen layers, and where the times of its layers do not add up to its own, the limit is corrected.
 """
 

@@ -78,7 +78,7 @@ def quantize_weight(
 def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the orders of rounding, and by how much each later entry is moved by the earlier ones' errors.
 
-    The largest diagonal entries come first: their errors are the dearest, and can still be made up for by the others.
+    The largest diagonal entries come first: their errors weigh most, and later entries can still compensate for them.
     """
     matrices = len(like)
     if M is None:
@@ -96,7 +96,7 @@ def _feedback(M: Tensor | None, size: int, like: Tensor) -> tuple[Tensor, Tensor
 def _nearest_plane(W: Tensor, scale: Tensor, zero: Tensor, a: Tensor, g: Tensor, largest: int) -> Tensor:
     """Return the codes of W, whose entries are rounded in their order, along anti-diagonals.
 
-    With :math:`Y = E (I + a)^T`, entry (i, j) is moved by :math:`(Y - E)_{ij} + (g Y)_{ij}`, of which it needs the
+    With :math:`Y = E (I + a)^T`, entry (i, j) is moved by :math:`(Y - E)_{ij} + (g Y)_{ij}`, which needs the
     rows up to i and the columns up to j: all blocks of an anti-diagonal are independent of each other, and so are the
     entries of an anti-diagonal in a block. Blocks bring most of the sums into matrix products.
     """

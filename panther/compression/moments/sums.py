@@ -107,7 +107,7 @@ class Sums:
 
 
 def square_zeros(groups: int, n: int, device: torch.device) -> Tensor:  # (groups, n, n), float64
-    """Return zeros of which nothing stays behind in malloc's heap.
+    """Return zeros in memory that is returned to the system when freed.
 
     Once a block of up to 32 MB was freed, glibc takes its like from the heap, which shrinks from its end only: moments
     that live longer than the activations around them would keep all of it.

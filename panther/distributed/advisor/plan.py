@@ -192,7 +192,7 @@ def plan_parallelism(
     rank. The assumptions are documented in :mod:`panther.distributed.advisor.cost_model`.
 
     Args:
-        model: A module, of which only shapes are read, or its :class:`ModelStats`.
+        model: A module, whose shapes alone are read, or its :class:`ModelStats`.
         cluster: The devices and links.
         batch: Number of samples of a step, over all ranks.
         objective: ``"time"`` for the shortest step or ``"memory"`` for the fewest bytes per rank; the other breaks

@@ -182,7 +182,7 @@ class _Collected:
     keep: int | None
     tensors: dict[str, Tensor]
     header: dict[str, Any]
-    """The other entries of the manifest, gathered from all ranks."""
+    """The remaining entries of the manifest, gathered from all ranks."""
 
 
 def _collect(

@@ -205,7 +205,7 @@ def alone_in(folder: Path | None) -> Iterator[None]:
     """Close a store in this folder while no other process does: FileStore counts who closes it in two steps.
 
     Where two processes take the first before either takes the second, neither is the last, and the file stays. After
-    five seconds, as when a process is stopped in between, go on nevertheless.
+    five seconds, as when a process is stopped in between, continue nevertheless.
     """
     if folder is None or fcntl is None:
         yield

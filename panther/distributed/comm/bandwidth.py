@@ -36,7 +36,7 @@ from panther.errors import DistributedError, MissingExtraError, check_size
 
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 _NO_GROUP = "There is no process group, so there is no communication to profile: call panther.distributed.init() first."
-_SHOWN = 16  # ranks of which the table names the utilization
+_SHOWN = 16  # the table lists the utilization of this many ranks
 _WARM_UP = 2  # the first calls also open connections
 
 

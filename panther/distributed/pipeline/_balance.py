@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Blocks(Protocol):
-    """The blocks of a model, consecutive runs of which make stages."""
+    """The blocks of a model: a stage is a run of consecutive blocks."""
 
     def __len__(self) -> int: ...
 

@@ -13,7 +13,7 @@ from panther.distributed.pipeline.sketched_halves import FirstHalf, Half, Second
 
 @dataclass
 class Children:
-    """The children of an nn.Sequential, some of which are in two blocks, half of a layer in each."""
+    """The children of an nn.Sequential. A child may be in two blocks, half of its layer in each."""
 
     names: list[str]
     halves: list[type[Half] | None]

@@ -38,7 +38,7 @@ class NodeInfo:
     """Free in /dev/shm, through which the workers of a DataLoader send batches; None where there is none."""
     gpus: int
     faults: tuple[str, ...]
-    """What is wrong on this node by itself."""
+    """Faults of this node alone."""
     port: int = 0
     """On which this rank listens."""
 

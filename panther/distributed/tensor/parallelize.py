@@ -1,4 +1,4 @@
-"""Tensor parallelism of a whole model, in six steps, each of which goes through the modules once.
+"""Tensor parallelism of a whole model, in six steps. Each step visits the modules once.
 
 1. Check the arguments and the model: plain, neither sharded nor wrapped.
 2. Plan: which modules are sharded, how and why (`_plan.py`). Nothing is changed.

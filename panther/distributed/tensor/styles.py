@@ -59,8 +59,8 @@ class ColwiseSKParallel(PantherStyle):
     """Shard the outputs of an :class:`~panther.nn.SKLinear` or an nn.Linear, for torch's ``parallelize_module``.
 
     The layer then takes the full input on every rank and returns that rank's outputs, split as by :func:`torch.chunk`.
-    S1 and U2 are replicated, S2, U1 and the bias sharded. All are DTensors, except for the sketches of a seeded layer,
-    of which every rank draws its shard. Weights and seed are those of the mesh's first rank.
+    S1 and U2 are replicated, S2, U1 and the bias sharded. All are DTensors, except for the sketches of a seeded layer:
+    every rank draws its shard of them. Weights and seed are taken from the mesh's first rank.
 
     Args:
         input_layouts: Placement of an input tensor: ``Replicate()``, the default, or ``Shard(dim)`` for a dimension

@@ -2,7 +2,7 @@
 
 PEFT has a hook for new kinds of layers, ``LoraConfig._register_custom_module``, but it is one of a config and is not
 saved with it: ``PeftModel.from_pretrained``, ``load_adapter`` and transformers' ``add_adapter`` make configs of their
-own. All of them look up the class of the tuner in one table of PEFT, so its entry is what this module replaces.
+own. All of them look up the class of the tuner in one table of PEFT, so this module replaces its entry.
 """
 
 __all__ = ["CompressedLoraModel"]

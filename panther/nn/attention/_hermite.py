@@ -11,7 +11,7 @@ which a Taylor polynomial at 0 is not. All terms but the first have the mean 0 o
 weights is exactly N, the number of keys: no denominator is near 0, and a constant added to the keys changes nothing.
 The softmax of N normal logits moves their mean by :math:`\sigma^2` only while that is below about
 :math:`\sigma \sqrt{2 \log N}`, because a mean is never beyond the largest. The factor f, near 1 for small logits, keeps
-the polynomial from going on, so that it falls back to the mean of the values and not below it.
+the polynomial from continuing, so that it falls back to the mean of the values and not below it.
 
 Every coefficient depends on the query and on means over its keys, so the weights are inner products of features. Two
 identities of the softmax are used with fixed vectors (``center``): :math:`q \cdot k = (q - \mu) \cdot k + \mu \cdot k`,

@@ -36,6 +36,6 @@ def rounded_weight(Q: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tenso
 def _through(x: Tensor, rounded: Tensor) -> Tensor:
     """Return ``rounded`` with the derivative of x: the straight-through estimator (Y. Bengio et al., arXiv:1308.3432).
 
-    The difference of x to itself is an exact zero, but for infinite numbers, whose rows are not finite anyway.
+    The difference of x to itself is an exact zero, except for infinite numbers, whose rows are not finite anyway.
     """
     return rounded + (x - x.detach())

@@ -227,7 +227,7 @@ class Study:
         return self.tried(plan) is None and plan not in self._pending.values()
 
     def _resume(self) -> None:
-        """Finish what a killed run left: trials of which the result is stored; others are drawn again."""
+        """Finish the trials of a killed run whose result is stored; draw the remaining ones again."""
         from optuna.trial import TrialState
 
         with quiet(), _alone():
@@ -292,7 +292,7 @@ def _trial(params: Mapping[str, Any], record: Mapping[str, Any]) -> Trial:
 
 
 def pareto_front(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
-    """Return the complete trials of which none is at least as good in metric and objective, and better in one."""
+    """Return the complete trials such that no other is at least as good in metric and objective, and better in one."""
     sign = -1.0 if goal.higher_is_better else 1.0
     by = "size" if goal.objective == "metric" else "objective"
     complete = [trial for trial in trials if trial.state == "complete"]

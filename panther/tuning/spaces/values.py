@@ -154,7 +154,7 @@ def as_spec(name: str, given: Any) -> Spec:
 
 
 def suggest(trial: Any, name: str, spec: Spec) -> Any:
-    """Draw a value in an Optuna trial; a single one is no parameter of it."""
+    """Draw a value in an Optuna trial; a single value does not become a parameter of the trial."""
     values = grid(spec) if isinstance(spec, Choice) or spec.low == spec.high else ()
     if len(values) == 1:
         return values[0]

@@ -66,8 +66,8 @@ def order_of(name: str, ranks: int, microbatches: int) -> Order:
     Raises:
         ShapeError: If the schedule does not support the number of microbatches.
     """
-    # torch 2.13 executes 1f1b in another order than it lists. The other orders are written here as well, because to
-    # import torch's pipelines takes longer than a plan.
+    # torch 2.13 executes 1f1b in a different order from the one that it lists. The orders of the remaining schedules
+    # are written here as well, because importing torch's pipelines takes longer than a plan.
     listed = {"1f1b": _one_forward_one_backward, "interleaved": _interleaved, "zero_bubble": _interleaved}.get(
         name, _listed_by_torch
     )
@@ -90,7 +90,7 @@ def _one_forward_one_backward(name: str, ranks: int, microbatches: int) -> list[
 
 
 def _interleaved(name: str, ranks: int, microbatches: int) -> list[list[Step]]:
-    split = name == "zero_bubble"  # the backward pass, of which the part for weights is done later
+    split = name == "zero_bubble"  # the backward pass: the gradients of the weights come later
     stages = SCHEDULES[name].stages_per_rank
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:

@@ -103,5 +103,5 @@ def _write(file: Path, found: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(found))
         partial.replace(file)  # another process reads the whole file or none
-    except OSError:  # a cache that cannot be written is no cache
+    except OSError:  # the statistics are measured again the next time
         return

@@ -106,5 +106,5 @@ class Measured(NamedTuple):
     tensors: tuple[TensorStats, ...]
     layers: tuple[LayerStats, ...]
     is_sequential: bool
-    """Whether it is a sequence of layers, each of which returns one tensor, so that a pipeline can split it."""
+    """Whether it is a sequence of layers that return one tensor each, so that a pipeline can split it."""
     tokens_per_sample: int | None

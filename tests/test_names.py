@@ -1,0 +1,105 @@
+"""Names and words in the library's code: names say what a value holds, texts use the words of the glossary."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from glossary import code_complaints
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted(path for folder in ("panther", "kernels") for path in (ROOT / folder).rglob("*.py"))
+NAMES = [path.relative_to(ROOT).as_posix() for path in SOURCES]
+
+# Pronouns, participles and the like, which do not say what a variable holds.
+VAGUE = {
+    "again", "alike", "apart", "asked", "back", "chosen", "different", "done", "doubts", "drawn", "every", "found",
+    "given", "it", "kept", "known", "made", "mine", "named", "one", "others", "ours", "own", "said", "seen", "sent",
+    "several", "shown", "some", "taken", "theirs", "them", "those", "together", "told", "used", "wanted", "wary",
+    "what", "whole", "wish",
+}  # fmt: skip
+# How many variables have a vague name today, by package: the numbers only become lower.
+LIMITS = {
+    "kernels": 38,
+    "panther": 32,
+    "panther/cli": 64,
+    "panther/compression": 183,
+    "panther/distributed": 312,
+    "panther/integrations": 60,
+    "panther/linalg": 17,
+    "panther/nn": 56,
+    "panther/sketch": 4,
+    "panther/train": 47,
+    "panther/tuning": 168,
+}
+
+
+def vague_bindings(source: str) -> list[tuple[int, str]]:
+    """Line and name of each variable, argument, exception and captured pattern that has a vague name."""
+    bindings = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bindings.append((node.lineno, node.id))
+        elif isinstance(node, ast.arg):
+            bindings.append((node.lineno, node.arg))
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            bindings.append((node.lineno, node.name))
+    return sorted((line, name) for line, name in bindings if name in VAGUE)
+
+
+def package_of(path: str) -> str:
+    """Return ``kernels``, or the sub-package of panther, or ``panther`` for modules beside the sub-packages."""
+    top, second, *rest = path.split("/")
+    return f"{top}/{second}" if top == "panther" and rest else top
+
+
+def test_vague_names_become_fewer():
+    places = defaultdict(list)
+    for name, path in zip(NAMES, SOURCES, strict=True):
+        places[package_of(name)] += [f"{name}:{line} binds {word!r}" for line, word in vague_bindings(path.read_text())]
+    complaints = []
+    for package in sorted(places.keys() | LIMITS.keys()):
+        number, limit = len(places[package]), LIMITS.get(package, 0)
+        if number > limit:
+            complaints.append(f"{package} has {number} vague names, more than {limit}: name one by what it holds, of")
+            complaints += places[package]
+        elif number < limit:
+            complaints.append(
+                f"{package} has {number} vague names: lower LIMITS[{package!r}] from {limit} in test_names.py"
+            )
+    assert not complaints, "\n".join(complaints)
+
+
+def test_vague_names_are_found_where_a_variable_is_bound():
+    source = (
+        "def f(own, *, given=1):\n"
+        "    found = [one for one, size in own.one]\n"
+        "    with made() as (kept, names):\n"
+        "        if (known := kept) and found == given:\n"
+        "            obj.done = {'what': what}\n"
+    )
+    assert vague_bindings(source) == [(1, "given"), (1, "own"), (2, "found"), (2, "one"), (3, "kept"), (4, "known")]
+
+
+@pytest.mark.parametrize("package", sorted({package_of(name) for name in NAMES}))
+def test_the_words_of_the_code_are_those_of_the_glossary(package):
+    complaints = [
+        f"{name}:{line}: {words}"
+        for name, path in zip(NAMES, SOURCES, strict=True)
+        if package_of(name) == package
+        for line, words in code_complaints(path.read_text())
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_the_words_of_comments_docstrings_and_messages_are_read_and_code_is_not():
+    source = (
+        "def go_on(x='go_on'):\n"
+        '    """Send it.\n\n'
+        "    >>> go('go on')\n\n"
+        "    Then ``go on``, and go on.\n"
+        '    """\n'
+        "    go.on = 1  # Tensors go on.\n"
+        "    raise E(f'rank {x} cannot go on')\n"
+    )
+    assert [line for line, _ in code_complaints(source)] == [6, 8, 9]
