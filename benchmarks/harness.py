@@ -14,6 +14,7 @@ __all__ = [
     "main",
     "print_table",
     "read_csv",
+    "test_support",
     "write_csv",
 ]
 
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import csv
 import functools
+import importlib
 import itertools
 import math
 import os
@@ -35,12 +37,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import hardware
 import torch
 
+from benchmarks import hardware
 from panther.errors import MissingExtraError, require_extra
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
+RESULTS = ROOT / "benchmarks" / "results"
 _MIN_SAMPLE_S = 2e-3
 _SLOW_S = 0.5
 
@@ -73,7 +76,7 @@ def interleave(
     Args:
         alternatives: Functions by name; each call is one unit of work.
         device: ``"cpu"`` or ``"cuda"``.
-        budget_s: Stop after this long, but not before ``min_rounds``.
+        budget_s: Stop after this many seconds, but not before ``min_rounds``; 0 is one round of one call each.
         min_rounds: Least number of rounds.
 
     Returns:
@@ -86,12 +89,12 @@ def interleave(
         if once < _SLOW_S:  # what is slower is warm after one call
             function()
             once = measure(function, 1)
-        repeats[name] = max(1, min(1000, round(_MIN_SAMPLE_S / max(once, 1e-7))))
+        repeats[name] = max(1, min(1000, round(_MIN_SAMPLE_S / max(once, 1e-7)))) if budget_s else 1
     samples: dict[str, list[float]] = {name: [] for name in alternatives}
     names = list(alternatives)
     start = time.monotonic()
     rounds = 0
-    while rounds < min_rounds or (time.monotonic() - start < budget_s and rounds < 101):
+    while rounds < (min_rounds if budget_s else 1) or (time.monotonic() - start < budget_s and rounds < 101):
         for name in names:
             samples[name].append(measure(alternatives[name], repeats[name]))
         names.append(names.pop(0))
@@ -113,7 +116,7 @@ def main(
     settings when a process starts. Where the environment sets the allocator already, its settings alone are used.
 
     Args:
-        run: Takes the device, the seconds a case, and whether to run quickly and write nothing.
+        run: Takes the device, the seconds a case (0 with ``--quick``), and whether to run quickly and write nothing.
         description: Of the subject.
         threads: Default numbers of CPU threads.
         budget_s: Default seconds a case.
@@ -129,7 +132,7 @@ def main(
         "--memory", nargs="+", default=list(memory), choices=list(hardware.MEMORY), help="settings of the allocator"
     )
     parser.add_argument("--budget", type=float, default=budget_s, help="seconds a case, some rounds at least")
-    parser.add_argument("--quick", action="store_true", help="small cases, nothing written")
+    parser.add_argument("--quick", action="store_true", help="small cases, once each, nothing written")
     options = parser.parse_args()
     own = hardware.memory()
     settable = options.device == "cpu" and own in hardware.MEMORY and platform.libc_ver()[0] == "glibc"
@@ -137,7 +140,8 @@ def main(
     if len(options.threads) > 1 or settings != [own]:
         inherited = {key: value for key, value in os.environ.items() if key not in hardware.MEMORY["kept"]}
         for number, setting in itertools.product(options.threads, settings):
-            command = [sys.executable, sys.argv[0], "--device", options.device, "--budget", str(options.budget)]
+            command = [sys.executable, "-m", _started_module(), "--device", options.device]
+            command += ["--budget", str(options.budget)]
             command += ["--threads", str(number), *(["--memory", setting] if setting in hardware.MEMORY else [])]
             environment = inherited | hardware.MEMORY.get(setting, {})
             subprocess.run([*command, *["--quick"] * options.quick], env=environment, check=True)
@@ -148,7 +152,15 @@ def main(
         with contextlib.suppress(MissingExtraError):
             require_extra("sklearn.utils.extmath", "bench")  # loads scipy's BLAS too, which is to be limited
             stack.enter_context(require_extra("threadpoolctl", "bench").threadpool_limits(options.threads[0]))
-        run(options.device, options.budget, options.quick)
+        run(options.device, 0.0 if options.quick else options.budget, options.quick)
+
+
+def _started_module() -> str:
+    """Return the dotted name of the module that ``python -m`` runs."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:
+        raise RuntimeError("start benchmarks as modules: python -m benchmarks.FOLDER.NAME")
+    return spec.name
 
 
 def figure(value: float) -> float:
@@ -179,6 +191,14 @@ def _cuda_time(function: Callable[[], object], repeats: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3 / repeats
+
+
+def test_support(name: str) -> Any:
+    """Import a module of tests/support, which tests import by its name alone."""
+    folder = str(ROOT / "tests" / "support")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
 
 
 def keep_freed_memory() -> None:
@@ -233,6 +253,6 @@ def commit() -> str:
     """Return the commit that is measured, with ``-dirty`` if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

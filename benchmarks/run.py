@@ -1,12 +1,34 @@
-"""Run every benchmark subject: ``python benchmarks/run.py [arguments for each]``."""
+"""Run every benchmark that takes minutes: ``python -m benchmarks.run [arguments for each]``."""
 
-__all__: list[str] = []
+__all__ = ["SUBJECTS"]
 
 import subprocess
 import sys
-from pathlib import Path
+
+from benchmarks.harness import ROOT
+
+SUBJECTS = (
+    "layers.sklinear",
+    "layers.conv",
+    "layers.quantized",
+    "layers.quantized_conv",
+    "layers.interpolative",
+    "layers.attention",
+    "layers.windowed_attention",
+    "layers.lora",
+    "linalg.sketches",
+    "linalg.randomized_svd",
+    "linalg.cqrrpt",
+    "linalg.lstsq",
+    "compress.tune",
+    "train.trainer",
+    "train.environment",
+    "distributed.overhead",
+    "distributed.advisor",
+)
+"""The benchmarks that take the arguments of ``harness.main``. Trials, figures and the GPU suite take others."""
 
 if __name__ == "__main__":
-    for subject in sorted(Path(__file__).parent.glob("bench_*.py")):
-        print(f"== {subject.stem}", flush=True)
-        subprocess.run([sys.executable, str(subject), *sys.argv[1:]], check=True)
+    for subject in SUBJECTS:
+        print(f"== {subject}", flush=True)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{subject}", *sys.argv[1:]], cwd=ROOT, check=True)

@@ -5,7 +5,7 @@ from survival import Trial, run_in_group, survive
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
 
-TRIALS = [  # benchmarks/trial_survival.py has a hundred
+TRIALS = [  # benchmarks/train/trial_survival.py has a hundred
     Trial(0, "in a step", "worker", 1, 0.6),
     Trial(1, "in a file", "process group", 1, 0.3),
     Trial(2, "before the manifest", "worker", 0, 0.5),

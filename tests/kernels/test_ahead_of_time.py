@@ -5,25 +5,25 @@ In processes of their own: here, kernels may be interpreted.
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import waits
 
 pytestmark = pytest.mark.tool
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "benchmarks/kernel_resources.py"
+TOOL = "benchmarks.gpu.kernel_resources"
+SUMMARY = ROOT / "benchmarks/results/kernel_resources_summary.csv"
 
 # Kernels that break a rule each, in the tool's own hands. Arguments: the chip, the limit on its shared memory, cases.
 BAD = """
 import sys
 from dataclasses import replace
-sys.path[:0] = [{benchmarks!r}]
-import kernel_resources as tool
+import benchmarks.gpu.kernel_resources as tool
 import torch, triton
 import triton.language as tl
-from kernel_cases import Case, meta
+from benchmarks.gpu.kernel_cases import Case, meta
 
 @triton.jit
 def _spilling_kernel(x, N: tl.constexpr):
@@ -68,20 +68,15 @@ for case in (case for case in CASES if case.name in sys.argv[3:]):
 """
 
 
-def run(*command, timeout=280):
+def run(*command, limit_s=280):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return waits.run([sys.executable, *command], limit_s, cwd=ROOT, env=environment)
 
 
 def test_every_kernel_compiles_for_one_chip():
-    done = run(TOOL, "--quick")
+    done = run("-m", TOOL, "--quick")
     assert done.returncode == 0, done.stderr
     assert " 0 violations" in done.stdout
 
@@ -89,14 +84,14 @@ def test_every_kernel_compiles_for_one_chip():
 @pytest.mark.torture
 @pytest.mark.timeout(3000)
 def test_every_configuration_compiles_for_every_chip():
-    done = run(TOOL, timeout=2900)
+    done = run("-m", TOOL, limit_s=2900)
     assert done.returncode == 0, done.stderr
     assert " 0 violations" in done.stdout
 
 
 def bad(tmp_path, *arguments):
     script = tmp_path / "bad.py"
-    script.write_text(BAD.replace("{benchmarks!r}", repr(str(ROOT / "benchmarks"))) + PRINT)
+    script.write_text(BAD + PRINT)
     done = run(script, *arguments)
     assert done.returncode == 0, done.stderr
     return dict(line.split(" | ", 1) if " | " in line else (line, "") for line in done.stdout.splitlines())
@@ -121,12 +116,10 @@ def test_spills_are_found_on_amd(tmp_path):
 
 
 def test_the_table_in_the_guide_names_the_kernels_there_are():
-    """It is written by ``kernel_resources.py --write``, after a change of kernels."""
-    done = run(
-        "-c", f"import sys; sys.path[:0] = [{str(TOOL.parent)!r}]; import kernel_resources as t; print(*t.kernels())"
-    )
+    """It is written by ``python -m benchmarks.gpu.kernel_resources --write``, after a change of kernels."""
+    done = run("-c", f"import {TOOL} as tool; print(*tool.kernels())")
     assert done.returncode == 0, done.stderr
-    with open(TOOL.parent / "results/kernel_resources_summary.csv", newline="", encoding="utf-8") as file:
+    with open(SUMMARY, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert {row["kernel"] for row in rows} == set(done.stdout.split())
     assert {row["chip"] for row in rows} == {"sm_80", "sm_90", "gfx942"}

@@ -33,8 +33,8 @@ def main(arguments):
         ]
         code = subprocess.run([*command, *(arguments or FILES)], cwd=ROOT).returncode
         if not arguments:
-            sys.path.insert(0, str(ROOT / "benchmarks"))
-            harness = importlib.import_module("harness")
+            sys.path.insert(0, str(ROOT))
+            harness = importlib.import_module("benchmarks.harness")
             importlib.import_module("torch").set_num_threads(1)
             print(f"written to {harness.write_csv('engines-slow', list(_rows(report)), device='cpu')}")
     return code

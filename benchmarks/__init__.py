@@ -1,0 +1,1 @@
+"""Benchmarks and trials: ``python -m benchmarks.FOLDER.NAME`` from the root of the repository; see README.md."""

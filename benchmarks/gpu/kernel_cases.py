@@ -1,0 +1,170 @@
+"""The launches that kernel_resources.py compiles: together they reach every kernel and every configuration of it.
+
+A case is a name and a call of a launcher on meta tensors of a given dtype, whose shapes decide what is specialised and
+which configurations are left after pruning. One line a case; the first to reach a kernel is that kernel's quick case.
+"""
+
+__all__ = ["CASES", "Case"]
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from panther.kernels._triton import attention, hadamard, quantized, signs, sketched, sparse, windowed_attention
+from panther.kernels.reference.codes import code_bytes
+from torch import Tensor
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+Launch = Callable[[torch.dtype], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to launch."""
+
+    name: str
+    launch: Launch
+    dtypes: tuple[torch.dtype, ...] = (BF16, F32)
+    precisions: tuple[str, ...] = ("highest", "high")
+    """Of float32 products, where there are any."""
+
+    def variants(self) -> list[tuple[torch.dtype, str]]:
+        """Return each dtype with each of torch's float32 matmul precisions that changes anything."""
+        return [(t, precision) for t in self.dtypes for precision in self.precisions[: None if t is F32 else 1]]
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Make a tensor without memory; its pointer counts as aligned, as those of torch's allocator are."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def factors(rows: int, width: int, R: int, signs: str, dtype: torch.dtype, odd: int = 0) -> tuple[Any, ...]:
+    """Return the arguments of a sketched product, its signs ``"dense"`` or ``"packed"``; ``odd`` spoils alignment."""
+    K, N = width + odd, width + 2 * odd
+    U = {
+        "dense": (meta(R, N, dtype=dtype), meta(K, R, dtype=dtype)),
+        "packed": (meta(R, -(-N // 32), dtype=torch.int32), meta(R, -(-K // 32), dtype=torch.int32)),
+    }[signs]
+    bias = None if odd else meta(N, dtype=dtype)
+    return meta(rows, K, dtype=dtype), meta(K, R, dtype=dtype), U[0], meta(R, N, dtype=dtype), U[1], bias, 0.5
+
+
+def fused(rows: int, width: int, R: int, signs: str = "dense", bias: bool = True) -> Launch:
+    """Run the fused product on aligned sizes, as the dispatch does: with odd sizes the pair runs."""
+
+    def launch(t: torch.dtype) -> None:
+        *operands, b, scale = factors(rows, width, R, signs, t)
+        sketched.fused_matmul(*operands, b if bias else None, scale)
+
+    return launch
+
+
+def pair(rows: int, width: int, R: int, signs: str = "dense", odd: int = 0) -> Launch:
+    return lambda t: sketched.pair_matmul(*factors(rows, width, R, signs, t, odd))
+
+
+def attend(D: int, E: int, scaled: bool = False) -> Launch:
+    """Run causal linear attention, forward and backward."""
+
+    def launch(t: torch.dtype) -> None:
+        q, v = meta(16, 4096, D, dtype=t), meta(16, 4096, E, dtype=t)
+        c = meta(16, 4096, dtype=F32) if scaled else None
+        y, den = attention.attention_forward(q, q, v, c)
+        attention.attention_backward(v, q, q, v, c, y, den)
+
+    return launch
+
+
+def windowed(D: int, E: int, m: int, causal: bool, scaled: bool = True, window: int = 64) -> Launch:
+    """Windowed attention, forward and backward."""
+
+    def launch(t: torch.dtype) -> None:
+        q, v, phi = (meta(16, 4096, width, dtype=t) for width in (D, E, m))
+        a = meta(16, 4096, dtype=F32) if scaled else None
+        operands = (q, q, v, phi, phi, a, a)
+        y, log_den = windowed_attention.windowed_forward(*operands, window, causal)
+        windowed_attention.windowed_backward(v, *operands, y, log_den, window, causal)
+
+    return launch
+
+
+def quantized_product(rows: int, K: int, N: int, bits: int, rank: int = 0, group_size: int = 128) -> Launch:
+    """Multiply by a quantized weight, with a correction and a bias if it has a rank."""
+
+    def launch(t: torch.dtype) -> None:
+        groups, ends = -(-K // group_size), (None, None, None)
+        if rank:
+            ends = (meta(rows, rank, dtype=t), meta(N, rank, dtype=torch.int8), meta(N, dtype=t))  # type: ignore[assignment]
+        quantized.quantized_matmul(
+            meta(rows, K, dtype=t), meta(N, code_bytes(K, bits), dtype=torch.uint8), bits, meta(N, groups, dtype=BF16),
+            meta(N, groups, dtype=torch.uint8), group_size, *ends,
+        )  # fmt: skip
+
+    return launch
+
+
+def transform(N: int, columns: int, batch: int = 4096) -> Launch:
+    return lambda t: hadamard.hadamard_transform(meta(batch, N, columns, dtype=t))
+
+
+def gather(m: int, n: int, d: int, vec_nnz: int, transposed: bool = False) -> Launch:
+    """Make a sparse sketch; its entries are float64 where the other operand is."""
+
+    def launch(t: torch.dtype) -> None:
+        A = meta(n, m, dtype=t).mT if transposed else meta(m, n, dtype=t)
+        index = meta(vec_nnz * m, dtype=torch.int64)
+        value = meta(vec_nnz * m, dtype=torch.float64 if t is torch.float64 else F32)
+        sparse.csr_matmul(meta(d + 1, dtype=torch.int64), index, value, A)
+
+    return launch
+
+
+FULL = ("highest",)  # the precision that takes more registers
+ALL = (BF16, F16, F32)
+
+CASES = [
+    Case("signs", lambda t: signs.fill_signs_(meta(100, 1000, dtype=t), 5, 0, 3, 2**40, 0), ALL, FULL),
+    Case("fused R 64", fused(8192, 8192, 64)),
+    Case("fused R 64, packed", fused(8192, 8192, 64, "packed"), precisions=FULL),
+    Case("fused R 16", fused(8192, 8192, 16), precisions=FULL),
+    Case("fused R 16, packed", fused(8192, 8192, 16, "packed"), precisions=FULL),
+    Case("fused R 48, no bias", fused(100, 1008, 48, bias=False), ALL, FULL),
+    Case("pair batch 1", pair(1, 8192, 16)),
+    Case("pair batch 1, packed", pair(1, 8192, 16, "packed"), precisions=FULL),
+    Case("pair batch 64, R 64", pair(64, 8192, 64)),
+    Case("pair batch 16, R 128", pair(16, 4096, 128)),
+    Case("pair batch 64, R 128, packed", pair(64, 4096, 128, "packed"), precisions=FULL),
+    Case("pair batch 512, R 16", pair(512, 8192, 16)),
+    Case("pair batch 512, R 64, packed", pair(512, 8192, 64, "packed"), precisions=FULL),
+    Case("pair R 33, odd sizes", pair(3, 1000, 33, odd=1), ALL, FULL),
+    Case("attention D 64", attend(64, 64)),
+    Case("attention D 64, scaled", attend(64, 64, scaled=True), precisions=FULL),
+    Case("attention D 128", attend(128, 128), precisions=FULL),
+    Case("attention D 16 E 256", attend(16, 256), precisions=FULL),
+    Case("attention D 256 E 16", attend(256, 16), precisions=FULL),
+    Case("attention D 256, scaled", attend(256, 256, scaled=True), precisions=FULL),
+    Case("attention D 33 E 17, scaled", attend(33, 17, scaled=True), (F16, F32), FULL),
+    Case("windowed D 64 m 64", windowed(64, 64, 64, causal=True), precisions=FULL),
+    Case("windowed D 64 m 128, not causal", windowed(64, 64, 128, causal=False), (BF16,)),
+    Case("windowed D 128 m 128, not scaled", windowed(128, 128, 128, causal=True, scaled=False), precisions=FULL),
+    Case("windowed D 256 m 256, not causal", windowed(256, 256, 256, causal=False), precisions=FULL),
+    Case("windowed D 33 E 17 m 20, window 24", windowed(33, 17, 20, causal=True, window=24), (F16, F32), FULL),
+    Case("quantized int4 batch 1, rank 32", quantized_product(1, 4096, 4096, 4, rank=32)),
+    Case("quantized int4 batch 512, rank 32", quantized_product(512, 4096, 4096, 4, rank=32), ALL, FULL),
+    Case("quantized int8 batch 16, whole rows", quantized_product(16, 4096, 4096, 8, group_size=4096), precisions=FULL),
+    Case("quantized int3 batch 512", quantized_product(512, 4096, 4096, 3), precisions=FULL),
+    Case("quantized int7, odd sizes", quantized_product(70, 1001, 777, 7, rank=5, group_size=33), ALL, FULL),
+    Case("hadamard 2^10", transform(1 << 10, 1), ALL, FULL),
+    Case("hadamard 2^3", transform(1 << 3, 1), precisions=FULL),
+    Case("hadamard 2^14", transform(1 << 14, 1), precisions=FULL),
+    Case("hadamard 2^20", transform(1 << 20, 1, batch=16), precisions=FULL),
+    Case("hadamard 2^20 of 64 columns", transform(1 << 20, 64, batch=1), precisions=FULL),
+    Case("hadamard 2^10 of 7 columns", transform(1 << 10, 7), precisions=FULL),
+    Case("sparse sketch", gather(65536, 512, 1024, 4), (BF16, F32, F16, torch.float64), FULL),
+    Case("sparse sketch, transpose", gather(65536, 512, 1024, 4, transposed=True), precisions=FULL),
+    Case("sparse sketch of a vector", gather(65536, 1, 1024, 4), precisions=FULL),
+    Case("sparse sketch, few entries a row", gather(1024, 512, 65536, 4), precisions=FULL),
+]

@@ -1,0 +1,143 @@
+"""Compare SKConv2d to nn.Conv2d in the same memory format, and in the faster of the two: time, bytes and error.
+
+Forward runs without gradients; forward+backward computes those of the input and of everything that is trained. The
+error is that of SKConv2d.from_conv for a kernel whose unfolded singular values fall as 1/j, as ||W - A|| / ||A||. The
+last cases are those where the layer is no faster.
+"""
+
+__all__ = ["run"]
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import figure, interleave, main, print_table, write_csv
+from panther.errors import PerformanceWarning
+from panther.nn import SKConv2d
+from panther.nn._conv import runs_dense
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its input; ``low_rank=None`` is the default."""
+
+    in_channels: int
+    out_channels: int
+    kernel: int
+    size: int
+    batch: int
+    groups: int = 1
+    stride: int = 1
+    low_rank: int | None = None
+
+
+CASES = [
+    Case(64, 128, 3, 64, 16, low_rank=8),
+    Case(64, 128, 5, 64, 16, low_rank=8),
+    Case(64, 128, 3, 64, 16),
+    Case(64, 128, 5, 64, 16),
+    Case(256, 256, 3, 14, 8),
+    Case(512, 512, 3, 7, 8),
+    Case(3, 64, 7, 224, 4, stride=2),
+    Case(256, 64, 1, 28, 8),
+    Case(512, 512, 1, 14, 8),
+    Case(256, 256, 3, 28, 4, groups=2),
+    Case(64, 64, 1, 56, 8),
+    Case(32, 32, 3, 32, 16),
+    Case(128, 128, 3, 28, 8, groups=4),
+    Case(64, 64, 3, 8, 1),
+    Case(32, 32, 3, 32, 16, groups=32),
+    Case(3, 16, 3, 32, 16),
+    Case(8, 8, 3, 32, 16),
+    Case(16, 16, 3, 8, 1),
+]
+FORMATS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def run(device: str, budget_s: float, quick: bool = False) -> None:
+    """Measure every case, print the table, and write the CSV."""
+    rows: list[dict[str, Any]] = []
+    for case in CASES[-1:] if quick else CASES:
+        rows += _case(case, device, budget_s)
+    print_table(rows)
+    if not quick:
+        print(f"written to {write_csv('conv', rows, device=device)}")
+
+
+def _case(case: Case, device: str, budget_s: float) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    shape = case.in_channels, case.out_channels, case.kernel, case.stride, case.kernel // 2
+    dense = nn.Conv2d(*shape, groups=case.groups, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)  # depthwise layers are measured because they lose
+        layer = SKConv2d(*shape, groups=case.groups, low_rank=case.low_rank, device=device)
+        error = _fitted_error(dense, layer.low_rank)
+    x = torch.randn(case.batch, case.in_channels, case.size, case.size, device=device)
+    way = "dense kernel" if runs_dense(layer.S, layer.U, layer.groups) else "two convolutions"
+    rows = []
+    for mode in ("forward", "forward+backward"):
+        calls: dict[str, Callable[[], object]] = {}
+        for name, memory_format in FORMATS.items():
+            for module in (dense, layer):
+                twin = copy.deepcopy(module).to(memory_format=memory_format)  # type: ignore[call-overload]
+                calls[f"{type(module).__name__} {name}"] = _call(mode, twin, x.to(memory_format=memory_format))
+        timings = interleave(calls, device=device, budget_s=budget_s)
+        best = min((name for name in calls if name.startswith("Conv2d")), key=lambda name: timings[name].median_s)
+        for name, timing in timings.items():
+            sketched = name.startswith("SK")
+            rows.append(
+                {
+                    "in": case.in_channels,
+                    "out": case.out_channels,
+                    "kernel": case.kernel,
+                    "groups": case.groups,
+                    "stride": case.stride,
+                    "size": case.size,
+                    "batch": case.batch,
+                    "low_rank": f"{layer.low_rank}{' (default)' if case.low_rank is None else ''}",
+                    "mode": mode,
+                    "layer": name,
+                    "way": way if sketched else "",
+                    "time_us": round(timing.median_s * 1e6, 1),
+                    "x Conv2d": figure(timing.ratio_to(timings[name.removeprefix("SK")])),
+                    "x best Conv2d": figure(timing.ratio_to(timings[best])),
+                    "stored_bytes": sum(t.nbytes for t in (layer if sketched else dense).state_dict().values()),
+                    "svd_error": f"{error:.3f}" if sketched else "",
+                }
+            )
+    return rows
+
+
+def _call(mode: str, module: nn.Module, x: Tensor) -> Callable[[], object]:
+    x = x.detach().requires_grad_()
+    grad = torch.randn_like(module(x))
+    trained = [x, *module.parameters()]
+
+    def inference() -> Tensor:
+        with torch.no_grad():
+            return module(x)
+
+    def training() -> object:
+        return torch.autograd.grad(module(x), trained, grad)
+
+    return inference if mode == "forward" else training
+
+
+def _fitted_error(conv: nn.Conv2d, low_rank: int) -> float:
+    """Return the relative error of from_conv for a kernel with singular values 1/j in each group."""
+    with torch.no_grad():
+        unfolded = conv.weight.flatten(1).unflatten(0, (conv.groups, -1))
+        P, sigma, Qt = torch.linalg.svd(unfolded, full_matrices=False)
+        A = P / torch.arange(1, sigma.shape[-1] + 1, device=sigma.device) @ Qt
+        conv.weight.copy_(A.reshape(conv.weight.shape))
+        fitted = SKConv2d.from_conv(conv, 1, low_rank)
+        return ((fitted.weight - conv.weight).norm() / conv.weight.norm()).item()
+
+
+if __name__ == "__main__":
+    main(run, __doc__, threads=1, budget_s=2.0)

@@ -1,0 +1,157 @@
+"""Compare SKLinear, fused and not, to nn.Linear and to bare products on its factors.
+
+The *optimum* is two products on factors that were joined beforehand, *products* the four of a layer that is not fused.
+Forward runs without gradients; forward+backward computes those of the input and of everything that is trained (for the
+optimum, both joined factors). The smallest width shows the overhead of a call, whose products take next to no time.
+"""
+
+__all__ = ["run"]
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.harness import figure, interleave, main, print_table, write_csv
+from panther.nn import SKLinear
+
+SHAPES = [(64, 1, 4), (8192, 1, 16), (4096, 2, 64), (1024, 2, 64)]  # width, terms, rank
+BATCHES = [1, 8, 32, 128, 512]
+DTYPES = [torch.float32, torch.bfloat16]
+_NARROW = 64
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way to compute a layer.
+
+    Attributes:
+        forward: From ``(batch, width)`` to ``(batch, width)``.
+        trained: Tensors whose gradients a backward pass computes.
+        stored: Tensors that are stored.
+        exact: The same in float64.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    trained: list[Tensor]
+    stored: list[Tensor]
+    exact: Callable[[Tensor], Tensor]
+
+
+def run(device: str, budget_s: float, quick: bool = False) -> None:
+    """Measure every case, print each as it comes, and write the CSV."""
+    rows: list[dict[str, Any]] = []
+    for shape in SHAPES[:1] if quick else SHAPES:
+        for dtype in DTYPES:
+            for batch in BATCHES[:1] if shape[0] == _NARROW else BATCHES:
+                found = _case(*shape, dtype, batch, device, budget_s)
+                print_table(found)
+                rows += found
+    if not quick:
+        print(f"written to {write_csv('sklinear', rows, device=device)}")
+
+
+def _alternatives(width: int, terms: int, rank: int, dtype: torch.dtype, device: str) -> dict[str, Alternative]:
+    """Return the layers to compare, by name; add one by a line."""
+    linear = nn.Linear(width, width, device=device, dtype=dtype)
+    layer = SKLinear(width, width, terms, rank, device=device, dtype=dtype)
+
+    def exact_linear(x: Tensor) -> Tensor:
+        return functional.linear(x, linear.weight.double(), linear.bias.double())
+
+    def exact_layer(x: Tensor) -> Tensor:
+        S1, U1, S2, U2, bias = (t.double() for t in (layer.S1, layer.U1, layer.S2, layer.U2, layer.bias))  # type: ignore[union-attr]
+        return (x @ S1 @ U1 + x @ U2 @ S2) * layer.scale + bias
+
+    return {
+        "nn.Linear": _module(linear, exact_linear),
+        "optimum": _joined(layer, exact_layer),
+        "products": _separate(layer, exact_layer),
+        "SKLinear": _module(layer, exact_layer),
+        "SKLinear, fused": _module(copy.deepcopy(layer).fuse_(), exact_layer),
+    }
+
+
+def _module(module: nn.Module, exact: Callable[[Tensor], Tensor]) -> Alternative:
+    return Alternative(module, list(module.parameters()), list(module.state_dict().values()), exact)
+
+
+def _joined(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:
+    """Return two products on factors that were joined beforehand."""
+    A = (torch.cat((layer.S1, layer.U2), 1) * layer.scale).detach().requires_grad_()  # (in, 2R)
+    B = torch.cat((layer.U1, layer.S2), 0).detach().requires_grad_()  # (2R, out)
+    bias: Tensor = layer.bias  # type: ignore[assignment]
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.addmm(bias, x @ A, B)
+
+    return Alternative(forward, [A, B, bias], [A, B, bias], exact)
+
+
+def _separate(layer: SKLinear, exact: Callable[[Tensor], Tensor]) -> Alternative:
+    """Return the four products of the formula."""
+    S1, U1, S2, U2, bias = layer.S1, layer.U1, layer.S2, layer.U2, layer.bias
+    scale = layer.scale
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.addmm(torch.addmm(bias, x @ S1, U1, alpha=scale), x @ U2, S2, alpha=scale)  # type: ignore[arg-type]
+
+    return Alternative(forward, list(layer.parameters()), list(layer.state_dict().values()), exact)
+
+
+def _case(
+    width: int, terms: int, rank: int, dtype: torch.dtype, batch: int, device: str, budget_s: float
+) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    alternatives = _alternatives(width, terms, rank, dtype, device)
+    x = torch.randn(batch, width, device=device, dtype=dtype, requires_grad=True)
+    grad = torch.randn(batch, width, device=device, dtype=dtype)
+    rows = []
+    for mode in ("forward", "forward+backward"):
+        calls = {name: _call(mode, one, x, grad) for name, one in alternatives.items()}
+        timings = interleave(calls, device=device, budget_s=budget_s)
+        for name, one in alternatives.items():
+            rows.append(
+                {
+                    "width": width,
+                    "R": terms * rank,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "batch": batch,
+                    "mode": mode,
+                    "layer": name,
+                    "time_us": round(timings[name].median_s * 1e6, 1),
+                    "x nn.Linear": figure(timings[name].ratio_to(timings["nn.Linear"])),
+                    "x optimum": figure(timings[name].ratio_to(timings["optimum"])),
+                    "stored_bytes": sum(tensor.nbytes for tensor in one.stored),
+                    "rms_error": f"{_error(one, x):.1e}",
+                }
+            )
+    return rows
+
+
+def _call(mode: str, one: Alternative, x: Tensor, grad: Tensor) -> Callable[[], object]:
+    wanted = [x, *(tensor for tensor in one.trained if tensor.requires_grad)]
+
+    def inference() -> Tensor:
+        with torch.no_grad():
+            return one.forward(x)
+
+    def training() -> object:
+        return torch.autograd.grad(one.forward(x), wanted, grad)
+
+    return inference if mode == "forward" else training
+
+
+@torch.no_grad()
+def _error(one: Alternative, x: Tensor) -> float:
+    """Return the RMS error of the output on eight rows, relative to the output in float64."""
+    exact = one.exact(x[:8].double())
+    return ((one.forward(x[:8]).double() - exact).norm() / exact.norm()).item()
+
+
+if __name__ == "__main__":
+    main(run, __doc__, threads=(1, 2), budget_s=2.0)

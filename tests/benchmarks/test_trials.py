@@ -1,0 +1,136 @@
+"""Trials at a reduced size: every trial runs, and its rows say what its page claims."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.tool, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.mark.parametrize("name", ["trial_encoder", "trial_digits"])
+def test_the_better_metric_keeps_more(name):
+    if name == "trial_digits":
+        pytest.importorskip("sklearn")
+    trial = importlib.import_module(f"benchmarks.compress.{name}")
+    rows = {row["method"]: row for row in trial.run(True, None)}
+    compressed = [row for method, row in rows.items() if method != "original"]
+    assert {row["budget"] for row in compressed} == {0.5}
+    assert all(row["kept"] <= row["budget"] for row in compressed)
+    assert all(row["model_bytes"] < rows["original"]["model_bytes"] for row in compressed)
+    gaps = {method: row["gap"] for method, row in rows.items()}
+    assert gaps["two_sided"] < gaps["svd"] < gaps["random"]
+
+
+@pytest.mark.parametrize("task", ["encoder", "smollm2", "heal"])
+def test_linear_attention_keeps_a_model(task):
+    pytest.importorskip("transformers")
+    from benchmarks.compress import trial_linearize
+
+    (row,) = trial_linearize.run(task, True)
+    assert 0 < row["rel_error"] < 0.1
+    assert row["correlation"] > 0.99
+
+
+def test_training_from_scratch_compares_forms_of_equal_bytes():
+    pytest.importorskip("sklearn")
+    from benchmarks.train import scratch_tasks, trial_scratch
+
+    task, _ = scratch_tasks.image_tasks(True)
+    parts = [part for name in ("AdamW", "Muon") for part in trial_scratch.run(task, name, "quick")]
+    cases = {(row["optimizer"], row["form"]): row for rows, _ in parts for row in rows if row["equal"] == "steps"}
+    for optimizer in ("AdamW", "Muon"):
+        sketched, *equal_bytes, twice = (
+            row for (name, form), row in cases.items() if name == optimizer and form != "dense"
+        )
+        assert [row["form"] for row in equal_bytes] == [
+            "sketched in part",
+            "low rank",
+            "low rank in part",
+            "dense, narrower",
+        ]
+        for row in equal_bytes:
+            assert row["stored_bytes"] == pytest.approx(sketched["stored_bytes"], rel=0.05)
+            assert row["gradient_bytes"] == pytest.approx(sketched["gradient_bytes"], rel=0.05)
+        assert twice["linear_flops"] == pytest.approx(sketched["linear_flops"], rel=0.05)
+        assert cases["AdamW", "dense"]["stored_bytes"] > twice["stored_bytes"] > sketched["stored_bytes"]
+    assert ("Muon", "dense") not in cases
+    assert cases["Muon", "sketched"]["loss"] != cases["AdamW", "sketched"]["loss"]
+    assert cases["Muon", "sketched"]["optimizer_bytes"] < 0.7 * cases["AdamW", "sketched"]["optimizer_bytes"]
+
+
+@pytest.mark.parametrize("task", ["encoder", "encoder-3", "smollm2", "images"])
+def test_the_chosen_forms_keep_more_than_others_of_their_size(task):
+    pytest.importorskip("transformers")
+    from benchmarks.compress import trial_frontier, trial_frontier_speed
+
+    rows = {row["method"]: row for row in trial_frontier.run(task, True, None)}
+    assert rows["original"]["bits"] == 32
+    if task == "encoder":
+        assert rows["nearest"]["correlation"] < rows["GPTQ"]["correlation"] <= rows["panther"]["correlation"]
+        assert rows["panther"]["bits"] <= 4.25
+    elif "low rank + healing" in rows:
+        assert rows["low rank + healing"]["kept"] <= 0.5
+    else:
+        assert rows["low rank"]["rel_error"] < rows["SVD"]["rel_error"]
+    speeds = trial_frontier_speed.run(task, True, None)
+    assert {row["x float32"] for row in speeds if row["form"] == "float32"} == {1.0}
+    assert {row["form"] for row in speeds} >= {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("task", ["digits", "retrieval"])
+def test_a_search_finds_what_is_good_enough(task):
+    for module in ("sklearn", "optuna", *(["transformers"] if task == "retrieval" else [])):
+        pytest.importorskip(module)
+    from benchmarks.compress import trial_tune
+
+    rows, points = trial_tune.run(task, True)
+    sizes = {row["method"]: row["size_mb"] for row in rows}
+    assert sizes["tuned"] < sizes["unchanged"] / 2
+    assert {point["method"] for point in points} >= {"tuned", "random"}
+
+
+@pytest.mark.torture
+@pytest.mark.distributed
+def test_a_text_model_trains_the_same_when_killed_or_in_another_layout(monkeypatch):
+    """The trial itself compares the killed run to the undisturbed one, to the bit."""
+    from benchmarks.train import trial_text
+
+    monkeypatch.setenv("PANTHER_TRIAL_TEXT", "")  # the trial sets it
+    rows, curves = trial_text.run(True)
+    sent = {row["run"]: row["bytes_rank_0"] for row in rows}
+    assert sent["sketched, killed twice"] < sent["dense"] / 2
+    losses = {(line["run"], line["step"]): line["loss"] for line in curves if line["loss"] is not None}
+    for layout in ("sketched, fsdp", "sketched, pp = 2"):
+        layout_losses = {step: loss for (run, step), loss in losses.items() if run == layout}
+        assert len(layout_losses) >= 2
+        expected = [losses["sketched, killed twice", step] for step in layout_losses]
+        torch.testing.assert_close(list(layout_losses.values()), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.distributed
+def test_two_nodes_send_what_their_layout_needs_and_no_faster_than_the_link(monkeypatch):
+    """The trial itself compares the losses of the layouts; bytes are those that the interface counted."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PANTHER_TRIAL_TEXT", "")  # the trial sets it
+    from benchmarks.distributed import trial_link
+
+    rate = 1e8
+    try:
+        rows, curves = trial_link.run({"slow": rate}, seconds=1.0, rounds=2, quick=True)
+    except trial_link.two_nodes.UnavailableError as error:
+        pytest.skip(str(error))
+    runs = {row["run"]: row for row in rows}
+    dense, sketched = runs["dense, ddp"], runs["sketched, ddp"]
+    for row in (dense, sketched):  # of two ranks, each sends every gradient once; headers come on top
+        assert 1 < row["sent_bytes"] / (4 * row["numbers"]) < 1.2
+    assert runs["sketched, ddp, bf16 hook"]["sent_bytes"] < 0.6 * sketched["sent_bytes"]
+    assert runs["dense, ddp, PowerSGD"]["sent_bytes"] < 0.3 * dense["sent_bytes"]
+    assert runs["dense, fsdp"]["sent_bytes"] > 1.4 * dense["sent_bytes"]
+    assert runs["sketched, tp"]["sent_bytes"] < 0.6 * runs["dense, tp"]["sent_bytes"]
+    for row in rows:
+        assert row["step_ms"] / 1e3 > 0.8 * 8 * row["sent_bytes"] / rate  # less the bucket, which is full at first
+        times = [point["s"] for point in curves if point["run"] == row["run"]]
+        assert len(times) > 1
+        assert times == sorted(set(times))
