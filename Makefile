@@ -10,30 +10,21 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test test-isa test-all test-engines test-engines-slow torture lint docs docs-full release-check bench \
-    trials clean
+.PHONY: demo test verify test-engines-slow torture lint docs docs-full browser release-check bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
 
-# Every behaviour once, as pytest processes, two at a time; with ARGS, a single pytest that gets them.
+# Every behaviour once, as pytest processes, one for each core; with ARGS, a single pytest that gets them.
 # One thread: torch and scipy bring a pool each, and two pools on shared cores get in each other's way.
 test: .venv/.test-stamp
-	OMP_NUM_THREADS=1 .venv/bin/$(if $(ARGS),pytest $(ARGS),python tests/support/shards.py)
+	$(if $(ARGS),OMP_NUM_THREADS=1 .venv/bin/pytest $(ARGS),.venv/bin/python tests/support/checks.py test)
 
-# Numerical tests as older processors compute them, with one thread and with two.
-test-isa: .venv/.test-stamp
-	.venv/bin/python tests/support/instruction_sets.py
-
-# What `make test` leaves out: grids, tools, the property tests with more examples, and what needs further extras.
-test-all: .venv/.all-stamp
-	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=$${PANTHER_FUZZ_EXAMPLES:-200} .venv/bin/python tests/support/shards.py \
-	    -m '(slow or tool or fuzz or extra) and not torture and not gpu' --timeout 900 $(ARGS)
-
-# Adapters to libraries that are heavy, or that want versions of their own: in .venv-engines, so that nothing else meets
-# them.
-test-engines: .venv-engines/.stamp
-	OMP_NUM_THREADS=1 .venv-engines/bin/python tests/support/shards.py -m engine --timeout 900 $(ARGS)
+# Everything: `make test`, lint, docs, the longer sets of tests and the adapters to heavy libraries, in about an hour and
+# a half on two cores. ARGS="isa engines" runs the parts of these names. It continues after an interruption: what passed
+# for the same commit does not run again.
+verify:
+	$(PYTHON) tests/support/checks.py verify $(ARGS)
 
 # Horovod, which is built for ten minutes of processor time, and a Slurm of two nodes on this machine, which needs root
 # and apt and is skipped without them. The results are committed.
@@ -73,7 +64,14 @@ release-check: .venv/.all-stamp
 	.venv/bin/python -m twine check --strict dist/*
 	.venv/bin/python tests/support/release_check.py $(if $(TORCH_INDEX),--torch-index '$(TORCH_INDEX)')
 
-# The checker of accessibility that tests of the built site use, from npm, where its checksum is compared.
+# For the test of two nodes, which makes network namespaces, and for the tests of the built site: Chromium and the
+# checker of accessibility, from npm, where its checksum is compared. Without them these tests are skipped.
+browser:
+	test "$$(id -u)" != 0 || { command -v ip && command -v chromium; } >/dev/null || { apt-get update -q && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends iproute2 chromium; } || \
+	    echo "iproute2 and chromium could not be installed" >&2
+	$(MAKE) .venv/axe/axe.min.js || echo "axe-core could not be downloaded" >&2
+
 AXE = axe-core-4.14.1.tgz
 .venv/axe/axe.min.js:
 	rm -rf .venv/axe && mkdir -p .venv/axe
