@@ -10,6 +10,7 @@ from pathlib import Path
 import processor_time
 import pytest
 import torch
+import waits
 from checks import ENGINE_PATHS
 from fuzzing import fuzz
 from hypothesis import settings
@@ -58,6 +59,14 @@ def pytest_collection_modifyitems(items):
                 f"{item.nodeid} has the mark engine, whose tests are looked for in {', '.join(ENGINE_PATHS)} only: "
                 "move the test, or add its folder to ENGINE_PATHS in tests/support/checks.py"
             )
+
+
+def pytest_timeout_set_timer(item, settings):
+    """Let the limit of a test, which pytest-timeout reads from its mark or from the settings, grow with the load."""
+    if settings.method != "signal":
+        return None
+    waits.start_test_limit(item, settings)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

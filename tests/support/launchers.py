@@ -3,9 +3,10 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import ClassVar
+
+import waits
 
 from panther.cli import main
 
@@ -35,17 +36,18 @@ class Launcher:
                 sys.stderr.flush()
                 os._exit(code)
 
-    def wait(self, seconds=180):
-        """The exit code and what was written."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+    def wait(self, limit_s=180):
+        """Return the exit code and what the command wrote."""
+        status = None
+
+        def has_ended():
+            nonlocal status
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.pid = 0
-                return os.waitstatus_to_exitcode(status), self.output.read_text()
-            time.sleep(0.05)
-        self.end()
-        raise AssertionError(f"still running: {self.output.read_text()}")
+            return pid != 0
+
+        waits.until(has_ended, lambda: f"still running: {self.output.read_text()}{waits.stack_of(self.pid)}", limit_s)
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status), self.output.read_text()
 
     def end(self):
         """End it with its workers, if it is still there."""
@@ -61,9 +63,6 @@ class Launcher:
             cls.started.pop().end()
 
 
-def until(pattern, count=1, seconds=60):
-    """Wait for files to be there."""
-    deadline = time.monotonic() + seconds
-    while len(list(Path().glob(pattern))) < count:
-        assert time.monotonic() < deadline, f"no {pattern}"
-        time.sleep(0.02)
+def until(pattern, count=1):
+    """Wait until so many files have names that match the pattern."""
+    waits.until(lambda: len(list(Path().glob(pattern))) >= count, f"no {pattern}")

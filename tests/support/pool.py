@@ -29,11 +29,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import waits
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from panther.distributed.comm.process_group import shutdown, start_group
 
-TIMEOUT_S = 120.0
+LIMIT_S = 120.0
 
 
 class RankError(AssertionError):
@@ -58,18 +59,23 @@ class Pool:
             self.pids.append(pid)
             self.pipes.append(ours)
 
-    def run(self, work, args, timeout_s):
+    def run(self, work, args, limit_s):
         """Return what ``work(*args)`` returned, by rank."""
         self.jobs += 1
+        # A collective operation gives up only after the wait below, which knows a hang from a busy machine.
+        timeout_s = 2 * waits.LONGEST * limit_s
         job = _pickled((work, args, _state(), f"{self.folder}/store-{self.jobs}", timeout_s))
         for pipe in self.pipes:
             pipe.send_bytes(job)
-        results, deadline, reusable = {}, time.monotonic() + timeout_s, True
+        results, deadline, reusable = {}, waits.Deadline(limit_s), True
         while len(results) < len(self.pipes):
             missing = [rank for rank in range(len(self.pipes)) if rank not in results]
-            ready = wait([self.pipes[rank] for rank in missing], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RankError(f"ranks {missing} of {len(self.pipes)} had not returned after {timeout_s:.0f} s")
+            ready = wait([self.pipes[rank] for rank in missing], waits.PERIOD_S)
+            if not ready and deadline.passed():
+                stacks = "\n".join(f"rank {rank}:\n{waits.stack_of(self.pids[rank])}" for rank in missing)
+                raise RankError(
+                    f"ranks {missing} of {len(self.pipes)} had not returned after {limit_s:g} s\n\n{stacks}"
+                )
             for rank in missing:
                 if self.pipes[rank] in ready:
                     results[rank], clean = self._answer(rank)
@@ -106,13 +112,13 @@ class Pool:
 _pools = {}
 
 
-def run(work, n, args=(), timeout_s=TIMEOUT_S):
+def run(work, n, args=(), limit_s=LIMIT_S):
     """Run ``work(*args)`` on the pool of ``n`` processes, which is started if there is none; results by rank."""
     pool = _pools.get(n)
     if pool is None or not pool.pids:
         pool = _pools[n] = Pool(n)
     try:
-        return pool.run(work, args, timeout_s)
+        return pool.run(work, args, limit_s)
     except BaseException:  # KeyboardInterrupt and the timeout of pytest too: its processes wait in the middle of a test
         pool.close()
         raise

@@ -1,0 +1,138 @@
+"""The limits of waits: a hang reaches them, and a busy machine does not."""
+
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pool
+import pytest
+import torch.distributed as dist
+import waits
+
+from panther.distributed.comm import process_group
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the clock, and what the processes of the tests do: state and processor seconds by thread."""
+    clock = SimpleNamespace(now=0.0, threads={})
+    monkeypatch.setattr(waits.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(waits, "_threads", lambda root: clock.threads)
+    return clock
+
+
+def seconds_until_passed(clock, threads):
+    """Return when a limit of 20 s is reached; ``threads`` tells what threads do at a time."""
+    deadline = waits.Deadline(20)
+    while not deadline.passed():
+        clock.now += 0.5
+        clock.threads = threads(clock.now)
+    return clock.now
+
+
+@pytest.mark.parametrize(
+    ("threads", "expected"),
+    [
+        (lambda now: {}, 20),
+        (lambda now: {1: ("S", 3.0), 2: ("T", 5.0)}, 20),
+        (lambda now: {1: ("S", 3.0), 2: ("R", now)}, 20),
+        (lambda now: {1: ("S", 3.0), 2: ("R", now / 4), 3: ("R", now / 5)}, 80),
+        (lambda now: {1: ("S", 3.0), 2: ("R", 0.0)}, 200),
+        (lambda now: {1: ("S", 3.0), 2: ("D", 0.0)}, 200),
+        (lambda now: {1: ("R", 0.0) if now < 100 else ("S", 0.0)}, 120),
+    ],
+    ids=["no threads", "asleep", "computing", "slowed down", "starved", "reading", "starved at first"],
+)
+def test_the_clock_of_a_limit(threads, expected, clock):
+    assert abs(seconds_until_passed(clock, threads) - expected) <= 2
+
+
+def test_where_the_system_does_not_tell_the_load_counts(clock, monkeypatch):
+    monkeypatch.setattr(waits, "slowdown", lambda: 3.0)
+    assert abs(seconds_until_passed(clock, lambda now: None) - 60) <= 2
+
+
+def test_a_pause_of_the_machine_does_not_end_a_wait(clock):
+    deadline = waits.Deadline(20)
+    clock.now += 100
+    assert not deadline.passed()
+
+
+@pytest.mark.skipif(waits._threads(1) is None, reason="needs /proc, as Linux has it")
+def test_a_process_below_a_child_is_seen():
+    loop = "while True: pass"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {loop!r}])"]
+    child = subprocess.Popen(command, start_new_session=True)
+    try:
+        waits.until(lambda: len(waits.descendants(child.pid)) == 2, "the child started no process")
+        grandchild = waits.descendants(child.pid)[1]
+        waits.until(lambda: waits._threads(grandchild)[grandchild][1] > 0.1, "no processor time was seen")
+        assert waits._threads(grandchild)[grandchild][0] == "R"
+        assert grandchild in waits._threads(waits._TESTS)
+        assert threading.get_native_id() not in waits._threads(waits._TESTS)
+    finally:
+        waits.os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def wait_for_ever():
+    process_group._FAREWELL_S = 0  # The other rank does not wait in shutdown for this one.
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+
+
+def wait_for_the_others():
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def compute_for_ever():
+    process_group._FAREWELL_S = 0
+    while dist.get_rank() == 1:
+        pass
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("work", [wait_for_ever, compute_for_ever])
+def test_a_rank_that_hangs_is_named_with_its_stack(work):
+    with pytest.raises(pool.RankError) as caught:
+        pool.run(work, 2, limit_s=1)
+    text = str(caught.value)
+    assert text.startswith("ranks [1] of 2 had not returned after 1 s\n\nrank 1:\n")
+    assert f"in {work.__name__}\n" in text
+    assert "_pytest" not in text
+    assert pool.run(dist.get_rank, 2) == [0, 1]  # by other processes
+
+
+@pytest.mark.distributed
+def test_a_collective_operation_that_hangs_is_in_the_stack():
+    with pytest.raises(pool.RankError, match=r"rank 0:\n(.|\n)* in barrier\n(.|\n)*rank 1:\n(.|\n)* in shutdown\n"):
+        pool.run(wait_for_the_others, 2, limit_s=1)
+
+
+def test_a_command_that_does_not_end_shows_what_it_wrote():
+    with pytest.raises(waits.WaitError, match=r"still running after 1 s: (.|\n)*\nbegun\n"):
+        waits.run(["sh", "-c", "echo begun; sleep 1000; echo never"], limit_s=1)
+
+
+def test_a_test_that_hangs_ends_with_the_stacks_of_its_processes(monkeypatch):
+    shown = []
+    terminal = SimpleNamespace(write=shown.append, sep=lambda *_, **__: None)
+    item = SimpleNamespace(nodeid="the test", config=SimpleNamespace(get_terminal_writer=lambda: terminal))
+    settings = SimpleNamespace(timeout=0.5, disable_debugger_detection=True)
+    monkeypatch.setattr(waits, "slowdown", lambda minutes: 1.0)
+    if (pid := waits.os.fork()) == 0:
+        while True:
+            signal.pause()
+    try:
+        waits.start_test_limit(item, settings)
+        with pytest.raises(pytest.fail.Exception, match="Timeout"):
+            threading.Event().wait()
+    finally:
+        item.cancel_timeout()
+        with pytest.raises(waits.WaitError, match=r"process 0 is still running\n(.|\n)*test_waits.py"):
+            waits.join([pid], limit_s=0.5)
+    assert any(text.startswith(f"\nprocess {pid}, forked by the test\n") for text in shown)
+    assert any("in test_a_test_that_hangs" in text for text in shown)
