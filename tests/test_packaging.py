@@ -2,12 +2,12 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import waits
 
 import panther
 
@@ -32,7 +32,7 @@ print(pr.__version__)
 
 
 def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=240)
+    done = waits.run([sys.executable, *command], cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

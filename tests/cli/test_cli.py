@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
+import waits
 
 import panther
 from panther.cli import _COMMANDS, main
@@ -34,7 +35,7 @@ def test_help_does_not_import_torch(arguments):
         "import sys\nfrom panther.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as exit:\n"
         "    assert exit.code == 0\nassert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    done = waits.run([sys.executable, "-c", code, *arguments])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(("usage: panther", "panther "))
 
@@ -125,7 +126,8 @@ def test_output_that_nobody_reads_is_not_an_error(tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 1
+        waits.until(lambda: process.poll() is not None, "the command does not end")
+        assert process.returncode == 1
 
 
 def test_doctor_gives_the_install_line_of_what_is_missing(capsys, monkeypatch):

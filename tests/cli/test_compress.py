@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import warnings
 from importlib import import_module
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import waits
 
 import panther as pr
 from panther.cli import main
@@ -177,7 +177,7 @@ def test_it_runs_in_a_checkout(bert, here):
     """There transformers takes the folder kernels/ for the package of that name, which it looks for."""
     options = ["--budget", "0.5", "--method", "svd", "--out", here / "small"]
     command = [sys.executable, "-m", "panther", "compress", bert, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = waits.run(command, cwd=ROOT)
     assert (ROOT / "kernels").is_dir()
     assert done.returncode == 0, done.stderr
     assert (here / "small" / "panther.json").is_file()

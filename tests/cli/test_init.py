@@ -7,10 +7,10 @@ import signal
 import string
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+import waits
 import yaml
 from launchers import Launcher
 
@@ -261,7 +261,7 @@ def test_ray(options, capsys):
     (folder,) = (mount["mountPath"] for mount in head["volumeMounts"] if mount["name"] == "command")
     assert rayjob["spec"]["entrypoint"] == f"bash {folder}/run.sh"
     Path("run.sh").write_text(command["data"]["run.sh"])
-    out, err = shell("run.sh", **stubs(python='printf "%s\\0" "$@"')).communicate(timeout=20)
+    out, err = waits.communicate(shell("run.sh", **stubs(python='printf "%s\\0" "$@"')))
     assert (out.split("\0")[:-1], err) == (["train.py", *ARGUMENTS], "")
 
 
@@ -280,7 +280,7 @@ def test_compose():
 
 def shell(file, **environment):
     """Run a script with bash, first only reading it."""
-    subprocess.run(["bash", "-n", file], check=True, timeout=20)
+    waits.run(["bash", "-n", file], check=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen(["bash", file], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -322,7 +322,7 @@ def test_torchrun_gets_its_options_and_the_arguments_as_they_are():
 
     init("torchrun", "--nproc-per-node=2", "--backend=gloo", "--grace=60", arguments=ARGUMENTS)
     show = 'printf "%s\\0" "$PANTHER_BACKEND" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"'
-    out, err = shell("torchrun.sh", **stubs(torchrun=show)).communicate(timeout=20)
+    out, err = waits.communicate(shell("torchrun.sh", **stubs(torchrun=show)))
     backend, grace, *words = out.split("\0")[:-1]
     assert (backend, grace, err) == ("gloo", "60", "")
     config, _, command = config_from_args(parse_args(words))
@@ -336,14 +336,14 @@ def test_torchrun_gets_its_options_and_the_arguments_as_they_are():
 def test_torchrun_runs():
     Path("train.py").write_text(SHOW)
     init("torchrun", "--nproc-per-node=2", "--backend=gloo", arguments=ARGUMENTS)
-    out, err = shell("torchrun.sh").communicate(timeout=120)
+    out, err = waits.communicate(shell("torchrun.sh"))
     assert sorted(out.splitlines()) == [f"{rank} 2 gloo {ARGUMENTS}" for rank in range(2)], err
 
 
 def test_torchrun_on_several_nodes_needs_an_address():
     init("torchrun", "--nodes=2")
     process = shell("torchrun.sh")
-    _, err = process.communicate(timeout=20)
+    _, err = waits.communicate(process)
     assert process.returncode != 0
     assert "MASTER_ADDR: set it to the name of one node, on all" in err
 
@@ -379,7 +379,7 @@ def test_slurm_runs_on_two_nodes(free_port):
     init("slurm", "--nodes=2", "--cpus-per-node=1", "--backend=gloo", f"--port={free_port}", arguments=ARGUMENTS)
     srun = 'shift; SLURM_NODEID=0 "$@" & first=$!; SLURM_NODEID=1 "$@" || exit; wait $first'
     process = shell("slurm.sbatch", **stubs(srun=srun))
-    out, err = process.communicate(timeout=200)
+    out, err = waits.communicate(process)
     assert process.returncode == 0, err
     assert out.splitlines() == ["first node: 127.0.0.1", f"0 2 gloo {ARGUMENTS}"]
     assert [path.read_text() for path in Path().glob("panther-logs/*/attempt-0/rank-1.out")] == [
@@ -399,13 +399,10 @@ def test_slurm_job_saves_and_is_queued_again_before_its_time_is_up():
     # As srun does, the stand-in answers TERM by killing the processes: it must not be what is sent to it.
     srun = 'shift; SLURM_NODEID=0 "$@" & echo $! > step.pid; trap "kill -KILL $!" TERM; wait $!'
     process = shell("slurm.sbatch", **stubs(srun=srun, panther="exec python -S train.py"))
-    deadline = time.monotonic() + 100
-    while not Path("ready").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    waits.until(lambda: Path("ready").exists() or process.poll() is not None, "the script did not start")
+    assert process.poll() is None
     process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=100)
+    _, err = waits.communicate(process)
     assert process.returncode == 143, err
     assert Path("saved").exists()
     assert Path("scontrol.log").read_text() == "requeue 7\n"

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import waits
 from launchers import Launcher, until
 
 from panther.cli import main
@@ -435,8 +436,7 @@ def test_a_killed_first_node_ends_the_others(script, free_port):
     """)
     options = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port}"]
     first = Launcher("node0", *options, file)
-    while not listens("127.0.0.1", free_port):
-        pass
+    waits.until(lambda: listens("127.0.0.1", free_port), "the first node does not listen")
     second = Launcher("node1", *options, file)
     until("ready-*", 2)
     os.kill(first.pid, signal.SIGKILL)

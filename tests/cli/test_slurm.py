@@ -3,11 +3,11 @@
 import hashlib
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+import waits
 from slurm_cluster import SlurmCluster, missing
 from torch import nn
 
@@ -49,19 +49,17 @@ class WaitOnce(Callback):
     def on_step(self, trainer, loss):
         if trainer.step == {WAIT_AT} and not self.mark.exists():
             self.mark.touch()
-            deadline = time.monotonic() + 240
             while not self.come:
-                assert time.monotonic() < deadline, "no signal"
                 time.sleep(0.05)
 
 
-pr.distributed.init(timeout_s=120)
+pr.distributed.init(timeout_s=600)
 torch.manual_seed(0)
 generator = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(96, 32, generator=generator), torch.randint(4, (96,), generator=generator))
 model = nn.Sequential(pr.nn.SKLinear(32, 64, 2, seed=3), nn.ReLU(), nn.Linear(64, 4))
 config = TrainConfig(
-    max_steps={STEPS}, batch_size=4, learning_rate=0.01, strategy="ddp", timeout_s=120,
+    max_steps={STEPS}, batch_size=4, learning_rate=0.01, strategy="ddp", timeout_s=600,
     checkpoint_dir="run", checkpoint_every_n_steps=4,
 )
 callbacks = [WaitOnce()] if sys.argv[1] == "wait" else []
@@ -122,10 +120,12 @@ def test_two_tasks_train_and_a_requeue_changes_no_bit(cluster, job):
 
     script, path = job("requeued", "wait")
     number = cluster.submit(script, path=path)
-    deadline = time.monotonic() + 300
-    while len(list(script.parent.glob("waiting-*"))) < 2:
-        assert time.monotonic() < deadline, next(script.parent.glob("requeued-*.out")).read_text()
-        time.sleep(0.1)
+    waits.until(
+        lambda: len(list(script.parent.glob("waiting-*"))) == 2,
+        lambda: next(script.parent.glob("requeued-*.out")).read_text(),
+        limit_s=300,
+        root=waits.EVERY_PROCESS,
+    )
     assert cluster.state(number)["JobState"] == "RUNNING"
     assert cluster.call("scontrol", "requeue", number) == ""
     state = cluster.wait(number)
@@ -139,7 +139,7 @@ def test_two_tasks_train_and_a_requeue_changes_no_bit(cluster, job):
 def test_a_lost_task_fails_the_job(cluster, job):
     script, path = job("lost", "run")
     crash = "import os; os.environ['SLURM_NODEID'] == '1' and os.kill(os.getpid(), 9)\n"
-    (script.parent / "train.py").write_text(crash + SCRIPT.replace("timeout_s=120", "timeout_s=10"))
+    (script.parent / "train.py").write_text(crash + SCRIPT.replace("timeout_s=600", "timeout_s=10"))
     state = cluster.wait(cluster.submit(script, path=path))
     output = next(script.parent.glob("lost-*.out")).read_text()
     assert state["JobState"] == "FAILED", output

@@ -1,6 +1,5 @@
 import copy
 import re
-import subprocess
 import sys
 import warnings
 from itertools import pairwise
@@ -8,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+import waits
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,7 +65,7 @@ for _ in range(200):  # torch's own wrapper hangs in one of the first hundred, m
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_model_may_outlive_its_process_group():
-    subprocess.run([sys.executable, "-c", OUTLIVE], check=True, timeout=180)
+    waits.run([sys.executable, "-c", OUTLIVE], check=True)
 
 
 @pytest.mark.distributed

@@ -2,13 +2,13 @@
 
 import gzip
 import json
-import subprocess
 import sys
 from itertools import product
 
 import pytest
 import shipped_stats
 import torch
+import waits
 
 from panther.distributed import ModelStats
 from panther.distributed.advisor.statistics import _kept_stats
@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path):
 
 
 @pytest.mark.slow
-def test_planning_with_kept_statistics_does_without_torch(tmp_path, monkeypatch, capfd):
+def test_planning_with_kept_statistics_does_without_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = (
         "import sys; from panther.cli import main; "
@@ -109,5 +109,5 @@ def test_planning_with_kept_statistics_does_without_torch(tmp_path, monkeypatch,
         "print('torch' in sys.modules)"
     )
     for loaded in ("True", "False"):
-        subprocess.run([sys.executable, "-c", command], check=True, timeout=100)
-        assert capfd.readouterr().out.split()[-1] == loaded
+        done = waits.run([sys.executable, "-c", command], check=True)
+        assert done.stdout.split()[-1] == loaded

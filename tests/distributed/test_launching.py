@@ -6,11 +6,9 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
-import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import waits
 from launchers import Launcher, until
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -52,16 +51,16 @@ def fork(fn, *args, nproc=2, **options):
     return launch(fn, *args, nproc=nproc, start_method="fork", **options)
 
 
-def script(tmp_path, text, *options, environment=(), launcher=(), timeout=180):
+def script(tmp_path, text, *options, environment=(), launcher=()):
     """Run a script of its own, as a user would, and return it with its output."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(text))
     environment = os.environ | {"TMPDIR": str(tmp_path), **dict(environment)}
     command = [sys.executable, "-W", "error::UserWarning", *launcher, str(file), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    return waits.run(command, env=environment)
 
 
-def started(*children, seconds=20):
+def started(*children):
     """Fork functions of this process, wait for them, and return what each wrote, in order."""
     pids, ends = [], []
     for child in children:
@@ -79,18 +78,10 @@ def started(*children, seconds=20):
         os.close(write)
         pids.append(pid)
         ends.append(end)
-    deadline = time.monotonic() + seconds
-    waiting = list(pids)
-    while waiting and time.monotonic() < deadline:
-        waiting = [pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        time.sleep(0.02)
-    for pid in waiting:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    waits.join(pids)
     answers = [os.read(end, 1 << 16).decode() for end in ends]
     for end in ends:
         os.close(end)
-    assert not waiting, "still running"
     return [json.loads(answer) for answer in answers]
 
 
@@ -296,7 +287,7 @@ def test_stores_closed_at_once_leave_no_file(tmp_path):
         for i in range(300):
             store = dist.FileStore(str(tmp_path / "stores" / str(i)), 3)
             store.add("here", 1)
-            barrier.wait(60)
+            barrier.wait()
             with alone_in(tmp_path):
                 del store
 
@@ -333,13 +324,13 @@ def test_a_rank_that_was_missing_may_come_later(monkeypatch, tmp_path):
         with pytest.raises(DistributedError, match="rank 1 of 2 did not check in"):
             init(timeout_s=0.5)
         Path("failed").touch()
-        init(timeout_s=60)
+        init()
         shutdown()
 
     def second():
         os.environ.update(RANK="1", WORLD_SIZE="2")
         until("failed")
-        init(timeout_s=60)
+        init()
         shutdown()
 
     assert started(first, second) == [None, None]
@@ -347,32 +338,35 @@ def test_a_rank_that_was_missing_may_come_later(monkeypatch, tmp_path):
 
 def test_missing_rank_is_named_on_every_other(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    timeout_s = waits.scaled(1)
 
     def member(rank, world_size=4):
         def work():
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-            init(timeout_s=1)
+            init(timeout_s=timeout_s)
 
         return work
 
     answers = started(member(0), member(1), member(3))
     assert answers == [answers[0]] * 3
     where = "on this machine, among processes of one parent, as MASTER_ADDR and MASTER_PORT are not set"
-    assert f"rank 2 of 4 did not check in within 1 s {where}; ranks 0, 1, 3 did" in answers[0]
+    assert f"rank 2 of 4 did not check in within {timeout_s:g} s {where}; ranks 0, 1, 3 did" in answers[0]
     answers = started(member(1), member(3))
     assert answers == [answers[0]] * 2
-    assert "ranks 0, 2 of 4 did not check in within 1 s" in answers[0]
+    assert f"ranks 0, 2 of 4 did not check in within {timeout_s:g} s" in answers[0]
     first, second = started(member(0, 2), member(1, 3))
     assert first == second
     assert "every rank must be given the same world size: rank 0 has 2 and rank 1 has 3" in first
 
 
 def test_missing_rank_over_tcp(free_port):
-    def member(rank, **environment):
+    short_s = waits.scaled(1)
+
+    def member(rank, timeout_s=short_s):
         def work():
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port), **environment)
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
             os.environ.update(RANK=str(rank), WORLD_SIZE="3")
-            init(timeout_s=1)
+            init(timeout_s=timeout_s)
             x = torch.ones(1)
             dist.all_reduce(x)
             interface = os.environ["GLOO_SOCKET_IFNAME"]
@@ -383,10 +377,10 @@ def test_missing_rank_over_tcp(free_port):
 
     answers = started(member(0), member(2))
     tried = f"at 127.0.0.1:{free_port}, tried from 127.0.0.1 on interface lo"
-    assert f"rank 1 of 3 did not check in within 1 s {tried}; ranks 0, 2 did" in answers[0]
+    assert f"rank 1 of 3 did not check in within {short_s:g} s {tried}; ranks 0, 2 did" in answers[0]
     assert answers[0] == answers[1]
-    assert f"rank 0 did not listen {tried} within 1 s" in started(member(1))[0]
-    assert started(*map(member, range(3))) == [[3.0, "lo"]] * 3
+    assert f"rank 0 did not listen {tried} within {short_s:g} s" in started(member(1))[0]
+    assert started(*(member(rank, timeout_s=300) for rank in range(3))) == [[3.0, "lo"]] * 3
 
 
 def test_ranks_that_are_told_where_to_meet(free_port):
@@ -580,10 +574,8 @@ def fail(how):
     ids=["raises", "killed", "terminated", "interrupted", "leaves", "leaves with a code", "exits"],
 )
 def test_failures_name_the_rank_and_end_the_others(how, message, capfd):
-    start = time.monotonic()
     with pytest.raises(DistributedError, match=message) as caught:
         fork(fail, how)
-    assert time.monotonic() - start < 100  # not by the timeout of gloo, which is of minutes
     if "IndexError" in message:
         assert "return f" not in str(caught.value)
         assert "in <lambda>" in str(caught.value)
@@ -596,12 +588,10 @@ def test_all_ranks_wait_for_one_that_was_killed():
     def work():
         if dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        threading.Event().wait()
 
-    start = time.monotonic()
     with pytest.raises(DistributedError, match="rank 2 of 3 was ended by SIGKILL"):
         fork(work, nproc=3)
-    assert time.monotonic() - start < 40
 
 
 def test_result_that_cannot_be_pickled():
@@ -631,11 +621,10 @@ def test_interrupt_ends_the_workers(tmp_path):
 
     def work():
         (tmp_path / str(os.getpid())).touch()
-        time.sleep(60)
+        threading.Event().wait()
 
     def interrupt():
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.02)
+        waits.until(lambda: len(list(tmp_path.iterdir())) == 2, "two workers did not start")
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

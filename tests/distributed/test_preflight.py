@@ -2,7 +2,8 @@
 
 import json
 import os
-import signal
+import re
+import threading
 import time
 from dataclasses import asdict, replace
 from itertools import permutations
@@ -11,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import waits
 
 from panther.cli import main
 from panther.distributed.comm._store import Meeting, address_of
 from panther.distributed.preflight import check, node, pairs
+from panther.distributed.preflight import report as report_module
 from panther.distributed.preflight.node import NodeInfo
 from panther.distributed.preflight.pairs import Measured, schedule
 from panther.distributed.preflight.report import Found, judge
@@ -22,7 +25,7 @@ from panther.distributed.preflight.report import Found, judge
 pytestmark = pytest.mark.distributed
 
 
-def examine(tmp_path, n, inject=lambda rank: None, folder=None, timeout_s=20.0, gone=(), **settings):
+def examine(tmp_path, n, inject=lambda rank: None, folder=None, timeout_s=300.0, gone=(), **settings):
     """The reports of n processes, or their errors; the ones in ``gone`` leave without."""
     pids = []
     for rank in range(n):
@@ -31,6 +34,7 @@ def examine(tmp_path, n, inject=lambda rank: None, folder=None, timeout_s=20.0, 
             try:
                 torch.set_num_threads(1)
                 pairs._SEND_S = 0.01
+                report_module._SLOW = 0.0  # A busy machine makes some of the connections slower than others.
                 inject(rank)
                 store = dist.FileStore(str(tmp_path / "store"), n)
                 meeting = Meeting(store, timeout_s, time.monotonic() + timeout_s, "here", folder=tmp_path)
@@ -42,14 +46,7 @@ def examine(tmp_path, n, inject=lambda rank: None, folder=None, timeout_s=20.0, 
                 (tmp_path / f"result-{rank}").write_text(json.dumps(result))
                 os._exit(0)
         pids.append(pid)
-    deadline = time.monotonic() + 60
-    while pids and time.monotonic() < deadline:
-        pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        time.sleep(0.01)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert not pids, "still running"
+    waits.join(pids)
     return [json.loads((tmp_path / f"result-{rank}").read_text()) for rank in range(n) if rank not in gone]
 
 
@@ -99,7 +96,8 @@ def test_another_clock(shift, word, tmp_path):
     assert report.faults == []
     (note,) = report.notes
     assert note.startswith("the clock of rank 2 (")
-    assert f"is 3 s {word} that of rank 0: synchronise" in note
+    (difference,) = re.findall(rf"is (\S+) s {word} that of rank 0: synchronise", note)
+    assert abs(float(difference) - 3) < 1  # The error is that of a round trip between busy processes.
 
 
 def test_a_full_disk(tmp_path):
@@ -170,36 +168,45 @@ def test_somebody_else_at_the_address(tmp_path):
     assert "somebody else answered there, or the connection broke" in fault
 
 
-def test_data_that_does_not_arrive(tmp_path):
+def test_data_that_does_not_arrive(tmp_path, monkeypatch):
     def serve(self, connection):
         pairs._read(connection, len(self._hello))
-        time.sleep(60)
+        threading.Event().wait()
 
-    (fault,) = report_of(examine(tmp_path, 2, in_rank(1, pairs.Listener, "_serve", serve), timeout_s=4.0)).faults
+    inject = in_rank(1, pairs.Listener, "_serve", serve)
+    monkeypatch.setattr(check, "_CONNECT_S", limit_s := waits.scaled(1))
+    (fault,) = report_of(examine(tmp_path, 2, inject)).faults
     assert fault.startswith("rank 0 (")
-    assert "connected, but data did not arrive within 1 s, as where large packets are dropped (MTU)" in fault
+    expected = f"connected, but data did not arrive within {limit_s:g} s, as where large packets are dropped (MTU)"
+    assert expected in fault
 
 
 def test_a_rank_that_ends_meanwhile_is_named(tmp_path):
-    report = report_of(examine(tmp_path, 3, in_rank(2, check, "measure", lambda *_: leave()), timeout_s=2.0, gone=[2]))
+    inject, timeout_s = in_rank(2, check, "measure", lambda *_: leave()), waits.scaled(2)
+    report = report_of(examine(tmp_path, 3, inject, timeout_s=timeout_s, gone=[2]))
     (fault,) = report.faults
     assert fault == (
-        "rank 2 did not answer within 2 s, testing its connection with rank 1: see its output, it has ended or hangs"
+        f"rank 2 did not answer within {timeout_s:g} s, testing its connection with rank 1: see its output, it has "
+        "ended or hangs"
     )
 
 
 def test_rank_0_that_ends_is_named(tmp_path):
-    results = examine(tmp_path, 3, in_rank(0, check, "judge", lambda *_: leave()), timeout_s=1.0, gone=[0])
+    inject, timeout_s = in_rank(0, check, "judge", lambda *_: leave()), waits.scaled(1)
+    results = examine(tmp_path, 3, inject, timeout_s=timeout_s, gone=[0])
     assert results == [
-        f"DistributedError: rank 0 did not answer rank {rank} of 3 within 2 s: see its output, it has ended or hangs"
+        f"DistributedError: rank 0 did not answer rank {rank} of 3 within {2 * timeout_s:g} s: see its output, it has "
+        "ended or hangs"
         for rank in (1, 2)
     ]
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path):
-    results = examine(tmp_path, 3, lambda rank: leave() if rank == 1 else None, timeout_s=1.0, gone=[1])
+    timeout_s = waits.scaled(1)
+    results = examine(tmp_path, 3, lambda rank: leave() if rank == 1 else None, timeout_s=timeout_s, gone=[1])
     assert results[0] == results[1]
-    assert results[0].startswith("DistributedError: rank 1 of 3 did not check in within 1 s here; ranks 0, 2 did")
+    expected = f"DistributedError: rank 1 of 3 did not check in within {timeout_s:g} s here; ranks 0, 2 did"
+    assert results[0].startswith(expected)
 
 
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
@@ -330,9 +337,9 @@ def test_the_command(tmp_path, monkeypatch, capfd):
 
 def test_the_command_with_a_fault(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor", "--nodes", "--nproc-per-node=2", f"--folder={tmp_path / 'missing'}"]) == 1
+    assert main(["doctor", "--nodes", "--nproc-per-node=1", f"--folder={tmp_path / 'missing'}"]) == 1
     out, err = capfd.readouterr()
-    assert out.endswith("2 faults\n")
+    assert out.endswith("1 fault\n")
     assert err.count("\n") == 1  # where the logs are
 
 

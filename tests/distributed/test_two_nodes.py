@@ -9,8 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import waits
 from launchers import Launcher, until
 from two_nodes import UnavailableError, two_nodes
+
+from panther.distributed.preflight import check
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -22,18 +25,18 @@ DEBIAN = [  # a machine's own name leads to itself only
 ]
 PANTHER = """
     import os, torch, torch.distributed as dist, panther as pr
-    pr.distributed.init(timeout_s=30)
+    pr.distributed.init()
     x = torch.ones(1)
     dist.all_reduce(x)
     print("rank", dist.get_rank(), "sum", x.item(), os.environ["GROUP_RANK"], os.environ["GLOO_SOCKET_IFNAME"])
     pr.distributed.shutdown()
 """
-TORCH = PANTHER.replace("pr.distributed.init(timeout_s=30)", "dist.init_process_group('gloo')").replace(
+TORCH = PANTHER.replace("pr.distributed.init()", "dist.init_process_group('gloo')").replace(
     "pr.distributed.shutdown()", "dist.destroy_process_group()"
 )
 ELASTIC = """
     import os, pathlib, time, panther as pr
-    pr.distributed.init(timeout_s=30)
+    pr.distributed.init()
     world = pr.distributed.get_world_size()
     pathlib.Path(f"world-{world}-{os.environ['RANK']}").touch()
     while world == 1:  # until the launcher starts it again
@@ -43,7 +46,7 @@ ELASTIC = """
 
 
 def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +86,8 @@ def start(cable, tmp_path, monkeypatch):
 def doctor(start):
     """Run panther doctor --nodes on both, with what is to be done on the second node first; codes and outputs."""
 
-    def doctor(*options, hosts=UNKNOWN, then=lambda: None):
-        place = ["--nnodes=2", f"--rdzv-endpoint=10.99.0.1:{next(PORTS)}", "--timeout=8", *options]
+    def doctor(*options, hosts=UNKNOWN, then=lambda: None, timeout_s=300):
+        place = ["--nnodes=2", f"--rdzv-endpoint=10.99.0.1:{next(PORTS)}", f"--timeout={timeout_s}", *options]
         launchers = [
             start(
                 node, hosts, "--nodes", f"--node-rank={node}", *place, command="doctor", then=(lambda: None, then)[node]
@@ -199,11 +202,13 @@ def test_the_doctor_finds_nothing(doctor, tmp_path):
 
 
 def test_the_doctor_finds_a_firewall(doctor, firewall):
-    code, report = doctor()
+    timeout_s = waits.scaled(8)
+    code, report = doctor(timeout_s=timeout_s)
     assert code == 1
     (fault,) = [line for line in report if line.startswith("fault: rank 0 (panther-a)")]
     assert "cannot connect to rank 1 (panther-b) at 10.99.0.2:" in fault
-    assert "no answer within 2 s, as from a firewall that drops packets" in fault
+    connect_s = min(check._CONNECT_S, timeout_s / 4)
+    assert f"no answer within {connect_s:g} s, as from a firewall that drops packets" in fault
     assert "note: rank 1 cannot resolve panther-a, the host name of rank 0: give addresses" in "\n".join(report)
 
 
@@ -234,7 +239,12 @@ def test_ranks_of_another_launcher_meet(hosts, address, start):
 
     ranks = [
         start(
-            rank, hosts, "--nodes", "--timeout=20", command="doctor", then=partial(os.environ.update, environment(rank))
+            rank,
+            hosts,
+            "--nodes",
+            "--timeout=300",
+            command="doctor",
+            then=partial(os.environ.update, environment(rank)),
         )
         for rank in range(2)
     ]

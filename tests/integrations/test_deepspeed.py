@@ -3,12 +3,12 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import waits
 from torch import nn
 
 import panther as pr
@@ -323,7 +323,7 @@ def test_the_script_of_the_page(tmp_path):
     script = Path(__file__).parents[2] / "docs/howto/scripts/train_deepspeed.py"
     environment = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": str(Path(pr.__file__).parents[1])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=800)
+    done = waits.run(command, 800, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "saved at step 32; resumed there with the same sketches" in done.stdout
     pr.load_compressed(tmp_path / "model", nn.Sequential(pr.nn.SKLinear(256, 256, 8), nn.ReLU(), nn.Linear(256, 4)))

@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import waits
 from torch import nn
 
 import panther as pr
@@ -23,10 +23,8 @@ def horovodrun(folder, *command):
         "OUT": str(folder), "PYTHONPATH": str(Path(pr.__file__).parents[1]), "PATH": f"{bin}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    return subprocess.run(
-        [bin / "horovodrun", "--gloo", "-np", "2", sys.executable, *command],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    command = [bin / "horovodrun", "--gloo", "-np", "2", sys.executable, *command]
+    return waits.run(command, 600, env=environment, cwd=folder)
 
 
 @pytest.fixture(scope="module")

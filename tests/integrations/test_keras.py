@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import waits
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -19,10 +19,7 @@ needs_keras = pytest.mark.skipif(find_spec("keras") is None, reason="needs keras
 def run(command, tmp_path, **environment):
     """Output of a command with its own folder for Keras' settings; TensorFlow says on stderr that it starts."""
     environment = {"KERAS_HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, *command], env=os.environ | environment, cwd=tmp_path, timeout=850, capture_output=True,
-        text=True,
-    )  # fmt: skip
+    return waits.run([sys.executable, *command], 850, env=os.environ | environment, cwd=tmp_path)
 
 
 @needs_keras

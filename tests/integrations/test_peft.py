@@ -1,11 +1,11 @@
 """LoRA by PEFT on compressed models: training, saving, merging, starts from the SVD, and resizing of saved adapters."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+import waits
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -340,7 +340,7 @@ def test_another_process_needs_only_the_imports(tmp_path):
     after = tuned(model, inputs)
     model.save_pretrained(tmp_path / "adapter")
     torch.save((inputs, after), tmp_path / "case.pt")
-    subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", FRESH, tmp_path], check=True, timeout=120)
+    waits.run([sys.executable, "-P", "-W", "ignore", "-c", FRESH, tmp_path], check=True)
 
 
 def test_a_merged_transformer_is_saved_at_its_new_ranks(tmp_path):

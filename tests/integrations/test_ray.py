@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+import waits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -45,7 +45,7 @@ def samples():
 def settings(directory, **more):
     given = {
         "max_steps": STEPS, "batch_size": 8, "learning_rate": 0.01, "schedule": "cosine", "log_every_n_steps": 2,
-        "checkpoint_every_n_steps": 3, "checkpoint_dir": str(directory), "timeout_s": 60, "strategy": "ddp",
+        "checkpoint_every_n_steps": 3, "checkpoint_dir": str(directory), "timeout_s": 600, "strategy": "ddp",
     }  # fmt: skip
     return TrainConfig(**given | more)
 
@@ -225,9 +225,7 @@ except ConfigError as error:
 print(ray.is_initialized())
 """
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = waits.run([sys.executable, "-c", script], env=environment, cwd=tmp_path)
     said, initialized = done.stdout.splitlines()[-2:]
     expected = "num_workers=2 with 500 CPU each need 1000 CPU, and this machine has "
     assert said.startswith(expected), done.stderr
@@ -261,7 +259,7 @@ def test_an_address_where_nothing_answers():
         "except Exception as error: print(type(error).__name__, error)"
     )
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = waits.run([sys.executable, "-c", script], env=environment)
     said = done.stdout.splitlines()[-1]
     assert said.startswith("DistributedError no Ray cluster could be joined at '127.0.0.1:9' ("), done.stderr
     assert said.endswith(": check that it runs and is reachable, or leave address out for this machine alone")
@@ -274,7 +272,7 @@ def test_the_script_of_the_page(tmp_path):
         "OUT": str(tmp_path / "run"), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1", "PYTHONPATH": str(Path(pr.__file__).parents[1]),
     }  # fmt: skip
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=400)
+    done = waits.run([sys.executable, script], 400, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"validation loss (\S+) at step 16$", done.stdout, re.MULTILINE)
     assert 0 < float(found[1]) < 1.1  # about log(3), of chance, before training
@@ -312,7 +310,7 @@ def head(tmp_path):
         yield f"ray://127.0.0.1:{ports[1]}", environment
     finally:
         process.terminate()  # `ray stop` would end the clusters of others too
-        process.wait(60)
+        waits.until(lambda: process.poll() is not None, "the cluster does not end")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -334,10 +332,8 @@ result = trainer.fit(samples())
 print(result.checkpoint.path, result.return_value.last["step"], ray.is_initialized())
 """
     )
-    deadline = time.monotonic() + 300
-    while "Ray runtime started" not in (tmp_path / "head.txt").read_text():
-        assert time.monotonic() < deadline, (tmp_path / "head.txt").read_text()
-        time.sleep(0.1)
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=200)
+    written = (tmp_path / "head.txt").read_text
+    waits.until(lambda: "Ray runtime started" in written(), written, limit_s=300)
+    done = waits.run([sys.executable, script], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"{checkpoint.checkpoints(tmp_path / 'run')[-1]} 3 False"

@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import waits
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "docs/howto/scripts"
 NEEDS = {
@@ -33,9 +33,7 @@ def test_the_script_of_the_page(script, processes, tmp_path):
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OUT": str(tmp_path / "out"), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    done = subprocess.run(
-        [*command, SCRIPTS / script], env=environment, cwd=tmp_path, timeout=240, capture_output=True, text=True
-    )
+    done = waits.run([*command, SCRIPTS / script], env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert SAYS[script].format(processes) in done.stdout
     if script == "train_transformers.py":  # what the callback logged, before and after

@@ -1,10 +1,10 @@
 """Compressed models of transformers, saved and loaded by transformers itself, in another process too."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+import waits
 from ranks import on_ranks
 
 import panther as pr
@@ -157,7 +157,7 @@ def test_another_process_needs_only_the_import(tmp_path):
             folder = tmp_path / f"{make.__name__}-{'seeded' if forms is None else 'fitted'}"
             model.save_pretrained(folder)
             torch.save((inputs, logits(model, inputs), type(model).__name__), folder / "case.pt")
-    subprocess.run([sys.executable, "-P", "-c", FRESH, tmp_path], check=True, timeout=240, capture_output=True)
+    waits.run([sys.executable, "-P", "-c", FRESH, tmp_path], check=True)
 
 
 def test_from_pretrained_compresses_a_dense_folder(tmp_path):

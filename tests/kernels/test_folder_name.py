@@ -1,10 +1,10 @@
 """The checkout's folder kernels/ does not disturb code that imports another package of that name."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import waits
 
 ROOT = Path(__file__).resolve().parents[2]
 STATEMENTS = ("import panther", "from transformers.models.bert import modeling_bert")
@@ -15,5 +15,5 @@ def test_transformers_may_look_for_its_kernels_in_the_checkout(statements):
     pytest.importorskip("transformers")
     # With -c, Python puts the working directory first on sys.path, as a notebook started there does.
     code = "; ".join((*statements, "import sys", "assert 'kernels' in sys.modules", "panther.kernels.sketched_matmul"))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = waits.run([sys.executable, "-c", code], cwd=ROOT)
     assert done.returncode == 0, done.stderr

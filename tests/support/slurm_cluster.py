@@ -8,13 +8,13 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import waits
+
 NODES = ("node1", "node2")
 TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
-_START_S = 60
 
 _CONFIG = """\
 ClusterName=panther
@@ -101,16 +101,15 @@ class SlurmCluster:
         while self._daemons:
             process = self._daemons.pop()
             process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with suppress(AssertionError):
+                waits.until(lambda process=process: process.poll() is not None, "still running", 30)
+            process.kill()
+            process.wait()
 
     def call(self, *command):
         """The output of one of Slurm's commands."""
         environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = waits.run(command, env=environment)
         return done.stdout if done.returncode == 0 else done.stderr
 
     def submit(self, script, *, path):
@@ -118,21 +117,17 @@ class SlurmCluster:
         environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         environment["PATH"] = f"{path}:{environment['PATH']}"
         command = ["sbatch", "--parsable", Path(script).name]
-        done = subprocess.run(
-            command, env=environment, cwd=Path(script).parent, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return waits.run(command, check=True, env=environment, cwd=Path(script).parent).stdout.strip()
 
     def state(self, job):
         """The fields of a job, by name."""
         words = self.call("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job, seconds=300):
+    def wait(self, job, limit_s=300):
         """The fields of a job that has ended."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self._until(f"the end of job {job}", lambda: self.state(job).get("JobState") in ended, seconds)
+        self._until(f"the end of job {job}", lambda: self.state(job).get("JobState") in ended, limit_s)
         return self.state(job)
 
     def _start(self, *command):
@@ -146,10 +141,17 @@ class SlurmCluster:
             )  # fmt: skip
         self._daemons.append(process)
 
-    def _until(self, what, is_there, seconds=_START_S):
-        deadline = time.monotonic() + seconds
-        while not is_there():
+    def _until(self, what, is_there, limit_s=120):
+        def is_there_yet():
             dead = [process.args[6] for process in self._daemons if process.poll() is not None]
             assert not dead, f"{dead} ended: {(self.folder / 'daemons.txt').read_text()[-2000:]}"
-            assert time.monotonic() < deadline, f"no {what} after {seconds} s: {self.call('squeue')}"
-            time.sleep(0.1)
+            return is_there()
+
+        # The processes of jobs are not below those of the tests.
+        waits.until(
+            is_there_yet,
+            lambda: f"no {what}: {self.call('squeue')}",
+            limit_s,
+            period_s=0.1,
+            root=waits.EVERY_PROCESS,
+        )

@@ -90,7 +90,7 @@ def train(directory: str, begun: float, kill: Trial | None, whole_s: float) -> s
         checkpoint_dir=f"{directory}/run",
         checkpoint_every_n_steps=EVERY,
         keep_checkpoints=2,
-        timeout_s=30,
+        timeout_s=600,  # No rank waits so long: launch ends all ranks when one is killed.
     )
     data = DataLoader(TensorDataset(x, y), 8, shuffle=True)
     trainer = Trainer(model, torch.optim.AdamW, nn.CrossEntropyLoss(), config, [_Report(Path(directory), begun)])

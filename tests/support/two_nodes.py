@@ -29,7 +29,7 @@ class TwoNodes:
         """Limit what either node sends by a token bucket (``tc-tbf``); None sends as fast as the processors can."""
         for name, interface in zip(self.names, self.interfaces, strict=True):
             place = ("dev", interface, "root")
-            subprocess.run(["tc", "-n", name, "qdisc", "delete", *place], check=False, capture_output=True, timeout=10)
+            subprocess.run(["tc", "-n", name, "qdisc", "delete", *place], check=False, capture_output=True)
             if bits_per_s is not None:
                 burst = max(_LEAST_BURST, round(bits_per_s / 8e3))
                 rate = ("rate", f"{bits_per_s:.0f}bit", "burst", f"{burst}", "latency", "50ms")
@@ -61,10 +61,10 @@ def two_nodes() -> Iterator[TwoNodes]:
         yield nodes
     finally:
         for name in nodes.names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 def _call(*command: str) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=10)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise UnavailableError(f"two nodes cannot be made here, {' '.join(command)}: {done.stderr.strip()}")
