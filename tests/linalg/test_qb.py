@@ -30,15 +30,15 @@ def relative_error(A, Q, B):
     return torch.where(norm > 0, frobenius(A - Q.double() @ B.double()) / norm, 0.0)
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9])
+@pytest.mark.parametrize("decay", [0.5, 0.8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_tolerance_is_met_and_not_by_far(decay, dtype):
     """From 0.5 down to a few eps, with the exact residual and with the probes."""
     for exponent in [0.02, 0.2, 0.4, 0.6, 0.8, 0.9]:
         tol = torch.finfo(dtype).eps ** exponent
-        sigma = decay ** torch.arange(260.0, dtype=torch.float64)
-        A = with_spectrum(350, 260, sigma, dtype)
-        tails = torch.linalg.vector_norm(torch.triu(sigma.expand(260, 260)), dim=-1) / sigma.norm()
+        sigma = decay ** torch.arange(120.0, dtype=torch.float64)
+        A = with_spectrum(160, 120, sigma, dtype)
+        tails = torch.linalg.vector_norm(torch.triu(sigma.expand(120, 120)), dim=-1) / sigma.norm()
         needed = int((tails > tol).sum())
         for seed in range(5):
             Q, B = qb(A, tol=tol, seed=seed, block_size=8)
