@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from panther.kernels.reference.attention import no_autocast
-from panther.nn._sketch_record import read_integers
+from panther.nn._sketch_record import has_values, read_integers
 from panther.nn.attention._features import (
     optimal_shift,
     orthogonal_gaussian,
@@ -107,7 +107,7 @@ class FeatureMap(nn.Module):
     def _note_center(self) -> None:
         # Known without looking at the tensor in each forward, which would wait for a GPU.
         hermite = self.kernel_fn == "hermite"
-        self._centered = hermite and not self.center.is_meta and bool((self.center != 0).any())
+        self._centered = hermite and has_values(self.center) and bool((self.center != 0).any())
 
     def _align_with_weights(self) -> None:
         """Choose the directions in which logits would vary most if inputs were white noise."""

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther.errors import ShapeError, check_device, check_floating, check_size
+from panther.kernels.reference.attention import no_autocast
 from panther.nn.attention.interface import register
 from panther.nn.functional import windowed_linear_attention
 
@@ -115,7 +116,7 @@ class LearnedLinearAttention(nn.Module):
         """Return features of queries and of keys, (N, H, n, m) and at most 1, and their exponents, (N, H, n)."""
         # In float32 at least: an exponent of 20 has an error of 0.08 in bfloat16.
         dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             q, k = q.to(dtype), k.to(dtype)
             own = {name: parameter.to(dtype) for name, parameter in self.named_parameters()}
             alpha = q @ own["query_weight"].mT + own["query_bias"][:, None]

@@ -19,6 +19,8 @@ def check_activations(activations: str | None) -> str | None:
 
 def rounded_input(x: Tensor) -> Tensor:  # (*, in)
     """Return x with each row rounded to 255 numbers; its derivative is that of x."""
+    if x.is_nested and x.layout is torch.strided:  # as nn.TransformerEncoder passes padded batches: it has no amax
+        return torch.nested.as_nested_tensor([rounded_input(sequence) for sequence in x.unbind()])
     with torch.no_grad():
         numbers, steps = rounded_rows(x)
         rounded = (numbers * steps).to(x.dtype)
