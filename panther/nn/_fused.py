@@ -163,8 +163,11 @@ class _JoinedFactors:
         """Return whether these are the views: an assignment to ``.data``, or functional_call, puts others there."""
         if torch.compiler.is_compiling():  # tensors that are traced have no addresses
             return all(a is b for a, b in zip((S1, U1, S2, U2), self.tensors, strict=True))
-        # Written out, as each call of a function would add a tenth of a microsecond to each forward.
-        return (S1.data_ptr(), U1.data_ptr(), S2.data_ptr(), U2.data_ptr()) == self._places
+        try:
+            # Written out, as each call of a function would add a tenth of a microsecond to each forward.
+            return (S1.data_ptr(), U1.data_ptr(), S2.data_ptr(), U2.data_ptr()) == self._places
+        except RuntimeError:  # Parameters under torch.func.grad or torch.vmap have no addresses.
+            return False
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (rows, in) -> (rows, out)
         """Return the layer's output, without gradients."""

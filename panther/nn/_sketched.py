@@ -313,7 +313,9 @@ class SketchedModule(CompressedModule):
         self._non_persistent_buffers_set.discard(name)  # torch's own list, which must not name a Parameter
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if has_values(self.sketch_seed) and self.sketch_seed.tolist() != make_record(self.seed, self.num_terms):
+        record = self.sketch_seed
+        is_cast = record.dtype is not torch.int64  # by module.type(), which casts integers too
+        if has_values(record) and (is_cast or record.tolist() != make_record(self.seed, self.num_terms)):
             self._settle_record()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 

@@ -73,6 +73,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     model = unwrapped(model)
     tensors, aliases = _unique_tensors(model)
     specs = module_specs(model)
+    _alias_copies(tensors, aliases, specs)
     return write_folder(dir, tensors, tensors.__getitem__, specs, aliases, model_config(model, specs))
 
 
@@ -227,6 +228,16 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
             seen[place] = name
             tensors[name] = value
     return tensors, aliases
+
+
+def _alias_copies(tensors: dict[str, Tensor], aliases: dict[str, str], specs: Mapping[str, Any]) -> None:
+    """Make aliases of the tensors of a shared module that a state_dict copies for each name, as of a fused layer."""
+    for module_name, spec in specs.items():
+        if "alias_of" in spec:
+            for name in [name for name in tensors if name.startswith(f"{module_name}.")]:
+                first = spec["alias_of"] + name.removeprefix(module_name)
+                aliases[name] = aliases.get(first, first)
+                del tensors[name]
 
 
 def read_record(path: Path, format: str, versions: range, writer: str, damaged: str) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class QuantizedMatrix(QuantizedState):
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
         """Return L diag(c) and R as numbers, scaled so that the products with neither leave the range of float16."""
-        left = self.left * (self.factor_scales.float() / _FACTOR_UNIT)
+        wide = torch.promote_types(self.factor_scales.dtype, torch.float32)  # float64 where scales are held so
+        left = self.left * (self.factor_scales.to(wide) / _FACTOR_UNIT)
         return left.to(dtype), self.right.to(dtype) * _FACTOR_UNIT
 
     @property
