@@ -216,41 +216,6 @@ def test_to_conv_keeps_the_kernels_format():
     assert layer.to_conv().weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bias", [True, False])
-def test_empty_unbatched_and_non_contiguous_input(shape, bias):
-    layer = layer_of(shape, bias=bias)
-    x = torch.randn(0, 32, 8, 8, requires_grad=True)
-    out = layer(x)
-    assert out.shape == (0, 48, 8, 8)
-    out.sum().backward()
-    assert x.grad.shape == x.shape
-    assert all((p.grad == 0).all() for p in layer.parameters())
-    x = torch.randn(2, 8, 32, 9).transpose(1, 2)
-    assert_close(layer(x), layer(x.contiguous()).double())
-    assert_close(layer(x[0]), layer(x)[0].double())
-    assert_close(layer(x[:, :, :1, :1]), layer(x[:, :, :1, :1].clone()).double())
-
-
-@pytest.mark.parametrize(("shape", "dtype", "last"), all_pairs(SHAPES, [torch.float16, torch.bfloat16], [False, True]))
-def test_half_precision_and_autocast(shape, dtype, last):
-    layer = layer_of(shape)
-    x = torch.randn(2, 32, 9, 8)
-    if last:
-        x = x.to(memory_format=torch.channels_last)
-    exact = layer.double().to_conv()(x.double())
-    layer.float()
-    with torch.autocast("cpu", dtype):
-        out = layer(x)
-    assert out.dtype == dtype
-    assert_close(out, exact)
-    out.float().sum().backward()
-    assert layer.S.grad.dtype == torch.float32
-    out = layer.to(dtype)(x.to(dtype))
-    assert out.dtype == dtype
-    assert_close(out, exact)
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_float16_overflows_no_earlier_than_the_dense_layer(last):
     torch.manual_seed(0)
@@ -261,26 +226,6 @@ def test_float16_overflows_no_earlier_than_the_dense_layer(last):
             x = x.to(memory_format=torch.channels_last)
         exact = layer.double().to_conv()(x.half().double())
         assert_close(layer.half()(x.half()), exact)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_double_backward(shape):
-    config = {**shape, "low_rank": 4 if shape["low_rank"] == 8 else shape["low_rank"]}
-    layer = layer_of(config, dtype=torch.float64)
-    dense = layer.to_conv()
-    x = torch.randn(1, 32, 4, 4, dtype=torch.float64, requires_grad=True)
-
-    def penalty(module):
-        (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
-        return grad.square().sum()
-
-    ours, theirs = penalty(layer), penalty(dense)
-    assert_close(ours, theirs)
-    assert_close(
-        torch.autograd.grad(ours, x, retain_graph=True)[0], torch.autograd.grad(theirs, x, retain_graph=True)[0]
-    )
-    (kernel,) = torch.autograd.grad(theirs, dense.weight)
-    assert_close(torch.autograd.grad(ours, layer.S)[0], torch.autograd.grad(layer.weight, layer.S, kernel)[0])
 
 
 SPREAD = [

@@ -1,12 +1,9 @@
 """LearnedLinearAttention: against the weights of all pairs, masks, grouped heads and queries behind a cache."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-import panther as pr
 from panther.errors import ShapeError
 from panther.nn import LearnedLinearAttention
 from panther.nn.attention.interface import UnsupportedCallError, attend
@@ -156,12 +153,3 @@ def test_calls_that_features_cannot_answer_are_refused(mask, more, words):
     q, k, v = operands()
     with pytest.raises(UnsupportedCallError, match=words):
         attend(_Caller(), q, k, v, mask, **more)
-
-
-def test_it_is_copied_and_saved():
-    module, (q, k, v) = attention(), operands()
-    other = copy.deepcopy(module)
-    torch.testing.assert_close(other(q, k, v, is_causal=True), module(q, k, v, is_causal=True))
-    fresh = pr.nn.LearnedLinearAttention(HEADS, WIDTH, 6, window=5, dtype=torch.float64)
-    fresh.load_state_dict(module.state_dict())
-    torch.testing.assert_close(fresh(q, k, v, is_causal=True), module(q, k, v, is_causal=True))

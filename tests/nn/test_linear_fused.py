@@ -246,22 +246,6 @@ def test_compiled(backend):
         )
 
 
-def test_exported_and_traced():
-    layer, x = layer_of().fuse_(), torch.randn(3, 96)
-    expected = layer(x)
-    torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), expected)
-    torch.testing.assert_close(torch.fx.symbolic_trace(layer)(x), expected)
-
-
-def test_autocast_casts_as_before():
-    layer, x = layer_of(), torch.randn(3, 96)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = layer(x)
-        out = layer.fuse_()(x)
-    assert out.dtype is torch.bfloat16
-    assert torch.equal(out, expected)
-
-
 def test_in_inference_mode():
     with torch.inference_mode():
         layer, x = layer_of().fuse_(), torch.randn(3, 96)
