@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import half_of
 from panther.kernels import causal_linear_attention, reference
 from panther.kernels.reference import attention as chunked
 from tolerances import assert_close
@@ -72,9 +73,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("batch", "n", "D", "E"), SHAPES)
-def test_kernel_and_gradients(device, batch, n, D, E, scaled):
+@pytest.mark.parametrize(("shape", "scaled"), half_of(SHAPES, (False, True)))
+def test_kernel_and_gradients(device, shape, scaled):
+    batch, n, D, E = shape
     against_naive(causal_linear_attention, operands(*batch, n=n, D=D, E=E, scaled=scaled, device=device))
 
 
@@ -214,9 +215,9 @@ def test_every_number_is_written(device, scaled, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "scaled"), half_of((False, True), (torch.float32, torch.bfloat16), (False, True))
+)
 def test_nothing_looks_ahead(device, kernel, dtype, scaled):
     """Whatever comes later, however large, earlier outputs keep every bit; and so do earlier gradients of q."""
     function = causal_linear_attention if kernel else reference.causal_linear_attention
@@ -451,9 +452,7 @@ def test_memory_is_linear_in_length():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # by numpy, which interprets
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("bad", [torch.nan, INF])
+@pytest.mark.parametrize(("kernel", "scaled", "bad"), half_of((False, True), (False, True), (torch.nan, INF)))
 def test_what_is_not_finite_moves_nothing_before_it(device, kernel, scaled, bad):
     """Nor anything at all where it is left out; and what comes after it is not finite."""
     function = causal_linear_attention if kernel else reference.causal_linear_attention

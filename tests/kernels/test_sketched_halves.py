@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import half_of
 from panther.kernels import sketched_inner, sketched_matmul, sketched_outer
 from panther.kernels._cpu.sketched_halves import InnerProduct
 from panther.kernels.ops._crossover import using_path
@@ -151,9 +152,11 @@ def test_what_does_not_fit_is_refused(device):
 SIZES = [(1, 1, 1), (70, 130, 3), (33, 129, 33), (300, 40, 64), (130, 260, 150)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "sizes"), [*zip((1, 3, 65, 7, 2), SIZES, strict=True)])
-def test_triton(device, dtype, rows, sizes, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), half_of([*zip((1, 3, 65, 7, 2), SIZES, strict=True)], (torch.float16, torch.float32))
+)
+def test_triton(device, shape, dtype, monkeypatch):
+    rows, sizes = shape
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
     args = operands(rows, dtype, sizes=sizes, device=device)

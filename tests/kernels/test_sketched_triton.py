@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import half_of
 from panther.kernels import pack_signs, reference, sketched_matmul, unpack_signs
 from panther.kernels.ops import sketched as ops
 from panther.kernels.ops._crossover import PATHS, choose_path, using_path
@@ -12,17 +13,7 @@ SEED, TAG = 5, 0x10001
 FORMS = ["dense", "words"]
 # rows, in, out, R: size one, odd sizes, several tiles each way, and a rank of several tiles.
 SHAPES = [(1, 1, 1, 1), (3, 70, 130, 3), (65, 33, 129, 33), (7, 300, 40, 64), (2, 130, 260, 150)]
-GRID = [
-    (path, shape, form) for path in PATHS for shape in SHAPES for form in FORMS if path != "fused" or shape[3] <= 64
-]
-# By default every pair of a path and a shape, of a path and a form, and of a shape and a form.
-PAIRWISE = [
-    pytest.param(
-        *case,
-        marks=() if (PATHS.index(case[0]) + SHAPES.index(case[1]) + FORMS.index(case[2])) % 2 else pytest.mark.slow,
-    )
-    for case in GRID
-]
+GRID = [case for case in half_of(PATHS, SHAPES, FORMS) if case.values[0] != "fused" or case.values[1][3] <= 64]
 
 
 def operands(rows, n_in, n_out, R, *, dtype=torch.float32, device="cpu", form="dense", bias=True):
@@ -62,7 +53,7 @@ def poison(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
-@pytest.mark.parametrize(("path", "shape", "form"), PAIRWISE)
+@pytest.mark.parametrize(("path", "shape", "form"), GRID)
 def test_values_and_inner_product(device, path, shape, form, poison):
     args = operands(*shape, device=device, form=form, bias=shape[0] != 3)
     with using_path(path), torch.no_grad():
@@ -184,8 +175,7 @@ def test_the_small_batch_pair_repeats_itself(device):
         assert torch.equal(sketched_matmul(*args), sketched_matmul(*args))
 
 
-@pytest.mark.parametrize("shape", [(3, 700, 300, 4), (2, 130, 260, 150)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("shape", "form"), half_of([(3, 700, 300, 4), (2, 130, 260, 150)], FORMS))
 def test_parts_are_added_by_every_program_or_once_before(device, shape, form, monkeypatch, poison):
     """Few, they are added by each program in two launches; many, once, in a third: with the same result."""
     from panther.kernels._triton import sketched

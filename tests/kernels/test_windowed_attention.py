@@ -1,7 +1,10 @@
 """Attention exact in a window and linear beyond it, in torch and in Triton, against all n^2 weights in float64."""
 
+from itertools import product
+
 import pytest
 import torch
+from covering import half_of
 from panther.kernels import reference, windowed_linear_attention
 from panther.kernels.reference import windowed_attention as blocked
 from tolerances import KERNEL_RMS, assert_close
@@ -108,15 +111,20 @@ def test_operator_and_gradients(batch, n, window, D, E, m, scaled, is_causal, dt
 KERNEL_SHAPES = [
     ((), 1, 4, 3, 2, 4),
     ((2,), 13, 4, 3, 4, 2),
-    ((1,), 200, 64, 20, 33, 70),
-    pytest.param((1,), 330, 100, 70, 5, 7, marks=pytest.mark.slow),
+    ((1,), 150, 64, 20, 33, 70),
 ]
+LARGE = ((1,), 330, 100, 70, 5, 7)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("batch", "n", "window", "D", "E", "m"), KERNEL_SHAPES)
-def test_kernels_and_gradients(device, batch, n, window, D, E, m, scaled, is_causal):
+@pytest.mark.parametrize(
+    ("shape", "scaled", "is_causal"),
+    [
+        *half_of(KERNEL_SHAPES, (False, True), (False, True)),
+        *(pytest.param(LARGE, *case, marks=pytest.mark.slow) for case in product((False, True), repeat=2)),
+    ],
+)
+def test_kernels_and_gradients(device, shape, scaled, is_causal):
+    batch, n, window, D, E, m = shape
     args = operands(*batch, n=n, D=D, E=E, m=m, scaled=scaled, device=device)
     against_naive(windowed_linear_attention, args, window=window, is_causal=is_causal)
 
