@@ -9,6 +9,7 @@ import pytest
 import shipped_stats
 import torch
 import waits
+from covering import half_of
 
 from panther.distributed import ModelStats
 from panther.distributed.advisor.statistics import _kept_stats
@@ -20,9 +21,7 @@ SIZES = {"hidden": 12, "heads": 6, "ffn": 20, "vocab": 31, "sequence": 5}
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("sketch", [None, 2])
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize(("layers", "sketch", "tp"), half_of([1, 3], [None, 2], [1, 2, 3]))
 def test_layers_have_the_figures_of_the_first(layers, sketch, tp):
     found = ModelStats.transformer(**SIZES, layers=layers, sketch=sketch).shard(tp)
     with torch.device("meta"):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from covering import half_of
 from fake import fake_group
 from ranks import on_ranks, take_pipeline_steps, take_steps, weights_of
 from torch import nn
@@ -195,10 +196,8 @@ def test_where_stages_of_a_traced_model_begin():
         assert pieces(hooked, ["layers.2"])[1]["layers.2"] == "SKLinear"
 
 
-@pytest.mark.parametrize(("world", "dp"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("kind", ["none", "full"])
-@pytest.mark.parametrize("traced", [False, True])
-def test_hybrid_parallelism_begins_stages_inside_layers(world, dp, kind, traced):
+@pytest.mark.parametrize(("dp", "kind", "traced"), half_of([1, 2], ["none", "full"], [False, True]))
+def test_hybrid_parallelism_begins_stages_inside_layers(dp, kind, traced):
     x, y = (tensor[:, 0] for tensor in data())
     make, points = (lambda: Traced().double() if traced else network(0)), 2
 
@@ -218,7 +217,7 @@ def test_hybrid_parallelism_begins_stages_inside_layers(world, dp, kind, traced)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses, _ = take_steps(optimizer, lambda: nn.functional.mse_loss(model(x), y), 4)
-    for found, sent, halves in on_ranks(rank, world):
+    for found, sent, halves in on_ranks(rank, 2 * dp):
         assert found == pytest.approx(losses, rel=1e-9)
         assert sent == 8 // dp * 2 * R * 8  # forward on the first rank, backward on the second
         assert halves == 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from covering import half_of
 from ranks import gradients_of, on_ranks, take_steps, weights_of, whole
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -61,10 +62,10 @@ def batch():
     return tokens
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 3), pytest.param(1, 4, marks=pytest.mark.slow), (2, 2)])
-def test_tables_and_output_layers(tied, dp, tp):
+@pytest.mark.parametrize(("sizes", "tied"), half_of([(1, 2), (1, 3), (2, 2), (1, 4)], [True, False]))
+def test_tables_and_output_layers(sizes, tied):
     """Copies of a half batch on dp = 2 have the whole batch's mean and gradient."""
+    dp, tp = sizes
     tokens = batch()
 
     def rank():
