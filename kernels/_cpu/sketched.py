@@ -100,7 +100,8 @@ def _blocks(n: int, R: int) -> list[tuple[slice, slice]]:
 
 
 def _length(block: slice) -> int:
-    return block.stop - block.start
+    length: int = block.stop - block.start
+    return length
 
 
 class JoinedProduct(torch.autograd.Function):

@@ -56,4 +56,7 @@ def autotuned(cuda: Sequence[triton.Config], hip: Sequence[triton.Config], key: 
         return list(hip if triton.runtime.driver.active.get_current_target().backend == "hip" else cuda)
 
     configs = [cuda[0]] if INTERPRETED.value else [*cuda, *hip]
-    return triton.autotune(configs, key=list(key), prune_configs_by={"early_config_prune": suitable})
+    decorator: Callable[[Any], Any] = triton.autotune(
+        configs, key=list(key), prune_configs_by={"early_config_prune": suitable}
+    )
+    return decorator

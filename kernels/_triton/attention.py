@@ -368,7 +368,8 @@ def _attend(
 
 def _chunk(x: Tensor, D: int, E: int) -> int:
     """Return the smallest multiple of 64, a power of two, with which states take no more memory than q, k and v."""
-    return max(_CHUNK, triton.next_power_of_2(triton.cdiv(4 * (D * E + D), (2 * D + E) * x.element_size())))
+    chunk: int = max(_CHUNK, triton.next_power_of_2(triton.cdiv(4 * (D * E + D), (2 * D + E) * x.element_size())))
+    return chunk
 
 
 class _Tile(NamedTuple):
@@ -398,7 +399,8 @@ def _tiles(x: Tensor, inner: int, outer: int) -> _Tile:
 
 
 def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    padded: int = max(16, triton.next_power_of_2(size))
+    return padded
 
 
 def _inner(x: Tensor) -> torch.dtype:

@@ -320,11 +320,13 @@ def pair_matmul(
 
 def _row_tile(M: int, most: int, wanted: float = math.inf) -> int:
     """Return a power of two, at least 16 and at most ``most``, the rows there are, and what is wanted."""
-    return max(16, min(most, triton.next_power_of_2(M), triton.next_power_of_2(int(min(wanted, most)))))
+    rows: int = max(16, min(most, triton.next_power_of_2(M), triton.next_power_of_2(int(min(wanted, most)))))
+    return rows
 
 
 def _rank_tile(R: int, most: int = _MAX_RANK_TILE) -> int:
-    return min(most, max(16, triton.next_power_of_2(R)))
+    columns: int = min(most, max(16, triton.next_power_of_2(R)))
+    return columns
 
 
 def _addressable(*operands: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 __all__ = ["causal_linear_attention"]
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,7 +166,8 @@ def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ..
     operands = (q, k, v) if log_scale is None else (q, k, v, log_scale)
 
     def gradients(grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.vjp(reference.causal_linear_attention, *operands)[1](grad)
+        products: tuple[Tensor, ...] = torch.func.vjp(reference.causal_linear_attention, *operands)[1](grad)
+        return products
 
     seconds = torch.func.vjp(gradients, grad, *operands)[1](grads[: len(operands)])
     return *seconds, *(None,) * (7 - len(seconds))
@@ -185,7 +187,7 @@ def _batched(function: Any) -> Any:
     return rule
 
 
-_causal_linear_attention_backward: Any = define(
+_causal_linear_attention_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = define(
     f"{_NAME}_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? log_scale, Tensor y, Tensor den) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
@@ -194,7 +196,7 @@ _causal_linear_attention_backward: Any = define(
     backward=_differentiate_backward,
     vmap=_batched(lambda: _causal_linear_attention_backward),
 )
-_causal_linear_attention: Any = define(
+_causal_linear_attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]] = define(
     f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor? log_scale) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,

@@ -2,7 +2,7 @@
 
 __all__ = ["hadamard_transform"]
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def _transform(x: Tensor) -> Tensor:
     return hadamard.hadamard_transform(x)
 
 
-_hadamard_transform: Any = define(
+_hadamard_transform: Callable[[Tensor], Tensor] = define(
     "hadamard_transform(Tensor x) -> Tensor",
     _transform,
     lambda x: x.new_empty(x.shape),

@@ -71,7 +71,7 @@ def _fake(x: Tensor, codes: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[0])
 
 
-_quantized_matmul: Any = define(
+_quantized_matmul = define(
     f"{_NAME}(Tensor x, Tensor codes, int bits, Tensor scales, Tensor zeros, int group_size, Tensor? inner, "
     "Tensor? left, Tensor? bias) -> Tensor",
     _forward,

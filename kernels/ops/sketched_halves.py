@@ -49,12 +49,14 @@ def sketched_inner(
     """
     compiling = torch.compiler.is_compiling()
     if (x.is_cuda if compiling else use_triton("sketched_inner", x.device)) and (compiling or not needs_torch()):
-        return _inner(x, *(A if isinstance(A, Tensor) else torch.cat(tuple(A), 1) for A in (S1, U2)), scale)
+        S1, U2 = (A if isinstance(A, Tensor) else torch.cat(tuple(A), 1) for A in (S1, U2))
+        return _inner(x, S1, U2, scale)
     trained = reference.as_sequence(S1)
     rank = max(A.shape[1] for A in trained)
     if compiling or needs_torch() or choose_path(len(x), rank, triton=False) == "chain":
         return reference.sketched_inner(x, S1, U2, scale)
-    return joined.InnerProduct.apply(x, scale, *trained, *reference.as_sequence(U2))
+    inner: Tensor = joined.InnerProduct.apply(x, scale, *trained, *reference.as_sequence(U2))  # type: ignore[no-untyped-call]
+    return inner
 
 
 def sketched_outer(
@@ -91,7 +93,8 @@ def sketched_outer(
         return _outer(inner, U1, S2, bias)
     if compiling or needs_torch() or choose_path(len(inner), len(U1), triton=False) == "chain":
         return reference.sketched_outer(inner, U1, S2, bias)
-    return joined.OuterProduct.apply(inner, U1, S2, bias)
+    outer: Tensor = joined.OuterProduct.apply(inner, U1, S2, bias)  # type: ignore[no-untyped-call]
+    return outer
 
 
 def _takes(name: str, x: Tensor, rank: int, *others: Tensor | None) -> bool:
@@ -170,14 +173,14 @@ def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_inner: Any = define(
+_inner = define(
     "sketched_inner(Tensor x, Tensor S1, Tensor U2, float scale) -> Tensor",
     _inner_implementation,
     lambda x, S1, U2, scale: x.new_empty(x.shape[0], 2 * S1.shape[1]),
     setup_context=_inner_context,
     backward=_inner_backward,
 )
-_outer: Any = define(
+_outer = define(
     "sketched_outer(Tensor inner, Tensor U1, Tensor S2, Tensor? bias) -> Tensor",
     _outer_implementation,
     lambda inner, U1, S2, bias: inner.new_empty(inner.shape[0], S2.shape[1]),

@@ -2,6 +2,7 @@
 
 __all__ = ["windowed_linear_attention"]
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -237,7 +238,8 @@ def _differentiate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ..
         return reference.windowed_linear_attention(*full, *ctx.settings)  # type: ignore[arg-type]
 
     def gradients(grad: Tensor, *present: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.vjp(attention, *present)[1](grad)
+        products: tuple[Tensor, ...] = torch.func.vjp(attention, *present)[1](grad)
+        return products
 
     present = [operands[i] for i in given]
     seconds = torch.func.vjp(gradients, grad, *present)[1](tuple(grads[i] for i in given))
@@ -266,7 +268,7 @@ def _batched(function: Any) -> Any:
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor phi_q, Tensor phi_k, Tensor? log_q, Tensor? log_k"
-_windowed_linear_attention_backward: Any = define(
+_windowed_linear_attention_backward: Callable[..., tuple[Tensor, ...]] = define(
     f"{_NAME}_backward(Tensor grad, {_OPERANDS}, Tensor y, Tensor log_den, int window, bool causal) "
     f"-> ({', '.join(['Tensor'] * 7)})",
     _backward,
@@ -275,7 +277,7 @@ _windowed_linear_attention_backward: Any = define(
     backward=_differentiate_backward,
     vmap=_batched(lambda: _windowed_linear_attention_backward),
 )
-_windowed_linear_attention: Any = define(
+_windowed_linear_attention: Callable[..., tuple[Tensor, Tensor]] = define(
     f"{_NAME}({_OPERANDS}, int window, bool causal) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,

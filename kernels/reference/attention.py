@@ -14,7 +14,7 @@ __all__ = ["attention_backward", "attention_forward", "attention_inference", "ca
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -178,7 +178,7 @@ class _Scales(NamedTuple):
     left_out: Tensor  # (*batch, N, C, 1), where c_j is -inf
 
 
-def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[tuple]:
+def _segments(tensors: Sequence[Tensor], log_scale: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Yield tensors (*batch, n, X) as (*batch, N, C, X), N at most ``_CHUNKS``, zero-padded; last, their scales."""
     n, dtype = tensors[0].shape[-2], _accumulation_dtype(tensors[0])
     chunk = min(_CHUNK, n)

@@ -228,7 +228,8 @@ def _orthonormalise(X: Tensor, gram: Tensor, seed: int) -> Tensor:
         second = torch.linalg.cholesky(gram, upper=True)
         _solve(second.to(X.dtype), X)
         C = second @ C
-    return C.to(X.dtype)
+    triangle: Tensor = C.to(X.dtype)
+    return triangle
 
 
 def _solve(R: Tensor, X: Tensor) -> None:
@@ -259,13 +260,15 @@ def _squared_condition(C: Tensor, seed: int) -> float:
         low = torch.linalg.solve_triangular(C.mT, low, upper=False)
         low = torch.linalg.solve_triangular(C, low, upper=True)
         ratio = high.norm() * low.norm()
-    return ratio.item()
+    condition: float = ratio.item()
+    return condition
 
 
 def _residual_norm(M: Tensor, result: CQRRPTResult, seed: int) -> Tensor:
     """Estimate the Frobenius norm of ``M - result``."""
     S = GaussianSketch(M.shape[1], _PROBES, seed=seed, stream=1, scale=False, dtype=M.dtype, device=M.device).dense()
-    return (M @ S - result @ S).norm() / math.sqrt(_PROBES)
+    norm: Tensor = (M @ S - result @ S).norm() / math.sqrt(_PROBES)
+    return norm
 
 
 def _pivoted_qr(M: Tensor, with_q: bool = True) -> tuple[Tensor, Tensor, Tensor]:

@@ -214,7 +214,8 @@ def _norm(operand: Operand) -> Tensor | None:  # (*batch,)
     if values is None:
         return None
     rows = torch.linalg.vector_norm(values, dim=-1) if operand.dense is not None else values  # 25 times faster
-    return torch.linalg.vector_norm(rows.double(), dim=-1)
+    norm: Tensor = torch.linalg.vector_norm(rows.double(), dim=-1)
+    return norm
 
 
 def _well_conditioned(Y: Tensor, gram: Tensor) -> Tensor:  # (*batch, m, b), (*batch, b, b) -> (*batch, m, b)
@@ -223,7 +224,8 @@ def _well_conditioned(Y: Tensor, gram: Tensor) -> Tensor:  # (*batch, m, b), (*b
     pivots = R.diagonal(dim1=-2, dim2=-1)
     if bool(((info == 0) & (pivots.amin(-1) > _GRAM_REACH * pivots.amax(-1))).all()):
         eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        return Y @ torch.linalg.solve_triangular(R, eye, upper=True)
+        basis: Tensor = Y @ torch.linalg.solve_triangular(R, eye, upper=True)
+        return basis
     return near_qr(Y)[0]
 
 

@@ -116,7 +116,8 @@ def estimate_error(
 def _frobenius(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch,)
     """Return the Frobenius norm, whose squares neither overflow nor vanish."""
     unit = _unit(x)
-    return (x / unit).flatten(-2).norm(dim=-1) * unit[..., 0, 0]
+    norm: Tensor = (x / unit).flatten(-2).norm(dim=-1) * unit[..., 0, 0]
+    return norm
 
 
 def _unit(x: Tensor) -> Tensor:  # (*batch, m, l) -> (*batch, 1, 1)
@@ -159,7 +160,8 @@ def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
     factors = [] if multiplies else [_factor(part, operand) for part in parts]
     try:
         if multiplies:
-            return (approximation @ X.to(dtypes[0] if dtypes else X.dtype)).to(X.dtype)
+            product: Tensor = approximation @ X.to(dtypes[0] if dtypes else X.dtype)
+            return product.to(X.dtype)
         if len(factors) == 2:
             return factors[0] @ (factors[1] @ X)
         U, S, V = factors

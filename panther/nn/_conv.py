@@ -143,7 +143,8 @@ def convolve(
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if dim == 3 and z.stride(1) == 1 else y
     mix, flat = U.mT.expand(z.shape[0], -1, -1), z.flatten(2)
     y = torch.bmm(mix, flat) if bias is None else torch.baddbmm(bias[:, None], mix, flat)
-    return y.unflatten(2, z.shape[2:])
+    images: Tensor = y.unflatten(2, z.shape[2:])
+    return images
 
 
 def convolve_dense(

@@ -85,15 +85,18 @@ class _SKConv(ConvGeometry, SketchedModule):
         """U by terms, scaled so that the layer's formula holds; with groups block-diagonal, with zeros elsewhere."""
         U = self.U.detach() * (2 * self.num_terms * self.scale)
         whole = torch.block_diag(*U.unflatten(0, (self.groups, -1)))  # (2 L K, out), rows by groups
-        return self._by_terms(whole).unflatten(0, (2 * self.num_terms, self.low_rank))
+        stacked: Tensor = self._by_terms(whole).unflatten(0, (2 * self.num_terms, self.low_rank))
+        return stacked
 
     def _by_terms(self, rows: Tensor) -> Tensor:
         """Reorder rows from (group, term, rank) to (term, group, rank)."""
-        return rows.unflatten(0, (self.groups, 2 * self.num_terms, -1)).transpose(0, 1).flatten(0, 2)
+        reordered: Tensor = rows.unflatten(0, (self.groups, 2 * self.num_terms, -1)).transpose(0, 1).flatten(0, 2)
+        return reordered
 
     def _by_groups(self, rows: Tensor) -> Tensor:
         """Undo :meth:`_by_terms`."""
-        return rows.unflatten(0, (2 * self.num_terms, self.groups, -1)).transpose(0, 1).flatten(0, 2)
+        reordered: Tensor = rows.unflatten(0, (2 * self.num_terms, self.groups, -1)).transpose(0, 1).flatten(0, 2)
+        return reordered
 
     @classmethod
     def from_conv(
@@ -168,7 +171,7 @@ class _SKConv(ConvGeometry, SketchedModule):
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """
-        conv = self._to_dense()
+        conv: nn.Conv1d | nn.Conv2d | nn.Conv3d = self._to_dense()
         _take_format_(conv, self.S)
         return conv
 

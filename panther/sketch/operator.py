@@ -12,7 +12,7 @@ from torch import Tensor
 from panther.errors import DTypeError, FormatError, ShapeError, check_device, check_floating, check_size
 from panther.sketch.streams import STREAM_VERSION, check_seed, check_stream
 
-_Drawn = TypeVar("_Drawn", Tensor, tuple[Tensor, ...])
+_Drawn = TypeVar("_Drawn", bound=Tensor | tuple[Tensor, ...])
 _Linear = Callable[[Tensor], Tensor]
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = (1 << 31) - 1
@@ -128,7 +128,8 @@ class SketchingOperator(ABC):
     def _keep(self, name: str, draw: Callable[[], _Drawn]) -> _Drawn:
         """Return the first result of ``draw``; fake tensors are not kept."""
         if name in self._kept:
-            return self._kept[name]
+            result: _Drawn = self._kept[name]
+            return result
         value = draw()
         if all(type(part) is Tensor for part in (value if isinstance(value, tuple) else (value,))):
             self._kept[name] = value
@@ -242,7 +243,8 @@ def _multiply(S: SketchingOperator | TransposedSketch, A: Tensor) -> Tensor:
     product, adjoint = base._apply, base._apply_transposed
     if transposed:
         product, adjoint = adjoint, product
-    return _Product.apply(A[:, None], product, adjoint)[:, 0] if A.ndim == 1 else _Product.apply(A, product, adjoint)
+    result: Tensor = _Product.apply(A[:, None] if A.ndim == 1 else A, product, adjoint)  # type: ignore[no-untyped-call]
+    return result[:, 0] if A.ndim == 1 else result
 
 
 class _Product(torch.autograd.Function):
@@ -259,17 +261,18 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Product.apply(grad, ctx.adjoint, ctx.product), None, None
+        return _Product.apply(grad, ctx.adjoint, ctx.product), None, None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Product.apply(tangent, ctx.product, ctx.adjoint)
+        result: Tensor = _Product.apply(tangent, ctx.product, ctx.adjoint)  # type: ignore[no-untyped-call]
+        return result
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int, None, None], A: Tensor, product: _Linear, adjoint: _Linear
     ) -> tuple[Tensor, int]:
-        return _Product.apply(A.movedim(in_dims[0], 0), product, adjoint), 0
+        return _Product.apply(A.movedim(in_dims[0], 0), product, adjoint), 0  # type: ignore[no-untyped-call]
 
 
 def _check_operand(S: SketchingOperator | TransposedSketch, A: Tensor, dim: int, size: int) -> None:

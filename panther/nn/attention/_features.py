@@ -67,7 +67,8 @@ def orthogonal_gaussian(rows: int, d: int, *, heads: int, seed: int, stream: int
     Q, R = torch.linalg.qr(draw(stream))
     Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     length = draw(stream + 1).norm(dim=-1, keepdim=True)
-    return (Q.mT * length).flatten(1, 2)[:, :rows].contiguous()
+    features: Tensor = (Q.mT * length).flatten(1, 2)[:, :rows].contiguous()
+    return features
 
 
 def positive_features(

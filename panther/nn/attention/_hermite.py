@@ -120,7 +120,8 @@ def _running_sums(x: Tensor) -> Tensor:  # (*batch, n, X)
     blocks = F.pad(x, (0, 0, 0, -n % 16)).unflatten(-2, (-1, 16)).cumsum(-2)
     # Sums of the blocks before each, and not differences, through which a later NaN would pass.
     before = F.pad(blocks[..., -1, :], (0, 0, 1, -1)).cumsum(-2)
-    return (blocks + before.unsqueeze(-2)).flatten(-3, -2)[..., :n, :]
+    sums: Tensor = (blocks + before.unsqueeze(-2)).flatten(-3, -2)[..., :n, :]
+    return sums
 
 
 def _count(x: Tensor) -> Tensor:
@@ -147,7 +148,8 @@ def balanced_directions(of_q: Tensor, of_k: Tensor, r: int) -> Tensor:  # (heads
     def root(moment: Tensor) -> Tensor:
         mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         eye = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
-        return torch.linalg.cholesky(moment + (_RIDGE * mean + torch.finfo(moment.dtype).tiny) * eye)
+        root: Tensor = torch.linalg.cholesky(moment + (_RIDGE * mean + torch.finfo(moment.dtype).tiny) * eye)
+        return root
 
     C_q, C_k = root(of_q.double()), root(of_k.double())
     U, s, Vh = torch.linalg.svd(C_q.mT @ C_k)

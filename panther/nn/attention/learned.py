@@ -206,7 +206,7 @@ class LearnedLinearAttention(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, also in a process whose transformers does not know of linear attention yet."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         register()
 
     def extra_repr(self) -> str:

@@ -136,7 +136,8 @@ class sinSRPE(nn.Module):  # noqa: N801  the paper's name
         gains = self.gains.to(wide)[:, None]
         waves = torch.cat((angle.cos() * gains, angle.sin() * gains), -1)  # (H, n, d, 2 sines)
         coded = (x[..., None] * waves.to(x.dtype)).flatten(-2)  # (batch, H, n, 2 d sines)
-        return coded @ (self.noise.to(x.dtype) * self.num_realizations**-0.5)
+        features: Tensor = coded @ (self.noise.to(x.dtype) * self.num_realizations**-0.5)
+        return features
 
     def extra_repr(self) -> str:
         """Return sizes, as shown by print."""

@@ -19,7 +19,8 @@ class FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
         """Return the output, as without gradients: they are off here."""
         ctx.layer = layer
-        return layer(x.detach())
+        output: Tensor = layer(x.detach())
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
