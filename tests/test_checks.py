@@ -43,7 +43,7 @@ def test_six_commits_in_a_row_run_what_verify_runs_beside_make_test():
         assert len(set(names)) == len(names)
         assert {"lint", "docs"} < set(names)
         assert sorted(path for name, path in selected(commands) if name == "test") == sorted(PATHS)
-        engines = any(command.after == {"install engines"} for command in commands)
+        engines = any(command.needs == {"install engines"} for command in commands)
         assert engines == ("install engines" in names)
 
 
@@ -80,6 +80,7 @@ def test_the_limit_leaves_out_and_stops_what_is_optional(tmp_path):
         [
             python("always", "print('whole output'); raise SystemExit(3)", seconds=900, priority=0),
             python("waits", "", seconds=1, after=frozenset({"always"})),
+            python("needs it", "", seconds=1, needs=frozenset({"always"})),
             python("hangs", "while True: pass", seconds=0, priority=2, optional=True),
             python("too long", "", seconds=500, priority=3, optional=True),
         ],

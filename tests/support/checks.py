@@ -63,7 +63,7 @@ class SetOfTests:
     options: tuple
     variables: dict
     environment: str = ".venv"
-    after: str = "install all"
+    installation: str = "install all"
 
 
 def longer_sets(paths, fuzz_examples):
@@ -103,10 +103,10 @@ def _tested_folder(file):
     return Unit("", file, 0.0).folder
 
 
-def quick_commands(paths, seconds, environment=".venv", options=(), after="install test", **fields):
+def quick_commands(paths, seconds, environment=".venv", options=(), installation="install test", **fields):
     """Return the commands of ``make test``."""
     groups = pack(units_of("test", paths, seconds), command_seconds=90)
-    tests = SetOfTests("test", paths, ("-m", TEST_MARKS, *options), {}, environment, after)
+    tests = SetOfTests("test", paths, ("-m", TEST_MARKS, *options), {}, environment, installation)
     return [_pytest(tests, name, group, priority=ALWAYS, **fields) for name, group in groups.items()]
 
 
@@ -126,7 +126,8 @@ def _pytest(tests, name, group, variables=(), label="", **fields):
         f"{label}{tests.name}: {name}",
         (f"{tests.environment}/bin/pytest", *(unit.path for unit in group), *tests.options),
         seconds=START_SECONDS + sum(unit.seconds for unit in group),
-        after=frozenset({tests.after, *(("docs", "install browser") if needs_site else ())}),
+        needs=frozenset({tests.installation}),
+        after=frozenset({"docs", "install browser"} if needs_site else ()),
         variables={"OMP_NUM_THREADS": "1", **tests.variables, **dict(variables)},
         is_pytest=True,
         **fields,
@@ -149,7 +150,7 @@ def tool_commands(names):
             ("make", *targets[name]),
             seconds=INSTALL_SECONDS.get(name, 150),
             priority=FIRST if name in INSTALL_SECONDS else ALWAYS,
-            after=frozenset() if name in INSTALL_SECONDS else frozenset({"install all"}),
+            needs=frozenset() if name in INSTALL_SECONDS else frozenset({"install all"}),
             # pip takes a false value for "do not compile". Python compiles a file when it is first imported, and most
             # files of the libraries never are.
             variables={"PIP_NO_COMPILE": "0"} if name in INSTALL_SECONDS else {},
@@ -173,7 +174,7 @@ def ci_commands(paths, seconds, num_commits, changed_files):
     ]
     commands = tool_commands(["install all", "install browser", "lint", "docs"])
     commands += tool_commands(["install engines"]) if share_has_engines else []
-    commands += quick_commands(paths, seconds, after="install all", variables=strict)
+    commands += quick_commands(paths, seconds, installation="install all", variables=strict)
     commands += longer_commands(sets, share, priority=SHARE, optional=True)
     for position, folder in enumerate(dict.fromkeys(unit.folder for unit in recent)):
         members = [unit for unit in recent if unit.folder == folder]

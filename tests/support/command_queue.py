@@ -36,6 +36,7 @@ class Command:
         priority: Commands of a smaller number are started first; the longest first among equals.
         optional: Whether the command is left out, or stopped, where the limit leaves no time for it.
         after: Names of the commands that must have ended before this one starts.
+        needs: Names of the commands that must also have succeeded.
         variables: Environment variables in addition to those of this process.
         is_pytest: Whether the command is pytest, which then reports the result of every test in a file.
     """
@@ -46,6 +47,7 @@ class Command:
     priority: int = 1
     optional: bool = False
     after: frozenset = frozenset()
+    needs: frozenset = frozenset()
     variables: dict = field(default_factory=dict)
     is_pytest: bool = False
 
@@ -73,7 +75,7 @@ class CommandQueue:
     """Commands that wait, run and have ended.
 
     Args:
-        commands: The commands. A command whose ``after`` names no command of the queue does not wait for it.
+        commands: The commands. A command does not wait for names that are not in the queue.
         folder: Folder for the logs and the results of the commands.
         num_workers: How many commands run at a time.
         limit_s: Seconds after which no optional command runs, or None for no limit. It holds on a machine as fast as
@@ -135,9 +137,14 @@ class CommandQueue:
             if len(self._running) >= self._num_workers:
                 return
             unfinished = {other.name for other in self._waiting} | {other.command.name for other in self._running}
-            if command.after & unfinished:
+            if (command.after | command.needs) & unfinished:
                 continue
             self._waiting.remove(command)
+            failed = {outcome.command.name for outcome in self.outcomes if not outcome.passed}
+            if missing := sorted(command.needs & failed):
+                self._show(f"{self.elapsed_s:5.0f} s  {command.name}: not run, because {', '.join(missing)} failed")
+                self.outcomes.append(Outcome(command, Counter(failed=1), 0.0, {}, passed=False))
+                continue
             if command.optional and command.seconds * self.slowness * _SAFETY > self.seconds_left:
                 self.left_out.append(command)
                 continue
