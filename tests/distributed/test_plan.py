@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covering import half_of
 from measuring import storages, train
 from ranks import on_ranks
 from torch import nn
@@ -98,12 +99,17 @@ def batch_of(kind, samples):
 
 
 @cache
-def plan_of(kind, world, **options):
+def stats_of(kind, **options):
     make, _, loss = MODELS[kind]
-    cluster = ClusterSpec.preset("cpu", world, gpus_per_node=min(world, 2))
     x, _ = batch_of(kind, 2)
+    return ModelStats.of(make(), x, loss_fn=loss, **options)
+
+
+@cache
+def plan_of(kind, world, **options):
+    cluster = ClusterSpec.preset("cpu", world, gpus_per_node=min(world, 2))
     schedules = ("gpipe", "1f1b", "interleaved")
-    return plan_parallelism(make(), cluster, batch=BATCH, sample_input=x, loss_fn=loss, schedules=schedules, **options)
+    return plan_parallelism(stats_of(kind, **options), cluster, batch=BATCH, schedules=schedules)
 
 
 def find(plan, layout):
@@ -144,9 +150,9 @@ def compare(kind, world, layout, **options):
         ("perceptron", 1, "one rank"),
         ("perceptron", 2, "tp=2"),
         ("perceptron", 2, "pp=2 interleaved m=4"),
-        ("perceptron", 4, "replicate=2, dp=2 fsdp"),
+        pytest.param("perceptron", 4, "replicate=2, dp=2 fsdp", marks=pytest.mark.slow),
         pytest.param("perceptron", 4, "dp=2 fsdp, tp=2", marks=pytest.mark.slow),
-        ("perceptron", 4, "dp=2 replicate, tp=2"),
+        pytest.param("perceptron", 4, "dp=2 replicate, tp=2", marks=pytest.mark.slow),
         ("perceptron", 4, "dp=2 fsdp, pp=2 1f1b m=2"),
         ("transformer", 2, "dp=2 fsdp"),
         pytest.param("transformer", 2, "pp=2 gpipe m=4", marks=pytest.mark.slow),
@@ -160,23 +166,35 @@ def test_real_processes_hold_and_send_what_is_predicted(kind, world, layout):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recomputed", ["full", "selective"])
 @pytest.mark.parametrize(
-    ("kind", "world", "layout"),
+    ("case", "recomputed"),
     [
-        ("perceptron", 1, "one rank"),
-        ("transformer", 1, "one rank"),
-        ("branches", 2, "dp=2 ddp"),
-        ("blocks", 2, "tp=2"),
-        ("blocks", 2, "pp=2 1f1b m=4"),
-        ("transformer", 2, "dp=2 fsdp"),
-        pytest.param("transformer", 2, "pp=2 gpipe m=4", marks=pytest.mark.slow),
-        pytest.param("transformer", 2, "pp=2 interleaved m=2", marks=pytest.mark.slow),
-        pytest.param("blocks", 4, "dp=2 fsdp, tp=2", marks=pytest.mark.slow),
-        pytest.param("transformer", 4, "pp=2 1f1b m=4, tp=2", marks=pytest.mark.slow),
+        *half_of(
+            [
+                ("perceptron", 1, "one rank"),
+                ("transformer", 1, "one rank"),
+                ("branches", 2, "dp=2 ddp"),
+                ("blocks", 2, "tp=2"),
+                ("blocks", 2, "pp=2 1f1b m=4"),
+                ("transformer", 2, "dp=2 fsdp"),
+            ],
+            ("full", "selective"),
+        ),
+        *(
+            pytest.param(case, recomputed, marks=pytest.mark.slow)
+            for recomputed in ("full", "selective")
+            for case in [
+                ("transformer", 2, "pp=2 gpipe m=4"),
+                ("transformer", 2, "pp=2 interleaved m=2"),
+                ("blocks", 4, "dp=2 fsdp, tp=2"),
+                ("transformer", 4, "pp=2 1f1b m=4, tp=2"),
+            ]
+        ),
     ],
+    ids=str,
 )
-def test_recomputed_activations_are_predicted(kind, world, layout, recomputed):
+def test_recomputed_activations_are_predicted(case, recomputed):
+    kind, world, layout = case
     compare(kind, world, layout, activation_checkpointing=recomputed)
 
 
@@ -184,8 +202,8 @@ def test_recomputed_activations_are_predicted(kind, world, layout, recomputed):
 @pytest.mark.parametrize(
     ("kind", "world", "layout"),
     [
-        ("perceptron", 2, "dp=2 ddp"),
-        ("transformer", 2, "dp=2 ddp"),
+        pytest.param("perceptron", 2, "dp=2 ddp", marks=pytest.mark.slow),
+        pytest.param("transformer", 2, "dp=2 ddp", marks=pytest.mark.slow),
         ("branches", 2, "dp=2 ddp"),
         ("transformer", 2, "dp=2 fsdp"),
         ("perceptron", 2, "pp=2 1f1b m=4"),
@@ -277,8 +295,7 @@ def test_recomputed_blocks_and_schedules_that_split_the_backward_pass():
 
 
 def test_refused_layouts_are_left_out_and_a_better_one_is_named():
-    x, _ = batch_of("blocks", 2)
-    stats, cluster = ModelStats.of(blocks(), x), ClusterSpec.preset("cpu", 4)
+    stats, cluster = stats_of("blocks"), ClusterSpec.preset("cpu", 4)
     everything = plan_parallelism(stats, cluster, batch=16)
     best = everything.best.layout
 
@@ -438,7 +455,7 @@ def wide_stats():
         Layout(dp=1024, strategy="fsdp"),
         Layout(replicate=128, dp=8, strategy="fsdp"),
         Layout(dp=128, tp=8, strategy="fsdp"),
-        Layout(dp=256, tp=4, strategy="replicate"),
+        pytest.param(Layout(dp=256, tp=4, strategy="replicate"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
