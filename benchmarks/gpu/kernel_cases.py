@@ -56,8 +56,8 @@ def fused(rows: int, width: int, R: int, signs: str = "dense", bias: bool = True
     """Run the fused product on aligned sizes, as the dispatch does: with odd sizes the pair runs."""
 
     def launch(t: torch.dtype) -> None:
-        *operands, b, scale = factors(rows, width, R, signs, t)
-        sketched.fused_matmul(*operands, b if bias else None, scale)
+        x, S1, U1, S2, U2, b, scale = factors(rows, width, R, signs, t)
+        sketched.fused_matmul(x, S1, U1, S2, U2, b if bias else None, scale)
 
     return launch
 
