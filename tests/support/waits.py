@@ -6,6 +6,7 @@ processes wait for a processor or a disk. A deadlock therefore ends after its li
 processor time, and work on a busy machine gets the time that it needs, up to ``LONGEST`` times its limit.
 """
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -152,12 +153,14 @@ def until(condition, what, limit_s=120, *, period_s=0.02, root=_TESTS):
 
 def run(command, limit_s=300, *, check=False, **options):
     """Run a command as ``subprocess.run`` does, with its output as text; at the limit, end it and its children."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True} | options
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
     with subprocess.Popen(list(map(str, command)), **options) as process:
         try:
             out, err = communicate(process, limit_s)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            for pid in descendants(process.pid) if process.poll() is None else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             raise
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
     if check:
