@@ -165,7 +165,7 @@ def _started_module() -> str:
 
 def figure(value: float) -> float:
     """Round to three significant digits."""
-    return round(value, 2 - math.floor(math.log10(value)))
+    return round(value, 2 - math.floor(math.log10(value))) if value else 0.0
 
 
 def _cpu_time(function: Callable[[], object], repeats: int) -> float:

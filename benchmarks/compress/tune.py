@@ -25,6 +25,8 @@ from panther.tuning.prepared import Prepared
 
 CASES = [(2, 128, 512), (3, 384, 256), (3, 384, 1024), (6, 384, 1024)]  # layers, width, sentences
 TRIALS = 30
+CALIBRATION = 512  # sentences
+QUICK = (1, 64, 64)
 FORMS = ("low_rank", "int8", "int6", "int5", "int4", "int3", "int2")
 
 
@@ -52,14 +54,14 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
         print(error)
         return
     rows = []
-    for layers, width, sentences in CASES[:1] if quick else CASES:
-        rows.append(_case(transformers, layers, width, sentences, 3 if quick else TRIALS))
+    for case in [QUICK] if quick else CASES:
+        rows.append(_case(transformers, *case, *((3, 64) if quick else (TRIALS, CALIBRATION))))
         print_table(rows[-1:])
         if not quick:
             print(f"written to {write_csv('tune', rows, device=device)}")
 
 
-def _case(transformers: Any, layers: int, width: int, sentences: int, trials: int) -> dict[str, Any]:
+def _case(transformers: Any, layers: int, width: int, sentences: int, trials: int, calibration: int) -> dict[str, Any]:
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=2000, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 32,
@@ -67,7 +69,7 @@ def _case(transformers: Any, layers: int, width: int, sentences: int, trials: in
     )  # fmt: skip
     model: nn.Module = transformers.BertModel(config, add_pooling_layer=False).eval()
     ids = torch.randint(2000, (sentences, 32))
-    batches = [{"input_ids": part} for part in torch.randint(2000, (512, 32)).split(32)]
+    batches = [{"input_ids": part} for part in torch.randint(2000, (calibration, 32)).split(32)]
 
     @torch.no_grad()
     def embedded(model: nn.Module) -> Tensor:

@@ -48,8 +48,8 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
         print("processes over gloo are measured on CPUs only")
         return
     if quick:
-        some = ("dp=2 fsdp", "tp=2", "pp=2 1f1b m=4")
-        print_table(rows_of(2, some, {**SMALL, "sketch": 2}, budget_s, repetitions=2))
+        layouts = ("dp=2 fsdp", "pp=2 1f1b m=4")
+        print_table(rows_of(2, layouts, {**SMALL, "sketch": 2}, budget_s, repetitions=1, start_method="fork"))
         return
     rows = []
     for world, layouts in LAYOUTS.items():
@@ -60,13 +60,21 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
 
 
 def rows_of(
-    world: int, layouts: Sequence[str], sizes: dict[str, Any], budget_s: float, repetitions: int = 10
+    world: int,
+    layouts: Sequence[str],
+    sizes: dict[str, Any],
+    budget_s: float,
+    repetitions: int = 10,
+    start_method: str = "spawn",
 ) -> list[dict[str, Any]]:
     """Train a model with each layout, and return measured beside predicted figures."""
     stats = ModelStats.transformer(**sizes)
     chosen = chosen_plan(stats, world, layouts)
-    cluster, seconds, least = launch(seconds_of, chosen, sizes, budget_s, repetitions, nproc=world)[0]
-    memory = [max(ranks) for ranks in zip(*launch(_memory, chosen, sizes, nproc=world), strict=True)]
+    arguments = chosen, sizes, budget_s, repetitions
+    cluster, seconds, least = launch(seconds_of, *arguments, nproc=world, start_method=start_method)[0]
+    memory = launch(_memory, chosen, sizes, nproc=world, start_method=start_method)  # by rank and layout
+    # A small model can fit into memory that the process has freed before.
+    peaks = [max(1.0, *ranks) for ranks in zip(*memory, strict=True)]
     predictions = {str(option.layout): option.estimate for option in plan_of(stats, cluster).options}
     return [
         {
@@ -83,7 +91,7 @@ def rows_of(
             "memory_ratio": figure(predictions[layout].memory.total / peak),
             **{f"{part}_ms": round(1e3 * value, 2) for part, value in predictions[layout].seconds.items()},
         }
-        for layout, measured, fastest, peak in zip(layouts, seconds, least, memory, strict=True)
+        for layout, measured, fastest, peak in zip(layouts, seconds, least, peaks, strict=True)
     ]
 
 
@@ -151,7 +159,7 @@ def seconds_of(
     slowest = torch.tensor(times)[:, _WARM_UP:]
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     # Speeds drift with what else the machine does: the mean of those before and after the steps.
-    after = ClusterSpec.measure(repetitions=repetitions)
+    after = ClusterSpec.measure(repetitions=repetitions) if repetitions > 1 else cluster
     steps = slowest.tolist()
     return _mean(cluster, after), [statistics.median(row) for row in steps], [min(row) for row in steps]
 

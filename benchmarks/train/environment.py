@@ -78,7 +78,7 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     threads = torch.get_num_threads()
     settings = SETTINGS if threads == 1 else dict(list(SETTINGS.items())[:2]) | THREAD_SETTINGS
     settings = {name: value for name, value in settings.items() if _available(value)}
-    names = list(settings)[:2] if quick else list(settings)
+    names = list(settings)[:1] if quick else list(settings)
     parts = PARTS[:1] if quick else PARTS
     found: Found = {name: {part: [] for part in parts} for name in names}
     begun, rounds, rows = time.monotonic(), 0, []
@@ -158,7 +158,7 @@ def _part(part: str, threads: int, quick: bool) -> None:
                 least = 1
                 break
         count, begun, before = 0, clock(), resource.getrusage(resource.RUSAGE_SELF)
-        while count < least or clock() - begun < (_STEP_S if kind else _CALL_S):
+        while count < least or clock() - begun < (0.0 if quick else _STEP_S if kind else _CALL_S):
             call()
             count += 1
         seconds, after = clock() - begun, resource.getrusage(resource.RUSAGE_SELF)

@@ -5,7 +5,17 @@ the clock again: all see the same disturbances. Wall time is that of the slower 
 the machine lengthens less, is that of all processes, their helper threads counted.
 """
 
-__all__ = ["CASES", "Samples", "beside", "checkpoint_rows", "clocks", "model_and_data", "overhead_rows"]
+__all__ = [
+    "CASES",
+    "MEASURED",
+    "QUICK",
+    "Samples",
+    "beside",
+    "checkpoint_rows",
+    "clocks",
+    "model_and_data",
+    "overhead_rows",
+]
 
 import copy
 import statistics
@@ -27,8 +37,10 @@ from panther.cli.demo._training import build
 from panther.distributed import checkpoint, data_parallel, get_rank, get_world_size, launch
 from panther.train import Callback, TrainConfig, Trainer
 
-CASES = {"1 ms": (64, 3, 16, 100), "5 ms": (256, 4, 32, 40), "20 ms": (768, 4, 32, 10), "50 ms": (1024, 4, 96, 2)}
-"""Width, layers and batch of a perceptron, and the steps of a turn."""
+MEASURED = {"1 ms": (64, 3, 16, 100), "5 ms": (256, 4, 32, 40), "20 ms": (768, 4, 32, 10), "50 ms": (1024, 4, 96, 2)}
+QUICK = "quick"
+CASES = {**MEASURED, QUICK: (16, 2, 4, 5)}
+"""Width, layers and batch of a perceptron, and the steps of a turn, by the time of a step."""
 _HAND, _AGAIN = "loop by hand", "the same again"
 _CLASSES, _SAMPLES = 10, 4096
 _NEVER = 10**9

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.harness import ROOT, figure, main, print_table, write_csv
 from benchmarks.train.messages import SENT_ALONE, message_rows
 from benchmarks.train.restart import train
-from benchmarks.train.steps import CASES, checkpoint_rows, overhead_rows
+from benchmarks.train.steps import MEASURED, QUICK, checkpoint_rows, overhead_rows
 from panther.distributed import launch
 
 _MODELS = {
@@ -33,18 +33,18 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
     if device != "cpu":
         print("processes over gloo are measured on CPUs only")
         return
-    rounds = 3 if quick else max(10, int(2 * budget_s))
+    rounds = 2 if quick else max(10, int(2 * budget_s))
     cases = (
-        [("1 ms", 2, True)] if quick else [(case, n, log) for case in CASES for n in (1, 2) for log in (False, True)]
+        [(QUICK, 2, True)] if quick else [(case, n, log) for case in MEASURED for n in (1, 2) for log in (False, True)]
     )
     overheads = [row for case, n, log in cases for row in overhead_rows(case, n, logging=log, rounds=rounds)]
     _show("train-overhead", overheads, quick)
-    alone = [("1 ms", "bf16 hook")] if quick else [(case, sent) for sent in SENT_ALONE for case in ("1 ms", "5 ms")]
+    alone = [(QUICK, "bf16 hook")] if quick else [(case, sent) for sent in SENT_ALONE for case in ("1 ms", "5 ms")]
     _show("train-messages", [row for case, sent in alone for row in message_rows(case, sent, rounds)], quick)
     starters = ("launch, fork",) if quick else ("launch, spawn", "panther launch")
     models = {"demo, sketched": ("sketched", 64, 2)} if quick else _MODELS
-    _show("train-checkpoint", checkpoint_rows(models, 2 if quick else 20), quick)
-    _show("train-restart", [_restarts(by, 2 if quick else _RESTARTS) for by in starters], quick)
+    _show("train-checkpoint", checkpoint_rows(models, 1 if quick else 20), quick)
+    _show("train-restart", [_restarts(by, 1 if quick else _RESTARTS) for by in starters], quick)
 
 
 def _restarts(by: str, count: int) -> dict[str, Any]:

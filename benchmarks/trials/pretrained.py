@@ -1,6 +1,6 @@
 """Pretrained models and text that trials load from installed packages, and how alike two sets of vectors are.
 
-Packages are pinned with their checksums in trial_requirements.txt; the glosses of WordNet 3.0 are those of the Debian
+Packages are pinned with their checksums in requirements.txt; the glosses of WordNet 3.0 are those of the Debian
 package wordnet-base, whose data files are looked for in the folder PANTHER_WORDNET.
 """
 

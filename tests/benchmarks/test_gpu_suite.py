@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import waits
 
 pytestmark = pytest.mark.tool
 ROOT = Path(__file__).parents[2]
@@ -41,15 +42,8 @@ def read_rows(path):
 def test_rehearsal_of_two_sections_in_their_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry-run", "--out", tmp_path / "out", "--commit", "abc"]
-    done = subprocess.run(
-        [*command, "--sections", "tests", "roofline", "hadamard"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    waits.run([*command, "--sections", "tests", "roofline", "hadamard"], cwd=ROOT, env=environment, check=True)
     rows = read_rows(tmp_path / "out/gpu_suite.csv")
     assert {row["section"] for row in rows} == {"tests", "roofline", "hadamard"}
     assert [row for row in rows if row["status"] == "failed"] == []

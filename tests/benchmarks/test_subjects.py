@@ -1,12 +1,13 @@
 """Every benchmark runs; how fast anything is, is not a test's affair."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import waits
 
+pytestmark = pytest.mark.tool
 ROOT = Path(__file__).parents[2]
 # In one process, which imports the libraries once. Processes are forked first, before threads of a gradient exist.
 ALL_SUBJECTS = """
@@ -21,26 +22,16 @@ for subject in sorted(SUBJECTS, key=lambda name: not name.startswith(("train.", 
 
 
 def run(*arguments):
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)  # the seconds, for whoever asks with -s
-    return done.stdout
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = waits.run([sys.executable, *arguments], cwd=ROOT, env=environment, check=True).stdout
+    print(output)  # the seconds, for whoever asks with -s
+    return output
 
 
-@pytest.mark.tool
 def test_every_subject_runs():
     run("-c", ALL_SUBJECTS)
 
 
-@pytest.mark.tool
 def test_a_subject_starts_itself_with_other_settings_of_the_allocator():
     output = run("-m", "benchmarks.layers.sklinear", "--quick", "--memory", "kept")
     assert "memory kept" in output
