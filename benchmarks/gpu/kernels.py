@@ -210,8 +210,11 @@ def _windowed(
     dense_flops = rows * length * 4 * dim / (2 if causal else 1)
     times = 2.5 if backward else 1.0
 
-    def windowed(*operands: Tensor) -> Tensor:
-        return panther.kernels.windowed_linear_attention(*operands, *logs, window=window, is_causal=causal)
+    def windowed(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor) -> Tensor:
+        log_q, log_k = logs
+        return panther.kernels.windowed_linear_attention(
+            q, k, v, phi_q, phi_k, log_q, log_k, window=window, is_causal=causal
+        )
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)
