@@ -12,6 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
+from .._torch import int_mm
 from ..reference.codes import MIDDLE
 from .quantized import _blocks, _by_groups, _integers, _memory
 
@@ -35,14 +36,14 @@ def multiplies_exactly() -> bool:
     with torch.inference_mode(False):
         for rows in (1, 5, 32):
             x = torch.full((rows, 64), 127, dtype=torch.int8, device="cpu")
-            if (torch._int_mm(x, x[:1].expand(16, 64).contiguous().mT) != 64 * 127**2).any():
+            if (int_mm(x, x[:1].expand(16, 64).contiguous().mT) != 64 * 127**2).any():
                 return False
     return True
 
 
 def multiplies_integers(x: Tensor) -> bool:
     """Return whether integers are multiplied for this input; elsewhere rounded numbers are, in floating point."""
-    # Of a transposed matrix with one column torch._int_mm reads the wrong numbers, as its strides are (1, 1).
+    # Of a transposed matrix with one column int_mm reads the wrong numbers, as its strides are (1, 1).
     return x.is_cpu and 1 < x.shape[-1] <= _MOST_COLUMNS and multiplies_exactly()
 
 
@@ -86,8 +87,8 @@ def integer_matmul(
         else:
             integers = _integers(*form, zeros[block], group_size)
         sums = _memory("sums", torch.int32, len(x) * len(integers)).view(len(x), len(integers))
-        y[:, block].copy_(torch._int_mm(x, integers.mT, out=sums))
-    if bits == 8 and not several:  # whose zero points are not taken off yet, but for the middle
+        y[:, block].copy_(int_mm(x, integers.mT, out=sums))
+    if bits == 8 and not several:  # so far only MIDDLE was subtracted from the zero points: subtract the rest
         y.addcmul_(x.sum(1, keepdim=True, dtype=torch.int32).to(y.dtype), zeros.mT.to(y.dtype).sub_(MIDDLE), value=-1)
     y.mul_(weight_steps.mT)
     if bias is None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._torch import int8_weight_mm
 from ..reference.codes import MIDDLE, unpack_codes
 
 _BLOCK = 1 << 20  # weights a block: 4 MiB in float32, and 2 MiB for their codes, are kept by each thread
@@ -40,7 +41,7 @@ def quantized_matmul(
     whole = bits == 8 and columns % 32 == 0 and rows % 32 == 0
     if x.dtype is torch.bfloat16 and whole and 0 < len(x) < _INT8_KERNEL_ROWS:
         operands = _aligned(x, 32), _aligned(codes, 16).view(torch.int8)
-        y = torch._weight_int8pack_mm(*operands, torch.ones_like(scales[:, 0], dtype=x.dtype))
+        y = int8_weight_mm(*operands, torch.ones_like(scales[:, 0], dtype=x.dtype))
     else:
         y = x.new_empty(len(x), rows)
         for block in _blocks(rows, columns):

@@ -3,25 +3,27 @@
 __all__ = ["autocast", "check_one_device", "define", "is_exporting", "needs_torch"]
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch.autograd import forward_ad
+
+from .._torch import are_transforms_active, is_differentiated_forward, only_vmap_is_active
 
 _LIBRARY = torch.library.Library("panther", "DEF")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def define(
     schema: str,
-    implementation: Callable[..., Any],
+    implementation: Callable[_Arguments, _Result],
     fake: Callable[..., Any],
     *,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     vmap: Callable[..., Any] | None = None,
-) -> Any:
+) -> Callable[_Arguments, _Result]:
     """Define an operator for every device and return it: a third of the cost a call of ``torch.library.custom_op``.
 
     The parts are those of ``torch.library``. The implementation chooses between Triton and torch by its operands, and
@@ -35,7 +37,8 @@ def define(
         torch.library.register_autograd(f"panther::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
     if vmap is not None:
         torch.library.register_vmap(f"panther::{name}", vmap, lib=_LIBRARY)
-    return getattr(torch.ops.panther, name).default
+    operator: Callable[_Arguments, _Result] = getattr(torch.ops.panther, name).default
+    return operator
 
 
 def autocast(device: torch.device, *operands: torch.Tensor | None) -> list[Any]:
@@ -66,12 +69,9 @@ def needs_torch() -> bool:
 
     A batched operand may need a gradient too, and the operators have none beneath ``torch.func.vmap``.
     """
-    if forward_ad._current_level >= 0:
+    if is_differentiated_forward():
         return True
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    levels = retrieve_all_functorch_interpreters()
-    return torch.is_grad_enabled() or any(level.key() != TransformType.Vmap for level in levels)
+    return are_transforms_active() and (torch.is_grad_enabled() or not only_vmap_is_active())
 
 
 def _on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import reference
 from .._backend import use_triton
 from .._cpu import sketched as torch_orders
+from .._torch import are_transforms_active
 from ._crossover import choose_path
 from ._library import autocast, check_one_device, define, needs_torch
 
@@ -62,7 +63,8 @@ def sketched_matmul(
     compiling = torch.compiler.is_compiling()
     to_operator = packed or (x.is_cuda if compiling else use_triton(_NAME, x.device))
     if to_operator and (compiling or not needs_torch()):
-        return _sketched_matmul(*autocast(x.device, x, S1, U1, S2, U2, bias), scale)[0]
+        x, S1, U1, S2, U2, bias = autocast(x.device, x, S1, U1, S2, U2, bias)
+        return _sketched_matmul(x, S1, U1, S2, U2, bias, scale)[0]
     if packed:
         _check(x, S1, U1, S2, U2, bias)
         U1, U2 = dense_signs(S1, U1, S2, U2)
@@ -71,7 +73,7 @@ def sketched_matmul(
             # Products with signs grow with the square root of the width, and float16 ends at 65,504. It ends at 6e-8
             # too, so the signs are scaled and not the input.
             U1, U2, scale = U1 * scale, U2 * scale, 1.0
-        if not (compiling or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()):
+        if not (compiling or torch.is_grad_enabled() or are_transforms_active()):
             return torch_orders.chained_in_place(x, S1, U1, S2, U2, bias, scale)
         return reference.sketched_matmul(x, S1, U1, S2, U2, bias, scale)
     product = torch_orders.JoinedProduct.apply if torch.is_grad_enabled() else torch_orders.JoinedProduct.forward
@@ -199,7 +201,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_inner: Tensor | None) -> tuple
         d_right = torch_orders.add(d_right, grad_inner[:, R:] * scale)
         if need_x:
             dense_U2 = dense_signs(S1, U1, S2, U2)[1]
-            dx = dx + (grad_inner[:, :R] @ S1.mT + grad_inner[:, R:] @ dense_U2.mT) * scale
+            dx = torch_orders.add(dx, (grad_inner[:, :R] @ S1.mT + grad_inner[:, R:] @ dense_U2.mT) * scale)
     return (
         dx,
         x.mT @ d_left if need_S1 else None,
@@ -225,7 +227,7 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, 
     return tuple(torch.stack(outputs) for outputs in zip(*one_by_one, strict=True)), (0, 0)
 
 
-_sketched_matmul: Any = define(
+_sketched_matmul = define(
     "sketched_matmul(Tensor x, Tensor S1, Tensor U1, Tensor S2, Tensor U2, Tensor? bias, float scale)"
     " -> (Tensor, Tensor)",
     _implementation,

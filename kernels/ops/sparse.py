@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from .. import reference
 from .._backend import use_triton
+from .._torch import is_differentiated_forward
 from ._library import define
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -75,7 +76,7 @@ def csr_matmul(
             "csr_matmul takes int64 or int32 starts and index, float32 or float64 values and a floating A, not "
             f"{starts.dtype}, {index.dtype}, {value.dtype} and {A.dtype}: cast them"
         )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(A).tangent is not None:
+    if is_differentiated_forward() and forward_ad.unpack_dual(A).tangent is not None:
         raise NotImplementedError("csr_matmul has no forward-mode derivative: use panther.sketch.SparseSketch")
     return _csr_matmul(starts, index, value, A)
 

@@ -11,6 +11,8 @@ __all__ = ["code_bytes", "pack_codes", "unpack_codes"]
 import torch
 from torch import Tensor
 
+from .._torch import are_transforms_active
+
 MIDDLE = 128  # what is taken off codes of 8 bits, by flipping their highest bit
 
 
@@ -62,7 +64,7 @@ def unpack_codes(
     if bits == 8:
         return packed ^ MIDDLE
     parts = _parts(bits)
-    transformed = torch._C._are_functorch_transforms_active()  # vmap knows no ``out``
+    transformed = are_transforms_active()  # vmap knows no ``out``
     if transformed or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return _unpacked_for_compilers(packed, parts, columns)
     if _has_words(packed) and all(columns * width % 64 == 0 for width, _ in parts):

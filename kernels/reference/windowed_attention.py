@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import are_transforms_active
 from .attention import _accumulation_dtype, no_autocast
 
 # Positions worked on at a time: their scores, 2 x 64 or 3 x 64 floats each, stay in the cache.
@@ -223,13 +224,9 @@ def _blocks(
 
 def _known_finite(x: Tensor) -> bool:
     """Return whether all entries are finite; no, too, where that may not be asked, or takes a GPU's time to be told."""
-    if x.device.type != "cpu" or _transformed():
+    if x.device.type != "cpu" or are_transforms_active():
         return False
     return bool(x.detach().sum(dtype=_accumulation_dtype(x)).isfinite())
-
-
-def _transformed() -> bool:
-    return torch._C._are_functorch_transforms_active()
 
 
 def _cut(x: Tensor, window: int, fill: float) -> Tensor:
@@ -293,7 +290,7 @@ def _near(blocks: _Blocks, here: slice, offset: int) -> _Near:
 
 def _weights(scores: Tensor, shift: Tensor) -> Tensor:
     """Return e^{scores - shift} in the place of the scores, except where torch.func may not write into them."""
-    return (scores - shift).exp() if _transformed() else scores.sub_(shift).exp_()
+    return (scores - shift).exp() if are_transforms_active() else scores.sub_(shift).exp_()
 
 
 def _far_keys(blocks: _Blocks, here: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -366,7 +363,8 @@ def _running(units: Tensor) -> Tensor:
 def _far_exponent(log_q: Tensor, units: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Return the exponent of far sums, -inf where there are none, and where there are some.
 
-    A denominator of 0 is no key, or all too small to count; too small for its inverse, it is 0 too.
+    A denominator of 0 means that there is no key, or that all are too small to count; one that is too small for its
+    inverse is 0 too.
     """
     some = ~(sums[..., -1:] < torch.finfo(sums.dtype).tiny)  # NaN is some
     return (log_q + units).masked_fill(~some, -torch.inf), some

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from panther._torch import buffers_of, parameters_of
 from panther.compression.fits import Fit, factor, metric_of, wide_dtype
 from panther.compression.forms.fitting import Fits
 from panther.compression.forms.options import DENSE, INTERPOLATIVE, LOW_RANK, Choice, Forms, Option
@@ -133,7 +134,7 @@ def convert_quantized(
     target: Target, rank: int, found: Fit, weight: QuantizedWeight | None, bits: int | None, group_size: int | None
 ) -> Replacement:
     """Make a quantized layer for each of the target's: the codes, if any, and ``rank`` components in int8."""
-    # The components as they are: their errors in the metric are then those that the fit foresaw.
+    # The components as they are: their errors in the metric are then the errors that the fit predicted.
     factors = round_factors(found.left[0, :, :rank], found.right[0, :rank]) if rank else None
     change: Tensor | float = 0.0
     if found.means is not None:
@@ -214,10 +215,10 @@ def _replacement(
         if bias is not None:
             with torch.no_grad():
                 layer.get_parameter("bias").copy_(bias + change)
-        for name in first._parameters.keys() - {"bias"}:
-            layer.register_parameter(name, first._parameters[name])
+        for name in parameters_of(first).keys() - {"bias"}:
+            layer.register_parameter(name, parameters_of(first)[name])
         if isinstance(first, QuantizedLinear | QuantizedConv2d):
-            layer._buffers.update(first._buffers)
+            buffers_of(layer).update(buffers_of(first))
     return dict(new)
 
 
@@ -226,7 +227,7 @@ def inherit_flags(replacement: Mapping[nn.Module, nn.Module]) -> None:
     for old, new in replacement.items():
         new.train(old.training)
         for name, parameter in new.named_parameters():
-            like = old._parameters["bias" if name == "bias" else "weight"]
+            like = parameters_of(old)["bias" if name == "bias" else "weight"]
             parameter.requires_grad_(like is not None and like.requires_grad)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._torch import parameters_of, refresh_flat_weights
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
 from panther.compression.runner import Runner, counted, entries_of, floating_tensor, seed_generators
@@ -29,14 +30,14 @@ from panther.compression.targets import replace_modules, swap_modules
 class Distillation(nn.Module):
     """The original and the compressed model in one module tree; called with the index of a batch, it returns the loss.
 
-    Indices from ``len(runner.batches)`` on are those of held-out batches. What is trained are float32 copies of the
+    Indices from ``len(runner.batches)`` on are those of held-out batches. The trained tensors are float32 copies of the
     parameters (of float64 ones in float64), so that parameters of half precision can be trained, and neither the values
     nor the flags of the model change before :meth:`write_`. The model is not a submodule: checkpoints, gradients and
     their exchange between ranks are of the copies only.
 
     Attributes:
         trained: The parameters to train by their names in the compressed model.
-        kept_bytes: Bytes for outputs of the original that are kept, as :meth:`keep` foresaw them.
+        kept_bytes: Bytes for outputs of the original that are kept, as :meth:`keep` predicted them.
         scaled: Whether the Trainer has to scale the loss, as the gradients of float16 overflow and underflow.
     """
 
@@ -52,9 +53,9 @@ class Distillation(nn.Module):
             self.trained = {name: p for name, p in named if p in factors or (every and p.requires_grad)}
             index = {parameter: number for number, parameter in enumerate(self.trained.values())}
             self._parameters_at = [  # every place, because a parameter can be shared
-                (module._parameters, name, index[parameter])
+                (parameters_of(module), name, index[parameter])
                 for module in model.modules()
-                for name, parameter in module._parameters.items()
+                for name, parameter in parameters_of(module).items()
                 if parameter is not None and parameter in index
             ]
         self.values = nn.ParameterList(
@@ -74,8 +75,8 @@ class Distillation(nn.Module):
 
         As many batches as fit into ``limit`` bytes are kept, held-out ones first, because they are read first.
         """
-        # The others are foreseen from one batch: their outputs are as large as their inputs. It is not kept itself,
-        # because the Trainer may compute it under autocast.
+        # The sizes of the remaining outputs are predicted from the output of one batch, in proportion to the inputs.
+        # That output is not kept, because the Trainer may compute it under autocast.
         size = _bytes(self._original(first := len(self.runner.batches)))
         entries = [entries_of(batch) for batch in self.batches]
         self._left, self.kept_bytes = limit, min(size * sum(entries) // max(entries[first], 1), limit)
@@ -90,7 +91,7 @@ class Distillation(nn.Module):
             # Past nn.Module's setattr, which takes only a Parameter here; torch.func.functional_call does the same.
             parameters[name] = values[number]
         for rnn in self._rnns:
-            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+            refresh_flat_weights(rnn)
 
     @contextmanager
     def student(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How much memory compressing will take at most, foreseen phase by phase before it begins.
+"""How much memory compressing will take at most, predicted phase by phase before it begins.
 
 What the model itself takes is measured on the largest batch: bytes of tensors are counted while it runs. All else
 follows from the sizes of the weights.
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from panther._torch import TorchDispatchMode, storage_key, tree_leaves
 from panther.compression.config import HealConfig
 from panther.compression.fits import wide_dtype
 from panther.compression.forms.options import Forms
@@ -48,10 +47,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = {_key(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        made = {storage_key(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):  # a view, or written to in place
-                made.pop(_key(leaf), None)
+                made.pop(storage_key(leaf), None)
         for key, tensor in made.items():
             if key not in self._known:
                 storage = tensor.untyped_storage()
@@ -68,10 +67,6 @@ class LiveBytes(TorchDispatchMode):
             del self._known[key]
 
         return freed
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # data_ptr() is 0 where there is no entry
 
 
 def foresee(

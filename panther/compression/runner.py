@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from panther._torch import buffers_of, is_dynamo_loaded, tree_leaves, tree_map_only
 from panther.errors import CompressionError
 
 _Item = TypeVar("_Item")
@@ -289,14 +289,14 @@ def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
     buffers = [
-        (module._buffers, name, buffer, buffer.clone())
+        (buffers_of(module), name, buffer, buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None and not is_lazy(buffer)
     ]
     # A compiled model would be compiled again for every layer that is replaced for a while. Without its module nothing
     # is compiled, and loading it for that takes a second and 40 MB.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
     with torch.random.fork_rng(_gpus_of(model)), eager:
         try:
             seed_generators(model, seed)
@@ -328,7 +328,7 @@ def check_calibration(calibration: Any) -> None:
         kind = type(calibration).__name__
         fix = "for one tensor use calibration=list(tensor.split(32))"
         if not isinstance(calibration, Tensor):
-            fix = "each batch is what the model is called with, a tensor, a dict or a tuple"
+            fix = "each batch is the model's input: a tensor, a dict or a tuple"
         raise CompressionError(f"calibration must be a list or a DataLoader of batches, not a {kind}: {fix}")
     if isinstance(calibration, Iterator):
         raise CompressionError(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._torch import children_of, version_of
 from panther.compression.runner import Runner, rows_of
 from panther.compression.targets import GEOMETRY, SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
@@ -161,8 +162,8 @@ def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, see
 
 def input_key(module: nn.Module, x: Tensor) -> Any:
     """Return what is the same for two inputs, while both live, if and only if their moments are."""
-    # `_version` (private) counts writes: an address alone is the same after one. Tensors of inference mode have none.
-    version = 0 if x.is_inference() else x._version
+    # An address alone is the same after a write. Tensors of inference mode count no writes.
+    version = 0 if x.is_inference() else version_of(x)
     # Two convolutions of one input can unfold it differently.
     return x.data_ptr(), x.shape, x.stride(), version, *(getattr(module, name, None) for name in GEOMETRY)
 
@@ -181,7 +182,7 @@ def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module,
         return isinstance(module, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
 
     def visit(module: nn.Module) -> None:
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is None or id(child) not in inside:
                 continue
             within = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList)

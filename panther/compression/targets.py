@@ -17,6 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from panther._torch import children_of, has_hooks, has_packed_weights, parameters_of
 from panther.errors import CompressionError
 from panther.nn._sketched import CompressedModule, SketchedModule
 
@@ -26,8 +27,6 @@ Selector = type | str | Callable[[nn.Module, str], bool]
 LEAST_RANK = 2  # ranks are even, because a sketched layer has two halves
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 _DONE, _QUANTIZED = "is sketched already", "is quantized already"
-# torch has no public question for "has this module hooks"; these are where it keeps them.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class SkippedLayer(NamedTuple):
@@ -257,13 +256,9 @@ def _holds_matrix(module: nn.Module) -> bool:
     # torch's quantized layers keep theirs packed.
     return (
         isinstance(module, (nn.Linear, nn.Conv2d))
-        or _is_quantized(module)
+        or has_packed_weights(module)
         or any(is_lazy(parameter) or parameter.dim() > 1 for parameter in module.parameters(recurse=False))
     )
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    return "quantized" in type(module).__module__ and hasattr(module, "_packed_params")
 
 
 def _refusal(
@@ -271,7 +266,7 @@ def _refusal(
 ) -> str | None:
     """Return why a module that holds a matrix is kept dense; None if it is to be compressed."""
     kind = type(module)
-    if _is_quantized(module):
+    if has_packed_weights(module):
         return "is quantized: compress first, then quantize"
     if not (isinstance(module, (nn.Linear, nn.Conv2d)) or is_conv1d(module)):
         return "not a Linear, Conv2d or Conv1D layer: kept as it is"
@@ -283,9 +278,9 @@ def _refusal(
     named = any(isinstance(one, type) and isinstance(module, one) for one in wanted)
     if hasattr(module, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
-    if "weight" not in module._parameters:
+    if "weight" not in parameters_of(module):
         return "has a weight that is computed (by pruning or weight_norm): make it permanent first"
-    weight = module._parameters["weight"]
+    weight = parameters_of(module)["weight"]
     if weight is None or is_lazy(weight):
         return "has no weight yet: run the model once first"
     if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
@@ -301,7 +296,7 @@ def _refusal(
         return f"has a weight of type {type(weight.data).__name__}, {weight.dtype}: compress a plain floating one"
     if "forward" in vars(module):
         return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
-    if any(len(getattr(module, hooks)) for hooks in _HOOKS):
+    if has_hooks(module):
         return "has hooks, which would be lost: remove them first"
     if not weight.detach().isfinite().all():
         return "has a weight with NaN or infinite entries"
@@ -329,8 +324,7 @@ def replace_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]
 
 def swap_modules(model: nn.Module, replacement: Mapping[nn.Module, nn.Module]) -> None:
     """Put new modules in the place of old ones, wherever these stand."""
-    # In `_modules`, because setattr would move a name to the end of the order that state_dict and named_modules have.
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if child is not None and child in replacement:
-                parent._modules[name] = replacement[child]
+                children_of(parent)[name] = replacement[child]

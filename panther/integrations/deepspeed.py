@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import panther as pr
+from panther._torch import buffers_of
 from panther.distributed.comm._agreement import LAYER, agree, run_on_first_rank
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import in_process_group
@@ -53,8 +54,8 @@ def initialize(
     Args:
         model: The model, with sketched layers or without. It becomes part of the engine, in place.
         config: DeepSpeed's configuration, as a dictionary or the path of a JSON file; or a
-            :class:`~panther.train.TrainConfig`, of which are used: ``strategy`` (``"ddp"`` is ZeRO stage 0, ``"zero1"``
-            and ``"auto"`` stage 1, ``"fsdp"`` stage 3, and with ``reshard_after_forward=False`` stage 2),
+            :class:`~panther.train.TrainConfig`. These of its fields are used: ``strategy`` (``"ddp"`` is ZeRO stage 0,
+            ``"zero1"`` and ``"auto"`` stage 1, ``"fsdp"`` stage 3, and with ``reshard_after_forward=False`` stage 2),
             ``mixed_precision``, ``cpu_offload``, ``batch_size``, ``gradient_accumulation_steps``,
             ``gradient_clipping``, ``learning_rate`` and the settings of the scaler. Settings of the loop, such as
             ``epochs``, have no effect.
@@ -235,12 +236,12 @@ def _cast_sketches(model: nn.Module) -> None:
     """
     for layer in sketched_layers(model).values():
         for name in layer.sketch_names:
-            if name in layer._buffers:
+            if name in buffers_of(layer):
                 layer.register_buffer(name, getattr(layer, name).to(layer.sketch_like().dtype), persistent=False)
 
 
 def _whole(parameters: list[nn.Parameter]) -> Any:
-    """Return the context in which parameters that ZeRO 3 shards are whole on every rank."""
+    """Return the context in which parameters that ZeRO 3 shards are replicated."""
     sharded = [p for p in parameters if hasattr(p, "ds_id")]
     return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
 

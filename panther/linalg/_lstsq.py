@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from panther._torch import number_of_entries
 from panther.errors import DTypeError, NumericalWarning, ShapeError
 from panther.linalg._operand import (
     SAFE_POWER,
@@ -94,8 +95,8 @@ def sketch_lstsq(
         ridge: Weight of the penalty, 0 or more.
         tol: Stop once the fitted values are within ``tol`` of their optimum, relative to the root of the objective:
             :math:`\|A (x - x^*)\| \le \text{tol}\,\|A x - b\|` as estimated. The residual norm then exceeds the least
-            one by a relative ``tol**2 / 2``. None goes on to the accuracy of a direct solver, and so does a tolerance
-            that is below it.
+            one by a relative ``tol**2 / 2``. None, or a lower tolerance than a direct solver reaches, continues to the
+            accuracy of a direct solver.
         seed: The seed of the sketch; None draws one from torch's default CPU generator.
         return_error: Whether to return, as well, how far the fitted values are from their optimum.
 
@@ -167,7 +168,8 @@ def _right_hand_side(b: Any, operand: Operand) -> Tensor:
     if b.device != operand.device:
         raise DTypeError(f"b is on {b.device} and A on {operand.device}: use b.to({str(operand.device)!r})")
     check_finite("b", b)
-    return b.to(operand.dtype)
+    cast: Tensor = b.to(operand.dtype)
+    return cast
 
 
 def _explicit(operand: Operand) -> Operand:
@@ -241,7 +243,7 @@ def _is_worth_sketching(operand: Operand, p: int, tol: float) -> bool:
 def _sketch_size(operand: Operand) -> int:
     """Return the number of rows of the sketch, such that its QR costs about as much as the passes over A."""
     (m, n), A = operand.shape, operand.A
-    entries = m * n if operand.dense is not None else A._nnz() if isinstance(A, Tensor) else 0
+    entries = m * n if operand.dense is not None else number_of_entries(A) if isinstance(A, Tensor) else 0
     return max(4 * n + 64, math.ceil(1.1 * math.sqrt(entries)))
 
 

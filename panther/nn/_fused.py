@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._torch import buffers_of, parameters_of
 from panther.kernels._cpu.sketched import product_of_joined
 from panther.kernels.ops.sketched import prefers_joined
 from panther.nn._sketched import SketchedModule
@@ -61,7 +62,7 @@ class FusibleModule(SketchedModule):
         """Return why :meth:`fuse_` refuses this layer, with the remedy; None if it does not."""
         if self.packed:
             return "this layer holds its signs as bits: call unpack_() first"
-        held = {**self._buffers, **self._parameters}
+        held = {**buffers_of(self), **parameters_of(self)}
         if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in ("S1", "U1", "S2", "U2")):
             return (
                 "those of this layer are sharded or parametrized: call unshard_module or remove_parametrizations first"
@@ -95,7 +96,7 @@ class FusibleModule(SketchedModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Join the factors of a fused layer again after a copy or unpickling."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.fused:
             self._join()
 

@@ -7,8 +7,8 @@ import zlib
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from panther._torch import FakeTensor
 from panther.errors import SketchMismatchError
 from panther.sketch import STREAM_VERSION
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._torch import buffers_of, children_of, parameters_of, put_forward_pre_hooks, unsaved_buffers_of
 from panther.errors import ShapeError, SketchMismatchError, check_device, check_flag, check_floating
 from panther.nn._sizes import warn_unless_smaller
 from panther.nn._sketch_record import has_values, make_record, read_record
@@ -70,7 +71,7 @@ class CompressedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._forward_pre_hooks = _UncalledHooks()
+        put_forward_pre_hooks(self, _UncalledHooks())
         self.register_forward_pre_hook(keep_own_forward)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,7 +105,8 @@ class CompressedModule(nn.Module):
         """Return a new layer of this size with the arguments, the device and the dtype of a dense one."""
         make: Any = cls  # a subclass, whose constructor has arguments
         weight, arguments = dense.weight, arguments_of(dense, cls.dense_arguments)
-        return make(**arguments, **size, device=weight.device, dtype=weight.dtype)
+        layer: Self = make(**arguments, **size, device=weight.device, dtype=weight.dtype)
+        return layer
 
     @torch.no_grad()
     def _with_bias_of(self, dense: Any) -> Self:
@@ -136,7 +138,7 @@ class CompressedModule(nn.Module):
             return False
         missing = [prefix + name for name in expected if name not in state]
         unexpected = [
-            prefix + name for name in state if name not in expected and name.partition(".")[0] not in self._modules
+            prefix + name for name in state if name not in expected and name.partition(".")[0] not in children_of(self)
         ]
         wrong = [
             f"size mismatch for {prefix}{name}: copying a param with shape {tuple(state[name].shape)} from checkpoint, "
@@ -222,7 +224,8 @@ class SketchedModule(CompressedModule):
 
     def sketch_like(self) -> Tensor:
         """Return the parameter whose dtype and device the sketches share."""
-        return getattr(self, self.factor_names[0])
+        factor: Tensor = getattr(self, self.factor_names[0])
+        return factor
 
     def draw_sketch(self, name: str) -> Tensor:
         """Return the sketch ``name`` of the present seed, as the layer holds it: entries +-1."""
@@ -276,7 +279,8 @@ class SketchedModule(CompressedModule):
     @property
     def _fitted_level(self) -> float:
         """The level of both U and S of a fitted layer, so that U S has the scale of a seeded one."""
-        return (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25
+        level: float = (2 * self.num_terms) ** -0.5 * self.low_rank**-0.25
+        return level
 
     def freeze_sketches_(self) -> Self:
         """Stop training the sketches of a fitted layer; those of a seeded one are fixed anyway."""
@@ -308,9 +312,9 @@ class SketchedModule(CompressedModule):
 
     def _forget(self, name: str) -> None:
         """Remove the sketch ``name`` from wherever it is."""
-        for place in (self._parameters, self._buffers, self.__dict__):
+        for place in (parameters_of(self), buffers_of(self), self.__dict__):
             place.pop(name, None)
-        self._non_persistent_buffers_set.discard(name)  # torch's own list, which must not name a Parameter
+        unsaved_buffers_of(self).discard(name)  # torch's own list, which must not name a Parameter
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         record = self.sketch_seed
@@ -345,13 +349,13 @@ class SketchedModule(CompressedModule):
         record = make_record(self.seed, self.num_terms)
         with torch.inference_mode(False):
             mirror = torch.tensor(record, dtype=torch.int64, device=self.sketch_like().device)
-        self._buffers.pop("sketch_seed", None)  # always last: averaged models pair buffers by their order
+        buffers_of(self).pop("sketch_seed", None)  # always last: averaged models pair buffers by their order
         self.register_buffer("sketch_seed", mirror)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Draw the sketches when the layer leaves the meta device, as by ``to_empty``, which leaves no values."""
         was_meta = self.sketch_like().is_meta
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.sketch_like().is_meta:
             if self.seed is None:
                 self._mirror_seed()
@@ -387,8 +391,8 @@ class SketchedModule(CompressedModule):
         # Tensors that users add, such as a pruning mask, are loaded with the rest; child modules load themselves.
         expected = {
             name: tensor.shape
-            for name, tensor in (*self._parameters.items(), *self._buffers.items())
-            if tensor is not None and name not in self.sketch_names and name not in self._non_persistent_buffers_set
+            for name, tensor in (*parameters_of(self).items(), *buffers_of(self).items())
+            if tensor is not None and name not in self.sketch_names and name not in unsaved_buffers_of(self)
         }
         if fitted:
             expected |= {name: torch.Size(shape) for name, shape in self.sketch_shapes().items()}

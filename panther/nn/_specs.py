@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._torch import buffers_of, parameters_of
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
@@ -104,7 +105,7 @@ def model_config(model: nn.Module, specs: dict[str, Any]) -> dict[str, Any] | No
     """Return what config.json of a transformers model holds, with its compressed layers; None of other models."""
     if not _has_config(model):
         return None
-    config = json.loads(model.config.to_json_string())  # type: ignore[operator, union-attr]
+    config: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[operator, union-attr]
     config.pop("quantization_config", None)
     config["architectures"] = [type(model).__name__]
     dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
@@ -212,7 +213,8 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
 def _construct(make: type[Any], args: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> CompressedModule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)  # it was given when the layer was first made
-        return make(**args, dtype=dtype, **kwargs)
+        module: CompressedModule = make(**args, dtype=dtype, **kwargs)
+        return module
 
 
 def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type[Any], dict[str, Any], torch.dtype]:
@@ -239,11 +241,11 @@ def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -
     if isinstance(old, make | make.dense_class):
         found = arguments_of(old, make.dense_arguments)
     elif make.dense_class is nn.Linear:  # such as transformers' Conv1D, whose weight is (in, out)
-        shape = tuple(getattr(old._parameters.get("weight"), "shape", ()))
+        shape = tuple(getattr(parameters_of(old).get("weight"), "shape", ()))
         if shape == (args["out_features"], args["in_features"]):
             shape = shape[::-1]
         found = dict(zip(("in_features", "out_features"), shape, strict=False)) if len(shape) == 2 else {}
-        found["bias"] = old._parameters.get("bias") is not None
+        found["bias"] = parameters_of(old).get("bias") is not None
     differ = {key: args[key] for key in make.dense_arguments if found.get(key) != args[key]}
     if differ:
         there = {key: found[key] for key in differ if key in found} or "no such sizes"
@@ -260,8 +262,8 @@ def _is_size(value: Any, optional: bool) -> bool:
 
 def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None:
     module.check_record()
-    own = {key for key, tensor in module._parameters.items() if tensor is not None}
-    own |= {key for key in module.integer_names if module._buffers.get(key) is not None}
+    own = {key for key, tensor in parameters_of(module).items() if tensor is not None}
+    own |= {key for key in module.integer_names if buffers_of(module).get(key) is not None}
     dtypes = _dtypes_of(module)
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")

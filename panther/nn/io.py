@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._safetensors import contents_checksum, write_file
+from panther._torch import buffers_of, original_of_compiled, parameters_of, unsaved_buffers_of
 from panther._version import __version__
 from panther.errors import FormatError
 from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
 
-_FORMAT, _VERSIONS = "panther", range(1, 3)  # those that are read, of which the last is written; 1 has no checksums
+_FORMAT, _VERSIONS = "panther", range(1, 3)  # all can be read, and the last is written; 1 has no checksums
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
 
 
@@ -197,7 +198,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        elif (inner := original_of_compiled(model)) is not None:
             model = inner
         else:
             return model
@@ -331,8 +332,8 @@ def _check_unsaved(model: nn.Module, replaced: Mapping[str, Any]) -> None:
     lost = [
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
-        for key in module._non_persistent_buffers_set
-        if name not in replaced and (buffer := module._buffers.get(key)) is not None and buffer.is_meta
+        for key in unsaved_buffers_of(module)
+        if name not in replaced and (buffer := buffers_of(module).get(key)) is not None and buffer.is_meta
     ]
     if lost:
         raise FormatError(
@@ -361,8 +362,8 @@ def _tie(model: nn.Module, aliases: dict[str, str]) -> None:
         (to, to_key), (source, key) = (
             (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in (alias, name)
         )
-        if key in source._parameters and to_key in to._parameters:
-            setattr(to, to_key, source._parameters[key])
+        if key in parameters_of(source) and to_key in parameters_of(to):
+            setattr(to, to_key, parameters_of(source)[key])
 
 
 def _some(items: list[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._torch import buffers_of, parameters_of
 from panther.errors import PerformanceWarning, ShapeError, check_flag, check_size
 from panther.kernels import pack_signs, sketched_matmul, unpack_signs
 from panther.nn._fitting import check_init, fittable, lstsq_factors, svd_factors
@@ -160,8 +161,8 @@ class SKLinear(FusibleModule):
         This is the common case without the general checks, which took longer than the products of a small batch.
         nn.Module's ``__getattr__`` takes half a microsecond, its dictionaries a tenth.
         """
-        parameters: Any = self._parameters
-        sketches: Any = parameters if self.seed is None else self._buffers
+        parameters: Any = parameters_of(self)
+        sketches: Any = parameters if self.seed is None else buffers_of(self)
         try:
             S1, S2, U1, U2 = parameters["S1"], parameters["S2"], sketches["U1"], sketches["U2"]
         except KeyError:  # packed, parametrized, or a replica of DataParallel
@@ -212,10 +213,12 @@ class SKLinear(FusibleModule):
         return self._by_columns(self._dense_sketches()[1] * (2 * self.num_terms * self.scale))
 
     def _by_rows(self, factor: Tensor) -> Tensor:  # (R, out) -> (L, k, out)
-        return factor.detach().unflatten(0, (self.num_terms, self.low_rank))
+        stacked: Tensor = factor.detach().unflatten(0, (self.num_terms, self.low_rank))
+        return stacked
 
     def _by_columns(self, factor: Tensor) -> Tensor:  # (in, R) -> (L, in, k)
-        return factor.detach().unflatten(1, (self.num_terms, self.low_rank)).movedim(1, 0)
+        stacked: Tensor = factor.detach().unflatten(1, (self.num_terms, self.low_rank)).movedim(1, 0)
+        return stacked
 
     def unstack(self, stacked: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return S1, S2, U1 and U2 from S1s, S2s, U1s and U2s."""
@@ -297,7 +300,8 @@ class SKLinear(FusibleModule):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        return self._to_dense()
+        linear: nn.Linear = self._to_dense()
+        return linear
 
     def extra_repr(self) -> str:
         """Return sizes and mode, as shown by print."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._text import counted, format_table
+from panther._torch import buffers_of, parameters_of
 from panther.nn._sketched import CompressedModule, keep_own_forward
 from panther.nn._specs import note_in_config_
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
@@ -99,7 +100,7 @@ def to_linears_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | 
     :class:`~panther.nn.QuantizedConv2d` likewise, but with groups always the nn.Conv2d of its weight. An
     :class:`~panther.nn.InterpolativeLinear` becomes two of its rank, which together take more numbers than it.
     Nothing else is changed, and outputs are equal up to rounding. Signs of seeded layers become weights like any other:
-    they are stored, and would be trained; to go on training a seeded layer, keep it.
+    they are stored, and would be trained; to continue training a seeded layer, keep it.
 
     Args:
         model: A model, changed in place. If it is a compressed layer itself there is nothing to put another one into:
@@ -168,7 +169,7 @@ def _why_kept(module: CompressedModule) -> str | None:
     """Return why a layer cannot be replaced, with the remedy; None if it can."""
     if not isinstance(module, _KNOWN):
         return f"a {type(module).__name__}, for which no plain layers are known"
-    held = {**module._parameters, **module._buffers, **module.__dict__}
+    held = {**parameters_of(module), **buffers_of(module), **module.__dict__}
     if any(type(held.get(name)) not in (Tensor, nn.Parameter) for name in module.stored_names()):
         return "its factors are sharded or parametrized: call unshard_module or remove_parametrizations first"
     return None
@@ -188,7 +189,7 @@ def _plain(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -
         last = new[1]
     key = tuple(id(getattr(module, name)) for name in module.stored_names())
     weights = shared.setdefault(key, [p for name, p in new.named_parameters() if name.endswith("weight")])
-    layers = [layer for layer in new.modules() if "weight" in layer._parameters]
+    layers = [layer for layer in new.modules() if "weight" in parameters_of(layer)]
     for layer, weight in zip(layers, weights, strict=True):
         layer.register_parameter("weight", weight)
     if module.bias is not None:

@@ -23,6 +23,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from panther._torch import number_of_entries
 from panther.errors import ShapeError, check_size
 from panther.kernels import csr_matmul, word_block
 from panther.kernels._backend import use_triton
@@ -138,7 +139,8 @@ class SparseSketch(SketchingOperator):
 
     def to_sparse(self) -> Tensor:
         """Return the matrix as a coalesced COO tensor of shape (d, m)."""
-        return self._csr().to_sparse_coo().to(self.dtype).coalesce()
+        coo: Tensor = self._csr().to_sparse_coo()
+        return coo.to(self.dtype).coalesce()
 
     def _entries(self, vectors: range) -> tuple[Tensor, Tensor]:  # both (len(vectors), vec_nnz)
         """Return positions and signs, the latter in float32 or float64."""
@@ -165,10 +167,10 @@ class SparseSketch(SketchingOperator):
         """Return S or its transpose in CSR, whose products are fastest, in float32 at least."""
         return self._keep(f"csr {transposed}", lambda: csr_tensor(*self._draw_csr(self._vectors(), transposed)))
 
-    def _gathered(self, transposed: bool) -> tuple[Tensor, ...]:
+    def _gathered(self, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return the CSR form with 32-bit indices, because with few columns reading them is the cost."""
 
-        def draw() -> tuple[Tensor, ...]:
+        def draw() -> tuple[Tensor, Tensor, Tensor]:
             starts, index, value, _ = self._draw_csr(self._vectors(), transposed)
             return starts, index.to(torch.int32), value
 
@@ -232,7 +234,7 @@ def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
     """Return ``[parts] @ A`` for A of shape (*batch, columns, n), as products of matrices."""
     n, batch, rows = A.shape[-1], A.shape[:-2], parts[0].shape[0]
     columns = A.movedim(-2, 0).reshape(A.shape[-2], -1).to(parts[0].dtype)
-    first, *others = columns.split([part.shape[1] for part in parts])
+    first, *others = torch.split(columns, [part.shape[1] for part in parts])
     out = parts[0] @ first
     for part, slab in zip(parts[1:], others, strict=True):
         out.addmm_(part, slab)
@@ -241,6 +243,8 @@ def _csr_product(parts: tuple[Tensor, ...], A: Tensor) -> Tensor:
 
 def _sparse_product(matrix: Tensor, A: Tensor) -> Tensor:
     """Return ``matrix @ A`` for a COO tensor A, dense."""
-    if not matrix._nnz() or not A._nnz():
+    if not number_of_entries(matrix) or not number_of_entries(A):
         return torch.zeros(matrix.shape[0], A.shape[1], dtype=A.dtype, device=A.device)
-    return torch.sparse.mm(matrix.to_sparse_coo().to(A.dtype), A).to_dense()
+    coo: Tensor = matrix.to_sparse_coo()
+    product: Tensor = torch.sparse.mm(coo.to(A.dtype), A)
+    return product.to_dense()

@@ -11,8 +11,8 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from panther._torch import disable_dispatch_modes
 from panther.errors import ShapeError, check_floating
 from panther.kernels import sign_block
 
@@ -56,7 +56,7 @@ def draw_seed() -> int:
         >>> 0 <= seed < 2**63
         True
     """
-    with _disable_current_modes():
+    with disable_dispatch_modes():
         return int(torch.randint(_SEED_LIMIT - 1, (), dtype=torch.int64, device="cpu"))
 
 

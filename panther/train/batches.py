@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from panther._random_state import preserved_generators, seed_cpu_generators
+from panther._torch import tree_leaves
 from panther.distributed import get_world_size
 from panther.errors import ConfigError, DistributedError
 from panther.train.coordination import SIGNALS, sum_over_ranks

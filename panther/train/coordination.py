@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
+from panther._torch import parameters_of, run_backward, tree_map
 from panther.distributed import get_distributed_info, get_world_size, init, shutdown
 from panther.distributed.comm._agreement import gather_objects
 from panther.distributed.comm._ranks import in_process_group
@@ -60,7 +59,7 @@ class GradientCarrier:
         try:
             parallel = wrap(model)
         finally:
-            del model._parameters[_NAME]
+            del parameters_of(model)[_NAME]
         return parallel, cls(parameter, parallel)
 
     def begin(self) -> None:
@@ -83,9 +82,8 @@ class GradientCarrier:
         if row is None:
             row = torch.zeros_like(parameter)
         # As a second root: no product or sum with the loss is needed, and a loss that is not finite does not spread.
-        # Private: torch.autograd.backward ends in it, after checks in Python that took 2 % of a step of 1 ms.
         options = {"allow_unreachable": True, "accumulate_grad": True}
-        _engine_run_backward((loss, parameter), (torch.ones_like(loss), row), False, False, (), **options)
+        run_backward((loss, parameter), (torch.ones_like(loss), row), False, False, (), **options)
         self._in_step = False
         if not self._checked:
             _check_gradients(model)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
+from panther._torch import buffers_of, tree_map_only, unsaved_buffers_of
 from panther.distributed import HybridParallelTrainer, make_schedule
 from panther.distributed.data.gradient_compression import hook_state
 from panther.distributed.pipeline.losses import DividedLoss, reduction_of
@@ -110,9 +110,9 @@ class Engine(ABC):
         first = dist.get_process_group_ranks(self.group)[0]
         for part in self.modules():
             for module in part.modules():
-                for name, buffer in module._buffers.items():
-                    # Private, but torch has no public way to tell buffers that are not saved, such as sketches.
-                    saved = name not in module._non_persistent_buffers_set
+                for name, buffer in buffers_of(module).items():
+                    # Buffers that are not saved, such as sketches, are equal on all ranks.
+                    saved = name not in unsaved_buffers_of(module)
                     if buffer is not None and saved and buffer.is_floating_point() and module.training:
                         dist.broadcast(buffer, first, group=self.group)
 

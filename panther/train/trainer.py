@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._random_state import deterministic_algorithms, preserved_generators, seed_generators
+from panther._torch import first_infinities
 from panther.distributed import DeviceUtilization, checkpoint, get_rank, get_world_size
 from panther.distributed.comm._agreement import run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.gradient_clipping import clip_gradients, gradient_norm
@@ -508,5 +509,4 @@ class Trainer:
 
 def _has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the scaler will skip the step of gradients that it has unscaled."""
-    # Private: to compare get_scale() before and after would wait until a GPU has done the optimizer's step.
-    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+    return any(infinity.item() for infinity in first_infinities(scaler, optimizer))

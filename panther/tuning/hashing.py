@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
+from panther._torch import tree_leaves, version_of
 from panther.compression.targets import select_targets
 from panther.tuning.goal import Goal
 from panther.tuning.prepared import Settings
@@ -111,7 +111,7 @@ def _short(text: str) -> str:
 
 
 def _batches(calibration: Any) -> str:
-    """Return the number of batches, and a hash of the tensors of those that are at hand, as a list's are."""
+    """Return the number of batches, and a hash of the tensors of the batches that are available, as a list's are."""
     if not isinstance(calibration, Sequence):
         return f"a {type(calibration).__name__}"
     leaves = [
@@ -141,7 +141,7 @@ def _hash(tensor: Tensor) -> tuple[Any, ...]:
         memory: Any = bits.numpy() if bits.is_cpu else None
         return *about, mixed(bits) if memory is None else zlib.crc32(memory)
     except (RuntimeError, TypeError, NotImplementedError):  # a subclass of Tensor, whose memory is its own
-        return *about, tensor._version
+        return *about, version_of(tensor)
 
 
 def mixed(bits: Tensor) -> int:  # (n) uint8

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from panther._torch import children_of
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement, convert_all, convert_target
 from panther.compression.forms.allocation import Allocation, allocated
@@ -219,9 +220,9 @@ class Prepared:
         attention = replacement_of(self.attention.modules, plan.attention, self.seed)
         attention = calibrated(self.runner, attention, self.attention_names)
         for module in attention.values():  # copies have their own table of children
-            for name, child in module._modules.items():
+            for name, child in children_of(module).items():
                 if child is not None and child in new:
-                    module._modules[name] = new[child]
+                    children_of(module)[name] = new[child]
         return attention
 
     @property

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from panther._torch import TorchDispatchMode, storage_key
 from panther.compression.conversion import Replacement
 
 HELD = (
@@ -83,6 +83,6 @@ class _Weights(TorchDispatchMode):
 def _memory(tensor: Tensor) -> int | None:
     """Return what is equal for views of the same memory; None of a tensor without memory of its own."""
     try:
-        return int(tensor.untyped_storage()._cdata)  # private: an address would be refused of fake tensors
+        return storage_key(tensor)
     except (NotImplementedError, RuntimeError, ValueError):
         return None

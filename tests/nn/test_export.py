@@ -69,8 +69,7 @@ def test_a_strict_export_and_half_precision():
 def test_a_trace_passes_its_check_without_a_warning(name, grad):
     layer, x, _, inputs = case(name)
     with warnings.catch_warnings(), torch.set_grad_enabled(grad):
-        warnings.filterwarnings("ignore", "`torch.jit.trace", DeprecationWarning)
-        warnings.filterwarnings("ignore", "`torch.jit.trace_method", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.trace")  # torch deprecates it, and users still call it
         if name.startswith("interpolative"):
             warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
         traced = torch.jit.trace(layer, x)

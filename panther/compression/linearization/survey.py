@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from panther.compression.targets import _HOOKS, Selector, SkippedLayer, _matches, _selectors
+from panther._torch import children_of, has_hooks
+from panther.compression.targets import Selector, SkippedLayer, _matches, _selectors
 from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
 from panther.nn.attention.interface import calls_interface
 from panther.nn.attention.linearized import CHILD
@@ -93,7 +94,7 @@ def _refusal(
     module: nn.Module, names: Sequence[str], wanted: Sequence[Selector], unwanted: Sequence[Selector]
 ) -> str | None:
     """Return why a module keeps its softmax; None if it is to be converted."""
-    if CHILD in module._modules or isinstance(module, RandMultiHeadAttention):
+    if CHILD in children_of(module) or isinstance(module, RandMultiHeadAttention):
         return "is linear already"
     if not any(_matches(one, names, module) for one in wanted):
         return "is not included"
@@ -103,7 +104,7 @@ def _refusal(
         return "is the model itself, which cannot be replaced in place: wrap it in nn.Sequential"
     if "forward" in vars(module):
         return "has a forward that was set on it (as accelerate does), which would be lost: remove it first"
-    if any(len(getattr(module, hooks)) for hooks in _HOOKS):
+    if has_hooks(module):
         return "has hooks, which see the weights: remove them first"
     if isinstance(module, nn.MultiheadAttention):
         if type(module) is not nn.MultiheadAttention:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from panther._torch import sync_zero_groups
 from panther.distributed.checkpoint._storage import empty
 from panther.distributed.pipeline._modules import StageModules
 from panther.errors import CheckpointError
@@ -50,7 +51,7 @@ def plain(name: str) -> str:
 
 
 def module_name(name: str) -> str:
-    """Return the name of a module without those of the wrappers around it, of which one may be its last part."""
+    """Return the name of a module without the names of its wrappers; the last part may be a wrapper too."""
     return plain(f"{name}.").removesuffix(".")
 
 
@@ -185,8 +186,7 @@ def fill_optimizer(
             group.update(decode(chosen[0], loaded))
     inner.load_state_dict(whole)
     if _is_zero(optimizer):
-        # Private, but what its own load_state_dict calls: its groups, which users see, are copies of the inner ones.
-        optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)  # type: ignore[attr-defined]
+        sync_zero_groups(optimizer, inner)
 
 
 def random_state(place: str, tensors: dict[str, Tensor]) -> Any:

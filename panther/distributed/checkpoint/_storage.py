@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from panther._safetensors import contents_checksum, write_file
+from panther._torch import local_offsets
 from panther._version import __version__
 from panther.distributed.checkpoint._reader import Chunk, TensorReader, UnusedHooks
 from panther.distributed.comm._agreement import common_error
@@ -227,9 +227,7 @@ def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Return the offset of this rank's shard in the whole tensor, and the shard."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tensor.detach()
-    # Private module of torch, but what DCP itself places DTensors by.
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offsets), tensor.to_local().detach()
+    return local_offsets(tensor), tensor.to_local().detach()
 
 
 def empty(entry: Mapping[str, Any], device: str = "cpu") -> Tensor:

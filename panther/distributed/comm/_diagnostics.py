@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from panther._torch import default_store, group_timeout
 from panther.distributed.comm._ranks import name_ranks, transport
 from panther.errors import DistributedError
 
@@ -31,10 +32,9 @@ def gather_all(doing: str, group: dist.ProcessGroup | None = None) -> None:
     # Keys of a store stay, so every gathering has a number of its own.
     number = _gatherings[found] = _gatherings.get(found, 0) + 1
     name = f"panther/here/{found.group_name}/{number}"
-    # torch keeps the timeout that init was given in the backend's options, and has no public way to it.
-    timeout = found._get_backend(transport(group)).options._timeout
+    timeout = group_timeout(found, transport(group))
     with watched(doing, group):
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         store.set(f"{name}/{dist.get_rank()}", "")
         store.wait([f"{name}/{rank}" for rank in dist.get_process_group_ranks(group)], timeout)
 
@@ -81,7 +81,7 @@ def _roll_call(doing: str, rank: int, ranks: list[int]) -> dict[int, str] | None
     keys = {other: f"panther/fault/{_faults}/{other}" for other in ranks}
     deadline = time.monotonic() + _GRACE_S
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         store.set(keys[rank], doing)
         missing = [other for other in ranks if other != rank]
         while missing and time.monotonic() < deadline:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from panther._torch import is_forked_from_cuda
 from panther.distributed.comm._ranks import name_ranks
 from panther.distributed.comm._store import Meeting
 from panther.errors import DistributedError
@@ -77,8 +78,7 @@ def check_in(meeting: Meeting, rank: int, world_size: int, backend: str | None) 
 
 def own_gpu(rank: int) -> tuple[int, str] | None:
     """Return index and name of the GPU for this rank, by its number on this machine; None if it sees none."""
-    # A forked process whose parent has used the GPU cannot use it; torch has no public way to ask.
-    if not torch.cuda.is_available() or not dist.is_nccl_available() or torch.cuda._is_in_bad_fork():
+    if not torch.cuda.is_available() or not dist.is_nccl_available() or is_forked_from_cuda():
         return None
     given = os.environ.get("LOCAL_RANK", "")
     # 0 if the launcher shows each rank just its own.

@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from panther._torch import FakeTensor, disable_dispatch_modes, functional_collectives
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import Group, is_fake, ranks_of
@@ -197,7 +196,7 @@ def sum_in_backward(x: Tensor, group: Group = None) -> Tensor:
 def on_first_rank(x: Tensor, group: Group = None) -> Tensor:
     """Return the tensor, equal on all ranks, on the first of them, and zeros on the others; nothing is sent.
 
-    For a term of a sum over ranks of which each rank gets the gradient of all, so that it is the term's on every rank.
+    For a term of a sum over ranks. Each rank gets the gradient of the sum, which is the term's gradient on every rank.
     """
     return _Collective.apply(x, partial(_keep_at, src=ranks_of(group)[0]), _view)
 
@@ -288,9 +287,10 @@ def _functional(name: str, x: Tensor, *settings: Any, group: Group) -> Tensor:
 
     Gloo copies less with it, too, than with lists of tensors.
     """
-    functional = torch.ops._c10d_functional
     group_name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
-    return functional.wait_tensor(getattr(functional, name)(x.contiguous(), *settings, group_name))
+    return functional_collectives.wait_tensor(
+        getattr(functional_collectives, name)(x.contiguous(), *settings, group_name)
+    )
 
 
 def _gather(x: Tensor, dim: int, sizes: list[int], group: Group) -> Tensor:
@@ -358,7 +358,7 @@ def _check(name: str, x: Tensor, group: Group, grad: str = "replicate", **settin
     # An exchange for each call would double the latency of small tensors, so a case is compared once.
     agreed = _agreed.setdefault(group or dist.group.WORLD, set())
     if len(ranks) > 1 and (key := (name, *case.values())) not in agreed and not isinstance(x, FakeTensor):
-        with _disable_current_modes():  # this exchange comes once, so CommunicationCounter must not count it
+        with disable_dispatch_modes():  # this exchange comes once, so CommunicationCounter must not count it
             agree(name, lambda: case, group, "pass every rank the same", "tensors or settings")
         agreed.add(key)
     return len(ranks)

@@ -14,7 +14,6 @@ __all__ = [
 
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from panther._torch import end_with_parent
 from panther.distributed._error_file import record_uncaught_exceptions
 from panther.distributed.comm._handshake import Agreement, check_in, meet, own_gpu
 from panther.distributed.comm._ranks import in_process_group
@@ -98,7 +98,7 @@ def start_group(
 
 
 def _choose_interface(agreement: Agreement) -> None:
-    """Choose the interface of gloo by the route to the other machines, unless the user has.
+    """Choose the interface of gloo by the route to the other nodes, unless the user has.
 
     Left alone, gloo resolves the host name, which need not be possible, and on Debian gives 127.0.1.1.
     """
@@ -160,7 +160,7 @@ def init(
     them this process is rank 0 of 1; with RANK and WORLD_SIZE only, the processes of one parent on this machine find
     each other.
 
-    gloo uses the interface on the route to the other machines, and the loopback interface if there is only one machine;
+    gloo uses the interface on the route to the other nodes, and the loopback interface if there is only one node;
     GLOO_SOCKET_IFNAME names another. In a process that torchrun or ``panther launch`` started, an uncaught exception is
     reported to the launcher, and a launcher that is killed ends its processes (on Linux).
 
@@ -193,8 +193,7 @@ def init(
     if rank is None or world_size is None:
         rank, world_size = ranks_from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A launcher that is killed would leave its processes behind; torch's own workers use the same private call.
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+        end_with_parent()  # a launcher that is killed would leave its processes behind
         record_uncaught_exceptions()
     with _in_environment(meeting):
         start_group(rank, world_size, backend or os.environ.get("PANTHER_BACKEND"), timeout_s)

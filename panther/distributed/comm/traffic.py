@@ -9,11 +9,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from panther._torch import COLLECTIVE_NAMESPACES, BaseFuture, TorchDispatchMode, schema_of, tree_leaves
 
 _SENDS_NOTHING = ("_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor")
-_FUTURE: Any = torch._C.Future
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -55,13 +54,13 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        _FUTURE.then = self._then
+        BaseFuture.then = self._then
         self._watched = threading.local()  # callbacks that are still to run do not count
         self._one_thread.__exit__(*exception)
 
     def _watch_callbacks(self) -> None:
-        """Count what callbacks of futures send on other threads; private, but torch has no public way to see them."""
-        self._then = then = _FUTURE.then
+        """Count what callbacks of futures send on other threads."""
+        self._then = then = BaseFuture.then
         self._watched = watched = threading.local()
         watched.here = True
         counter = self
@@ -79,7 +78,7 @@ class CommunicationCounter(TorchDispatchMode):
 
             return run
 
-        _FUTURE.then = lambda future, callback: then(future, counted(callback))
+        BaseFuture.then = lambda future, callback: then(future, counted(callback))
 
     @property
     def calls(self) -> int:
@@ -97,11 +96,11 @@ class CommunicationCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, func: Any, args: Any) -> None:
-        name = func._schema.name.partition("::")[2]
-        if func.namespace not in ("c10d", "_c10d_functional") or name in _SENDS_NOTHING:
+        name = schema_of(func).name.partition("::")[2]
+        if func.namespace not in COLLECTIVE_NAMESPACES or name in _SENDS_NOTHING:
             return
         # Schemas of collectives name what they read input, inputs or input_tensors; the others have it first.
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        given = dict(zip((argument.name for argument in schema_of(func).arguments), args, strict=False))
         inputs = [value for key, value in given.items() if key.startswith("input")] or list(given.values())[:1]
         with self._lock:
             self.calls_by_operation[name] += 1

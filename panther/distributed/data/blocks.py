@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from panther._torch import parameters_of
+
 
 def has_no_forward(module: nn.Module) -> bool:
     """Return whether a module only lists others, so that FSDP would never gather its parameters."""
@@ -21,7 +23,7 @@ def fsdp_blocks(model: nn.Module) -> list[nn.Module]:
     found = list(dict.fromkeys(_candidates(model)))
     users = Counter(parameter for block in found for parameter in set(block.parameters()))
     inside = {module for block in found for module in block.modules()}
-    outside = {p for module in model.modules() if module not in inside for p in module._parameters.values()}
+    outside = {p for module in model.modules() if module not in inside for p in parameters_of(module).values()}
     shared = {parameter for parameter, count in users.items() if count > 1} | outside
     return [block for block in found if not shared.intersection(block.parameters())]
 

@@ -99,4 +99,4 @@ def load_hook_state(model: nn.Module | list[nn.Module], saved: dict[str, Any] | 
 
 def _bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Call torch's hook under another name: DDP refuses the original by its name on gloo, which does sum bfloat16."""
-    return default_hooks._compress_hook(torch.bfloat16, group, bucket)
+    return default_hooks.bf16_compress_hook(group, bucket)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from panther._setting_names import name_hint, value_hint
+from panther._torch import ignore_in_ddp, ignored_in_ddp, with_inner_axis
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import ranks_of, transport
 from panther.distributed.comm.mesh import groups_of
@@ -164,8 +165,7 @@ def fully_shard_(
         if isinstance(module, QuantizedState) and any(parameter.requires_grad for parameter in module.parameters()):
             module.hold_scales_(module.dtype)
     if strategy == "replicate":
-        # Private: torch has no public way from a mesh to one with an axis of size one.
-        mesh = mesh._unflatten(0, (mesh.size(), 1), ("replicate", "shard"))
+        mesh = with_inner_axis(mesh, ("replicate", "shard"))
     dtype = compute_dtype(mixed_precision)
     # Gradients are reduced in float32: sums of many ranks in a half precision lose the small ones.
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
@@ -275,16 +275,15 @@ def wrap_in_ddp(model: nn.Module, group: dist.ProcessGroup | None, **options: An
     sketches = sketch_ids(model)
     fixed = [name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in sketches]
     device = next(model.parameters()).device
-    users = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    # Private, and DDP's only way to leave buffers out of the broadcast in every forward.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*users, *fixed])
+    users = ignored_in_ddp(model)
+    ignore_in_ddp(model, [*users, *fixed])
     try:
         with watched("data_parallel", group):
             parallel = DistributedDataParallel(
                 model, device_ids=[device] if device.type == "cuda" else None, process_group=group, **options
             )
     finally:  # read at construction only; a layer that is fitted later must not be ignored by a later wrapping
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, users)
+        ignore_in_ddp(model, users)
     # Attributes are freed in the order in which they were set. A reducer that is the last to refer to its group (in a
     # model that outlives shutdown()) destroys it while it holds the GIL, and waits for gloo's threads, which may need
     # the GIL to end.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from panther._torch import flat_mesh
 from panther.distributed.comm._agreement import agree
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.comm._ranks import transport
@@ -109,8 +110,7 @@ class HybridParallelTrainer:
         data = self.mesh["replicate", "dp"] if replicas > 1 else self.mesh["dp"]
         self.gradient_clipping, self.schedule_name = config["gradient_clipping"], config["schedule"]
         self.num_microbatches = config["num_microbatches"]
-        # Private: torch has no public way from a mesh of two axes to the group of all its ranks.
-        self.dp_group = (data._flatten("data") if replicas > 1 else data).get_group()
+        self.dp_group = (flat_mesh(data, "data") if replicas > 1 else data).get_group()
         self.tp_group = self.mesh["tp"].get_group()
         self.dp_rank, self.tp_rank = dist.get_rank(self.dp_group), self.mesh["tp"].get_local_rank()
         self._loss_fn: DividedLoss | None = None

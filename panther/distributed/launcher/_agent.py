@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from panther._torch import end_workers, error_files, worker_processes
 from panther.distributed.launcher._failures import Failure, describe, explain
 from panther.distributed.launcher._rendezvous import LoopbackRendezvous
 from panther.errors import DistributedError
@@ -35,11 +36,11 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Those that have ended before the agent ends the others with SIGTERM.
-        self._ended = frozenset(rank for rank, p in enumerate(self._processes()) if p.exitcode is not None)
+        self._ended = frozenset(rank for rank, p in enumerate(worker_processes(self)) if p.exitcode is not None)
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
             # A worker with a result lives until the agent has read all of them, so an exit code of 0 means none.
-            gone = {rank: p for rank, p in enumerate(self._processes()) if p.exitcode == 0}
+            gone = {rank: p for rank, p in enumerate(worker_processes(self)) if p.exitcode == 0}
             if gone:
                 failures = {
                     rank: ProcessFailure(local_rank=rank, pid=p.pid or 0, exitcode=0, error_file="")
@@ -50,27 +51,23 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SHUTDOWN_S) -> None:
         # SIGTERM whatever this process got: a worker that still imports would answer SIGINT with a traceback.
-        super()._shutdown(signal.SIGTERM, _SHUTDOWN_S)
-
-    def _processes(self) -> list[Any]:
-        # torch has no public way to the exit codes of its workers.
-        context = getattr(self._pcontext, "_pc", None)
-        return [] if context is None else context.processes
+        end_workers(self, signal.SIGTERM, _SHUTDOWN_S)
+        super()._shutdown(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the workers that are still there."""
-        for process in self._processes():
+        for process in worker_processes(self):
             if process.is_alive():
                 process.kill()
             process.join()
 
     def failures(self, result: RunResult) -> list[Failure]:
         """Return how the workers of the last attempt failed."""
-        files = {} if self._pcontext is None else self._pcontext.error_files
+        files = error_files(self)
         by_themselves = self._ended | set(result.failures)
         found = [
             describe(rank, process.exitcode, files[rank], stopped=rank not in by_themselves)
-            for rank, process in enumerate(self._processes())
+            for rank, process in enumerate(worker_processes(self))
         ]
         return [failure for failure in found if failure is not None]
 
@@ -93,7 +90,7 @@ def run_agent(
             monitor_interval=0.05,
             local_addr="127.0.0.1",
         )
-        agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder), start_method, shutdown_timeout=_SHUTDOWN_S)
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder), start_method)
         try:
             result = agent.run()
         finally:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from torch._utils import cpu_count  # private, and what torchrun counts with
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import (
     config_from_args,
@@ -23,6 +22,7 @@ from torch.distributed.run import (
 )
 
 from panther._text import counted
+from panther._torch import is_this_host, usable_cores
 from panther.distributed.comm._store import Route, find_route, interface_of, listens
 from panther.distributed.comm.process_group import check_backend
 from panther.distributed.launcher._logs import RankLogs, new_folder
@@ -71,7 +71,7 @@ def prepare(
         raise ConfigError(f"--nproc-per-node is not valid: {error}: give a number, or auto") from None
     # A shared store keeps the addresses of an earlier attempt, and some restarts hang on them (2 of 8 measured).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpu_count() or 1) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     if args.backend is not None:
         os.environ["PANTHER_BACKEND"] = args.backend
     if (interface := _set_rendezvous(args, nodes)) is not None:
@@ -205,7 +205,7 @@ def _set_addresses(args: argparse.Namespace, host: str, port: int, option: str) 
 def _is_host_for_torch(host: str) -> bool:
     """Return whether torch finds by itself that this machine hosts the store; it then also tries to join another's."""
     try:
-        return _matches_machine_hostname(host)  # private, and it fails where the own name cannot be resolved
+        return is_this_host(host)
     except OSError:
         return False
 

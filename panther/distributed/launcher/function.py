@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import cpu_count  # private, and what torchrun counts with
 
+from panther._torch import usable_cores
 from panther.distributed._error_file import record_failure
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.process_group import shutdown, start_group
@@ -94,7 +94,7 @@ def _run(call: bytes | tuple[Callable[..., Any], tuple[Any, ...]], folder: Path)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if forked or "OMP_NUM_THREADS" not in os.environ:
         # A forked OpenMP pool would hang.
-        torch.set_num_threads(1 if forked else max(1, (cpu_count() or 1) // world_size))
+        torch.set_num_threads(1 if forked else max(1, usable_cores() // world_size))
     fn, args = call if isinstance(call, tuple) else pickle.loads(call)
     # A file of this attempt: nothing of an earlier one is in it, and no port can be taken.
     file = folder / f"store-{os.environ['TORCHELASTIC_RESTART_COUNT']}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from panther._random_state import preserved_generators, seed_cpu_generators
+from panther._torch import buffers_of, drawing_method, parameters_of, unsaved_buffers_of
 from panther.distributed.checkpoint._state import module_name
 from panther.distributed.checkpoint._storage import placed
 from panther.distributed.pipeline._modules import source_of
@@ -67,7 +68,7 @@ def planned_draws(parts: Sequence[nn.Module], draw_all: bool) -> list[Draw]:
     for part in parts:
         source = source_of(part)
         for name, module in part.named_modules():
-            tensors = {**module._parameters, **module._buffers}
+            tensors = {**parameters_of(module), **buffers_of(module)}
             names = [key for key, tensor in tensors.items() if tensor is not None and tensor.is_meta]
             if not names or not (draw_all or _is_unsaved(module)):
                 continue
@@ -93,7 +94,7 @@ def _drawn_apart(module: nn.Module) -> tuple[str, ...]:
 
 def _drawing(model: nn.Module, module: nn.Module) -> Callable[[], Any] | None:
     """Return what draws the values of a module's own tensors; None if nothing is known to."""
-    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    own: Any = drawing_method(module)
     if _drawn_apart(module):
         own = module.reset_factors
     initialize = getattr(model, "_init_weights", None)
@@ -113,7 +114,7 @@ def _is_unsaved(module: nn.Module) -> bool:
     """Return whether a module has buffers that files do not hold, and that are not sketches, which are drawn anew."""
     sketches = sketch_ids(module)
     return any(
-        id(buffer) not in sketches and name in module._non_persistent_buffers_set
+        id(buffer) not in sketches and name in unsaved_buffers_of(module)
         for name, buffer in module.named_buffers(recurse=False)
     )
 
@@ -121,7 +122,7 @@ def _is_unsaved(module: nn.Module) -> bool:
 @contextmanager
 def _in_full(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Let a module's own tensors be full and on the CPU; return what they are at the end."""
-    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    places: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
     kept = [dict(place) for place in places]
     packed = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}  # bits of sketches
     apart = _drawn_apart(module)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from panther._torch import apply_to_tensors
 from panther.distributed.checkpoint._state import parts_of
 from panther.distributed.checkpoint._weights import stored_weights
 from panther.distributed.comm._agreement import run_on_all_ranks
@@ -82,7 +83,9 @@ def materialize_(
     _on_all_ranks(lambda: set_seeds_(parts, seed) if stored is None else read_seeds_(parts, stored, names))
     for part in parts:
         tied = shared_parameters(part)
-        part._apply(lambda tensor: torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target))
+        apply_to_tensors(
+            part, lambda tensor: torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+        )
         tie_(part, tied)
 
     def fill() -> None:

@@ -10,21 +10,28 @@ are made in an earlier block are sent along to the block that uses them.
 __all__ = ["trace_stages"]
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from panther._torch import (
+    ASSERT_TENSOR_METADATA,
+    FakeTensorMode,
+    buffers_of,
+    is_mutable_operator,
+    parameters_of,
+    tree_leaves,
+    tree_map_only,
+    without_forward_hooks,
+)
 from panther.distributed.pipeline._stage_graph import StageGraph
 from panther.errors import ShapeError
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _ALTERNATIVE = "write the model as an nn.Sequential of its stages, or move this code into a module inside one stage"
 
 
@@ -49,13 +56,13 @@ def _call_leaf(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
 
 @_call_leaf.register_fake
 def _(tensors: Sequence[Tensor], call: int) -> list[Tensor]:
-    made = [leaf for leaf in pytree.tree_leaves(_calls[call].outputs) if isinstance(leaf, Tensor)]
+    made = [leaf for leaf in tree_leaves(_calls[call].outputs) if isinstance(leaf, Tensor)]
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in made]
 
 
 def tensor_leaf(outputs: Any, i: int) -> Tensor:
     """Return the i-th tensor of a module's outputs."""
-    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)][i]
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)][i]
 
 
 def trace_stages(model: nn.Module, starts: Sequence[str], sample: tuple[Tensor, ...]) -> StageGraph:
@@ -137,7 +144,7 @@ def _fake(tensor: Tensor, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> T
 @contextmanager
 def _beside(model: nn.Module, sample: tuple[Tensor, ...], mode: FakeTensorMode) -> Iterator[None]:
     """Let tensors on the meta device be fake ones beside the sample: the trace would keep meta for a device."""
-    places: Iterator[dict[str, Any]] = (p for m in model.modules() for p in (m._parameters, m._buffers))
+    places: Iterator[dict[str, Any]] = (p for m in model.modules() for p in (parameters_of(m), buffers_of(m)))
     held = [(place, dict(place)) for place in places]
     known: dict[int, Any] = {}  # shared tensors stay shared
     for place, tensors in held:
@@ -160,43 +167,48 @@ def _opaque(leaf_modules: dict[str, nn.Module]) -> Iterator[None]:
     """Replace leaf modules by single operations; their hooks run only when a stage calls them."""
     # A module may be called several times, and export may run the model again.
     numbers = {name: cycle([i for i, call in enumerate(_calls) if call.name == name]) for name in leaf_modules}
-    saved = []
 
     def stand_in(name: str) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             number = next(numbers[name])
             call = _calls[number]
             call.inputs = args, kwargs
-            given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
+            given = [leaf for leaf in tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
             outputs = iter(_call_leaf(given, number))
-            return pytree.tree_map_only(Tensor, lambda leaf: next(outputs), call.outputs)
+            return tree_map_only(Tensor, lambda leaf: next(outputs), call.outputs)
 
         return forward
 
-    for name, module in leaf_modules.items():
-        saved.append((module, {key: module.__dict__[key] for key in (*_HOOKS, "forward") if key in module.__dict__}))
-        for key in _HOOKS:
-            module.__dict__[key] = type(module.__dict__[key])()
-        # On the instance, which shadows the class's forward and is removed below.
-        module.__dict__["forward"] = stand_in(name)
+    with ExitStack() as stack:
+        for name, module in leaf_modules.items():
+            stack.enter_context(without_forward_hooks(module))
+            stack.enter_context(_forward_replaced(module, stand_in(name)))
+        yield
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let an instance have another forward than its class, or than it has itself."""
+    previous = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for module, state in reversed(saved):
-            module.__dict__.pop("forward", None)
-            module.__dict__.update(state)
+        del module.__dict__["forward"]
+        if previous is not None:
+            module.__dict__["forward"] = previous
 
 
 def _changes(node: fx.Node) -> bool:
     """Return whether an operation changes a tensor in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return is_mutable_operator(node.target)
 
 
 def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[str]) -> StageGraph:
     graph = exported.graph
     graph.owning_module = None  # the exported module lacks modules without parameters, and fx would complain
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+        if node.target is ASSERT_TENSOR_METADATA:
             graph.erase_node(node)
         elif node.target is torch.ops.panther.call_leaf.default:
             _put_call(graph, node)
@@ -229,7 +241,7 @@ def _put_call(graph: fx.Graph, node: fx.Node) -> None:
     tensors, number = node.args
     call = _calls[number]  # type: ignore[index]
     left = iter(tensors)  # type: ignore[arg-type]
-    args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: next(left), call.inputs)
+    args, kwargs = tree_map_only(Tensor, lambda leaf: next(left), call.inputs)
     with graph.inserting_before(node):
         called = graph.call_module(call.name, args, kwargs)
     for user in list(node.users):  # getitem of each output

@@ -1,4 +1,4 @@
-"""A traced model as a graph of calls, divided into blocks, consecutive ones of which make the module of a stage."""
+"""A traced model as a graph of calls, divided into blocks; a run of blocks makes the module of a stage."""
 
 __all__ = ["StageGraph"]
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
-from torch.fx.graph_module import _assign_attr
 
+from panther._torch import assign_attribute, buffers_of, unsaved_buffers_of
 from panther.distributed.pipeline.sketched_halves import FirstHalf, SecondHalf, can_halve
 
 _HALF = "panther_half"  # of a node's meta: the class of the half of a layer that it calls
@@ -109,7 +109,7 @@ class StageGraph:
         used = self.names_in(0, len(self)) | self.halved
         for name, value in own:
             if name not in used:
-                _assign_attr(value, stage, name)  # private, but what fx itself fills a GraphModule by
+                assign_attribute(value, stage, name)
 
     def begin_inside(self, model: nn.Module, begins: list[int]) -> None:
         """Let stages that begin with a sketched layer, or after one, begin in the middle of the layer."""
@@ -138,7 +138,7 @@ class StageGraph:
         return [user for user in node.users if user is not except_by and self.block_of[user] >= begin]
 
     def _halve(self, call: fx.Node, begin: int) -> None:
-        """Replace a call by those of the layer's halves, the second of which is in the block ``begin``."""
+        """Replace a call by calls of the layer's halves; the second half is in the block ``begin``."""
         graph = call.graph
         with graph.inserting_before(call):
             first = graph.call_module(str(call.target), call.args)
@@ -168,5 +168,5 @@ def _save_as(stage: nn.Module, model: nn.Module) -> None:
     for prefix, module in stage.named_modules():
         original = originals.get(prefix)
         if original is not None and module is not original:
-            saved = set(original._buffers) - original._non_persistent_buffers_set
-            module._non_persistent_buffers_set |= set(module._buffers) - saved
+            saved = set(buffers_of(original)) - unsaved_buffers_of(original)
+            unsaved_buffers_of(module).update(set(buffers_of(module)) - saved)

@@ -1,4 +1,4 @@
-"""The halves of a sketched layer in two stages, of which the first sends the second 2R numbers a row, and not a width.
+"""The halves of a sketched layer in two stages: the first stage sends the second 2R numbers a row, and not a width.
 
 The product x [S1 | U2] is in the stage before, its expansion by [U1 ; S2] in the stage after. The halves keep the names
 and the seed of the layer, and share its tensors: together they have the layer's state_dict.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from panther._torch import buffers_of, forward_pre_hooks_of, has_hooks, parameters_of, unsafe_view
 from panther.kernels import sketched_inner, sketched_outer
 from panther.kernels.ops._library import autocast
 from panther.nn import SKLinear
@@ -23,8 +24,8 @@ def can_halve(module: Any) -> bool:
     """Return whether a stage may end inside a module: a plain sketched layer, without bits and hooks of its own."""
     if type(module) is not SKLinear or module.packed:
         return False
-    hooks = [*module._forward_hooks.values(), *module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    return not hooks and all(hook is keep_own_forward for hook in module._forward_pre_hooks.values())
+    foreign = [hook for hook in forward_pre_hooks_of(module).values() if hook is not keep_own_forward]
+    return not foreign and not has_hooks(module, beside_forward_pre=True)
 
 
 class Half(SKLinear):
@@ -50,10 +51,10 @@ class Half(SKLinear):
         ):
             setattr(self, name, getattr(layer, name))
         for name in (*self.factor_names, *self.sketch_names):
-            if name in layer._parameters:
-                self.register_parameter(name, layer._parameters[name])
+            if name in parameters_of(layer):
+                self.register_parameter(name, parameters_of(layer)[name])
             else:
-                self.register_buffer(name, layer._buffers[name], persistent=False)
+                self.register_buffer(name, buffers_of(layer)[name], persistent=False)
         self._mirror_seed()
 
     def _draw_signs(self, name: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -109,5 +110,5 @@ class SecondHalf(Half):
 
 
 def _with_rows_of(y: Tensor, x: Tensor) -> Tensor:  # (rows, n) -> (*, n)
-    """Return rows with the dimensions of the input; not as a view, of which FSDP2 warns where a stage ends in it."""
-    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
+    """Return rows with the dimensions of the input; not as a view: FSDP2 warns about a stage that ends in one."""
+    return y if x.dim() == 2 else unsafe_view(y, [*x.shape[:-1], y.shape[1]])

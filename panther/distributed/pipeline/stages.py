@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_map_only
 
+from panther._torch import children_of, is_view, tree_map_only
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.mesh import get_distributed_info, groups_of
 from panther.distributed.pipeline._balance import (
@@ -163,7 +163,7 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward_maybe_with_nosync(*args, **kwargs)
-        return outputs if self.is_last else tree_map_only(Tensor, lambda x: x.clone() if x._is_view() else x, outputs)
+        return outputs if self.is_last else tree_map_only(Tensor, lambda x: x.clone() if is_view(x) else x, outputs)
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -217,7 +217,7 @@ def plan_stages(
         raise TypeError(f"sample_input must be a tensor or a tuple of tensors, not {type(sample_input).__name__}")
     blocks: Blocks
     if isinstance(model, nn.Sequential) and layers is None and not any("." in point for point in points or ()):
-        names = list(model._modules)
+        names = list(children_of(model))
         begins = [0, *(names.index(point) if point in names else -1 for point in points or ())]
         if points is not None and (len(begins) != n or begins != sorted(set(begins))):
             raise ShapeError(
@@ -256,7 +256,7 @@ def _starts(model: nn.Module, n: int, points: Sequence[str] | None, layers: str 
                 f"layers={layers!r} must be the name of a ModuleList or nn.Sequential of the model: it has "
                 f"{', '.join(map(repr, lists)) or 'none'}"
             )
-        return [f"{layers}.{key}" for key in list(modules[layers]._modules)[1:]]
+        return [f"{layers}.{key}" for key in list(children_of(modules[layers]))[1:]]
     if points is None:
         hint = f" ({', '.join(map(repr, lists))} here)" if lists else ""
         raise TypeError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+from panther._torch import buffers_of, parameters_of
 from panther.distributed.comm.collectives import (
     all_gather,
     all_reduce,
@@ -61,13 +62,13 @@ class HeadwiseRandAttention(HeadwiseAttention, RandMultiHeadAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Attend with this rank's heads, and sum."""
         bias, directions = self.local("b0"), self.local("directions")
-        center = self.local("center") if "center" in self._buffers else None
+        center = self.local("center") if "center" in buffers_of(self) else None
         query, key, value = self.enter(query, key, value)
         with local_parameters(self):
             # The bias is added once, after the sum. Parameters are found before the buffer of the same name.
-            self._parameters.update(b0=None, directions=directions)
-            if "center" in self._buffers:
-                self._parameters.update(center=center)
+            parameters_of(self).update(b0=None, directions=directions)
+            if "center" in buffers_of(self):
+                parameters_of(self).update(center=center)
             output, _ = super().forward(query, key, value, *args, **kwargs)
         output = all_reduce(output, group=self.tp_group)
         return (output if bias is None else output + bias.to(output.dtype)), None
@@ -187,7 +188,7 @@ def shard_heads_(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         shard_parameter_(module.get_submodule(owner), own_name, mesh, kind.placement(name))
     if isinstance(module, RandMultiHeadAttention) and module.directions is not None:
         module.directions = distribute(module.directions, mesh, Shard(0))
-        if "center" in module._buffers:
+        if "center" in buffers_of(module):
             module.center = distribute(module.center, mesh, Shard(0))
     return module
 

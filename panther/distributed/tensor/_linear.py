@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from panther._torch import parameters_of
 from panther.distributed.comm.collectives import on_first_rank
 from panther.distributed.comm.mesh import chunk_ranges
 from panther.distributed.tensor._layouts import Layouts
@@ -151,7 +152,7 @@ class ShardedSKLinear(ShardedLayer, ShardedSketchedModule, SKLinear):
         return signs(self.seed, stream, rows, cols, dtype=dtype, device=device)  # type: ignore[arg-type]
 
     def expanded(self, h: Tensor) -> Tensor:  # (*, 2 R) -> (*, out or this rank's outputs)
-        """Return :math:`h [U_1 ; S_2] + b`, by the kernels of the layer in one piece."""
+        """Return :math:`h [U_1 ; S_2] + b`, by the kernels of the unsharded layer."""
         S2, U1, bias = self.locals("S2", "U1", "bias")
         h, S2, U1, bias = autocast(h.device, h, S2, U1.to(S2.dtype), bias)
         bias = bias if bias is None else bias.to(h.dtype)
@@ -226,7 +227,7 @@ def shard_layer_(
     summed = kind.seen_in_parts if (layouts.input_dim, layouts.output_dim) != (None, None) else ()
     become_(layer, kind, mesh, local_range=local_range, layouts=layouts, summed=summed)
     sketches = layer.sketch_names if isinstance(layer, SKLinear) else ()
-    for name in tuple(layer._parameters):
+    for name in tuple(parameters_of(layer)):
         if name not in sketches:
             shard_parameter_(layer, name, mesh, kind.placement(name))
     if isinstance(layer, SKLinear):

@@ -31,8 +31,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
-from torch.utils._pytree import tree_leaves
 
+from panther._torch import (
+    buffers_of,
+    forward_pre_hooks_of,
+    hides_weights,
+    is_view,
+    parameters_of,
+    put_parameters,
+    tree_leaves,
+    unsafe_view,
+)
 from panther.distributed.comm.collectives import sum_together_in_backward
 from panther.distributed.tensor.unshard import remember_, unshard_module
 from panther.nn._sketched import SketchedModule, keep_own_forward
@@ -120,7 +129,7 @@ def become_(module: nn.Module, kind: type[ShardedModule], mesh: DeviceMesh, **at
     remember_(module, ("tp_mesh", "summed", *attributes))
     module.__class__ = kind
     vars(module).update(tp_mesh=mesh, **attributes)
-    if keep_own_forward not in module._forward_pre_hooks.values():
+    if keep_own_forward not in forward_pre_hooks_of(module).values():
         module.register_forward_pre_hook(keep_own_forward)
     return module
 
@@ -148,7 +157,7 @@ def local_shards(modules: Sequence[ShardedModule], *names: str) -> list[list[Any
 
 def no_view(output: Tensor) -> Tensor:
     """Return the output, or a copy of a view: FSDP2's backward hook is lost if a view is changed in place."""
-    return output.clone() if output._is_view() else output
+    return output.clone() if is_view(output) else output
 
 
 def flattened(x: Tensor) -> Tensor:  # (*, n) -> (rows, n)
@@ -158,7 +167,7 @@ def flattened(x: Tensor) -> Tensor:  # (*, n) -> (rows, n)
 
 def unflattened(y: Tensor, like: Tensor) -> Tensor:  # (rows, m) -> (*, m)
     """Undo :func:`flattened` for a result that nobody else holds: no copy, and, see :func:`no_view`, no view."""
-    return y if like.dim() == 2 else torch.ops.aten._unsafe_view(y, [*like.shape[:-1], y.shape[-1]])
+    return y if like.dim() == 2 else unsafe_view(y, [*like.shape[:-1], y.shape[-1]])
 
 
 def distribute(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -172,7 +181,7 @@ def distribute(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor
 
 def shard_parameter_(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Replace a full parameter by a DTensor on the mesh."""
-    full = module._parameters.get(name)
+    full = parameters_of(module).get(name)
     if full is not None and not isinstance(full, DTensor):
         sharded = nn.Parameter(distribute(full, mesh, placement), requires_grad=full.requires_grad)
         module.register_parameter(name, sharded)
@@ -181,18 +190,17 @@ def shard_parameter_(module: nn.Module, name: str, mesh: DeviceMesh, placement: 
 @contextmanager
 def local_parameters(*modules: nn.Module, summed: tuple[str, ...] = (), group: Any = None) -> Iterator[None]:
     """Let modules hold their local tensors in place of parameters while their own forward runs."""
-    held = [module._parameters for module in modules]
+    held = [parameters_of(module) for module in modules]
     for module in modules:
-        tensors = {name: local_tensor(parameter) for name, parameter in module._parameters.items()}
+        tensors = {name: local_tensor(parameter) for name, parameter in parameters_of(module).items()}
         names = [name for name in summed if tensors.get(name) is not None]
         tensors.update(zip(names, sum_together_in_backward([tensors[name] for name in names], group), strict=True))
-        # Through __dict__: nn.Module's own __setattr__ refuses tensors where parameters were registered.
-        module.__dict__["_parameters"] = tensors
+        put_parameters(module, tensors)
     try:
         yield
     finally:
         for module, parameters in zip(modules, held, strict=True):
-            module.__dict__["_parameters"] = parameters
+            put_parameters(module, parameters)
 
 
 def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str | None:
@@ -205,10 +213,10 @@ def replicate_(module: nn.Module, mesh: DeviceMesh, summed: bool = False) -> str
         return f"its parameters stay plain tensors, because {reason}"
     owners = list(module.modules()) if isinstance(module, _READS_CHILDREN) else [module]
     for owner in owners:
-        for name in tuple(owner._parameters):
+        for name in tuple(parameters_of(owner)):
             shard_parameter_(owner, name, mesh, Replicate())
     kind = _replicated_class(type(module))  # type: ignore[arg-type]  # of metaclasses, its __hash__
-    become_(module, kind, mesh, summed=tuple(module._parameters) if summed else ())
+    become_(module, kind, mesh, summed=tuple(parameters_of(module)) if summed else ())
     return None
 
 
@@ -222,9 +230,9 @@ def _must_stay_plain(module: nn.Module) -> str | None:
         if not key.startswith("_forward") and key not in known
         for leaf in _leaves(value)
     ]
-    own = {id(tensor) for values in (module._parameters, module._buffers) for tensor in values.values()}
-    # nn.LSTM and similar modules keep their weights in a list beside _parameters, which would go stale.
-    if any(isinstance(leaf, Tensor) and id(leaf) not in own for leaf in held) or "_flat_weights" in vars(module):
+    own = {id(tensor) for values in (parameters_of(module), buffers_of(module)) for tensor in values.values()}
+    # nn.LSTM and similar modules keep their weights in a list too, which would go stale.
+    if any(isinstance(leaf, Tensor) and id(leaf) not in own for leaf in held) or hides_weights(module):
         return "it keeps tensors in other attributes too"
     return None
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.nn.modules.conv import _ConvNd
 
+from panther._torch import parameters_of
 from panther.distributed.tensor._attention import heads_refusal
 from panther.distributed.tensor._elementwise import is_elementwise, reason_against_pair
 from panther.distributed.tensor._transformers import Block, declared_blocks, is_linear, known_attention
@@ -42,7 +42,10 @@ _FEED_FORWARD = (
     (("wi_0", "wi_1"), "wo"),  # T5, with a gate and without
     (("wi",), "wo"),
 )
-_CONVOLUTIONS = (_ConvNd, SKConv1d, SKConv2d, SKConv3d)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(SKConv1d, SKConv2d, SKConv3d),
+)
 _NO_PARTNER = "no linear layer is known to follow or precede it with only elementwise functions between"
 
 _LARGE = 4096
@@ -91,7 +94,7 @@ def shared_parameters(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Return the places of each parameter that several modules have, as names of modules and of parameters."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((prefix, name))
     return [places for places in owners.values() if len(places) > 1]

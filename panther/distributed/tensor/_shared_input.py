@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from panther._torch import parameters_of, saved_tensor_hooks_are_set, version_of
 from panther.distributed.tensor._module import ShardedModule
 from panther.distributed.tensor.unshard import remember_
 
@@ -80,7 +81,7 @@ class SharedInput:
         self._let_go()
         # Activation checkpointing, known by its hooks, computes in backward what it did in forward, and compares the
         # two: what is learned from one must not change the other.
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if saved_tensor_hooks_are_set():
             return
         self.layers = [layer for layer in self.layers if layer not in waiting]
         others = SharedInput(waiting)
@@ -99,8 +100,8 @@ def _state(layers: Sequence[nn.Module], input: Tensor) -> tuple[Any, ...]:
     """Return what decides the results beside the tensor: its version, the weights, and autocast."""
     kind = input.device.type
     cast = torch.get_autocast_dtype(kind) if torch.amp.is_autocast_available(kind) else None
-    weights = [(id(p), p._version) for layer in layers for p in layer._parameters.values() if p is not None]
-    version = None if input.is_inference() else input._version
+    weights = [(id(p), version_of(p)) for layer in layers for p in parameters_of(layer).values() if p is not None]
+    version = None if input.is_inference() else version_of(input)
     return version, cast, torch.is_autocast_enabled(kind), weights
 
 

@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from panther._torch import checkpoint_wrapped_, functional_collectives
 from panther.distributed.tensor._attention import HeadwiseAttention
 from panther.distributed.tensor._linear import ColwiseLayer, RowwiseLinear, RowwiseSKLinear
 from panther.errors import ConfigError
@@ -77,7 +74,7 @@ def inner_product_policy(model: nn.Module, *, dense_products: bool = False) -> C
             # The layers whose product is summed add their bias afterwards.
             is_summed = factor in shapes.summed and operation is torch.ops.aten.mm.default
             return dense_products and factor not in shapes.outer and not is_summed
-        if operation is torch.ops._c10d_functional.all_reduce.default:
+        if operation is functional_collectives.all_reduce.default:
             width = args[0].shape[-1] if args[0].dim() else 0
             few = 0 < width <= max(shapes.inner.values(), default=0)
             return few or (dense_products and any(width == columns for _, columns in shapes.summed))
@@ -145,11 +142,10 @@ def checkpoint_blocks_(model: nn.Module, blocks: Collection[nn.Module], kind: st
             "model has none"
         )
 
-    def wrapped(block: nn.Module) -> nn.Module:
+    def options(block: nn.Module) -> dict[str, Any]:
         if kind == "full":
-            return checkpoint_wrapper(block)
+            return {}
         policy = inner_product_policy(block, dense_products=True)
-        return checkpoint_wrapper(block, context_fn=partial(create_selective_checkpoint_contexts, policy))
+        return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
-    chosen = set(blocks)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapped, check_fn=lambda module: module in chosen)
+    checkpoint_wrapped_(model, set(blocks), options)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from panther._torch import before_fsdp, buffers_of, parameters_of
 from panther.nn._sketched import SketchedModule, keep_own_forward
 
 
@@ -61,7 +62,7 @@ def unshard_module(module: nn.Module) -> nn.Module:
     for old in modules:
         plain = plain_class(old)
         copies[id(old)] = plain.__new__(plain)  # not __init__, which would need its arguments and allocate
-        for tensor in (*old._parameters.values(), *old._buffers.values()):
+        for tensor in (*parameters_of(old).values(), *buffers_of(old).values()):
             if tensor is not None and id(tensor) not in copies:
                 full = _full(tensor)
                 trained = isinstance(tensor, nn.Parameter)
@@ -104,8 +105,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     if (before := vars(module).get("_unsharded")) is not None:
         return before.plain
     cls = type(module)
-    # FSDP2 makes a class of its own from FSDPModule and the module's class, and notes the place of the latter.
-    return cls.__mro__[cls._orig_cls_mro_index] if issubclass(cls, FSDPModule) else cls
+    return before_fsdp(cls) if issubclass(cls, FSDPModule) else cls
 
 
 def _full(tensor: Tensor) -> Tensor:

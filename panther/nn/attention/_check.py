@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Private: a mode such as that of fake tensors, in which a tensor has no values to look at.
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-
+from panther._torch import is_dispatch_mode_active
 from panther.errors import NumericalWarning
+from panther.kernels._torch import are_transforms_active
 
 # Positions looked at, of one sequence: with 8 heads a millisecond.
 _POSITIONS = 256
@@ -62,7 +61,7 @@ def is_plain(x: Tensor) -> bool:
     """Return whether Python may look at the values of x: not compiled, traced, captured, or transformed."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or x.is_meta:
         return False
-    if torch._C._are_functorch_transforms_active() or _get_current_dispatch_mode() is not None:
+    if are_transforms_active() or is_dispatch_mode_active():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

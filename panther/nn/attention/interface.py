@@ -8,11 +8,14 @@ __all__ = ["NAME", "UnsupportedCallError", "attend", "calls_interface", "check_d
 
 import inspect
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from panther._torch import version_of
 
 NAME = "panther_linear"  # in transformers' table of attention functions
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -25,7 +28,7 @@ _REFUSED = {
 
 
 class UnsupportedCallError(ValueError):
-    """A call that linear attention cannot answer; the message is what the module does, without a subject."""
+    """A call that linear attention cannot answer; the message says what the module does, without a subject."""
 
 
 def register() -> None:
@@ -77,7 +80,7 @@ def attend(
         _check_arguments(kwargs, key.shape[-2])
         if attention_mask is None:
             key_mask = positions = None
-            if causal and query.shape[-2] > 1:  # a prefill of a static cache, whose other entries are empty
+            if causal and query.shape[-2] > 1:  # a prefill of a static cache, whose remaining entries are empty
                 key, value = (x[..., : query.shape[-2], :] for x in (key, value))
         else:
             key_mask, positions, causal = _read_mask(attention_mask, query.shape[-2], key.shape[-2], causal)
@@ -107,25 +110,26 @@ def _check_arguments(kwargs: dict[str, Any], keys: int) -> None:
 
 
 # A mask is one tensor for all layers of a forward: its pairs are looked at once.
-_read: Any = WeakTensorKeyDictionary()
+_ReadMask = tuple[Tensor | None, Tensor | None, bool]
+_read: MutableMapping[Tensor, tuple[tuple[int, int, int, bool], _ReadMask]] = WeakTensorKeyDictionary()
 
 
-def _read_mask(mask: Tensor, L: int, S: int, causal: bool) -> tuple[Tensor | None, Tensor | None, bool]:
+def _read_mask(mask: Tensor, L: int, S: int, causal: bool) -> _ReadMask:
     """Return the mask of keys (N, S), positions of queries if they are not all, and whether attention is causal."""
     if mask.dim() == 2:
         return mask[:, -S:].bool(), None, causal
     if torch.compiler.is_compiling():
         return _parse(mask, L, S, causal)
     # Tensors of inference mode count no writes.
-    key = (0 if mask.is_inference() else mask._version, L, S, causal)
-    known = _read.get(mask)
-    if known is None or known[0] != key:
-        known = (key, _parse(mask, L, S, causal))
-        _read[mask] = known
-    return known[1]
+    key = (0 if mask.is_inference() else version_of(mask), L, S, causal)
+    entry = _read.get(mask)
+    if entry is None or entry[0] != key:
+        entry = (key, _parse(mask, L, S, causal))
+        _read[mask] = entry
+    return entry[1]
 
 
-def _parse(mask: Tensor, L: int, S: int, causal: bool) -> tuple[Tensor | None, Tensor | None, bool]:
+def _parse(mask: Tensor, L: int, S: int, causal: bool) -> _ReadMask:
     look = not torch.compiler.is_compiling()  # at values, which a graph cannot branch on
     if mask.dtype is torch.bool:
         allowed = mask

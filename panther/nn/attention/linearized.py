@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther._torch import MODULE_DICTIONARIES
 from panther.nn._sketched import keep_own_forward
 from panther.nn.attention._features import is_causal_mask
 from panther.nn.attention.interface import NAME, UnsupportedCallError, check_dropout, register
 from panther.nn.attention.learned import LearnedLinearAttention
 
 CHILD = "linear_attention"
-# Of a module: not the original's own objects, to which the copy adds. The parameters within are shared.
-_COPIED = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
 def convert_attention(module: nn.Module, attention: nn.Module) -> Any:
@@ -29,7 +28,8 @@ def convert_attention(module: nn.Module, attention: nn.Module) -> Any:
     ``attention`` is a :class:`LearnedLinearAttention`, or another module that is called as one.
     """
     new = copy.copy(module)
-    for name in _COPIED:
+    # The copy adds to these dictionaries, so it gets its own. The parameters within are shared.
+    for name in MODULE_DICTIONARIES:
         new.__dict__[name] = copy.copy(module.__dict__[name])
     new.add_module(CHILD, attention.train(module.training))
     if isinstance(module, nn.MultiheadAttention):
@@ -112,7 +112,8 @@ class LinearizedMultiheadAttention(nn.MultiheadAttention):
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
-        y = self.out_proj(self.linear_attention(q, k, v, key_mask, is_causal=is_causal).transpose(1, 2).flatten(2))
+        merged = self.linear_attention(q, k, v, key_mask, is_causal=is_causal).transpose(1, 2).flatten(2)
+        y: Tensor = self.out_proj(merged)
         if not batched:
             return y[0]
         return y if self.batch_first else y.transpose(0, 1)

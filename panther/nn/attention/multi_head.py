@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from panther._torch import is_backward_running
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn._sketched import keep_own_forward
 from panther.nn.attention._check import ApproximationError, errors_beside_mean, is_plain, sample, warn_if_worse
@@ -221,8 +222,8 @@ class RandMultiHeadAttention(FeatureMap):
         """Fit the feature map to inputs: ``"hermite"``'s centers and directions, ``"oprf"``'s ``feature_norm``.
 
         Means of queries and keys are subtracted, which changes nothing in a softmax and makes logits small, and the
-        second order goes to the directions in which the logits vary most. In a pretrained model this is what makes
-        features useful. The weights stay. Call it again to fit to other inputs: nothing is accumulated.
+        second order goes to the directions in which the logits vary most. In a pretrained model features are useful
+        only after this step. The weights stay. Call it again to fit to other inputs: nothing is accumulated.
 
         Args:
             query: Queries, as for a call; a few hundred positions are enough.
@@ -364,7 +365,8 @@ class RandMultiHeadAttention(FeatureMap):
         return (output if self.batch_first else output.transpose(0, 1)), None
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (N, n, in) -> (N, H, n, d)
-        return F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        heads: Tensor = F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return heads
 
     def extra_repr(self) -> str:
         """Return sizes and kernel, as shown by print."""
@@ -424,8 +426,5 @@ make_performer = RandMultiHeadAttention.from_mha
 
 
 def _is_recomputing() -> bool:
-    """Return whether a backward pass is running, as when activation checkpointing repeats a forward.
-
-    Autograd's id of the running graph, -1 outside of a backward pass, is private; torch has no public question for it.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    """Return whether a backward pass is running, as when activation checkpointing repeats a forward."""
+    return not torch.compiler.is_compiling() and is_backward_running()

@@ -15,6 +15,7 @@ from panther.errors import DTypeError, ShapeError, check_size
 from panther.kernels._backend import backend, use_triton
 from panther.kernels._cpu.integers import integer_matmul, multiplies_integers, rounded_rows
 from panther.kernels._cpu.quantized import quantized_matmul
+from panther.kernels._torch import int_mm
 from panther.kernels.ops._library import autocast
 from panther.nn._sketched import is_autocasting
 from panther.nn.quantized.activations import check_activations, rounded_input, rounded_weight
@@ -138,7 +139,8 @@ class QuantizedLinear(QuantizedMatrix):
             elif x.is_cpu:
                 return self._inferred(x, bias)
         elif self.activations is None and self._is_frozen(input):
-            return FrozenProduct.apply(x, self)
+            product: Tensor = FrozenProduct.apply(x, self)  # type: ignore[no-untyped-call]
+            return product
         if self.activations is not None:
             x = rounded_input(x)
         output = None if self.bits is None else F.linear(x, self._multiplied(dtype), bias)
@@ -153,9 +155,8 @@ class QuantizedLinear(QuantizedMatrix):
         """Return Q as it is multiplied: rounded again if the input is rounded and a row has several groups."""
         if self.activations is None or self._groups == 1:
             return self._expanded(dtype)
-        assert self.bits is not None  # as there are groups
         wide = torch.promote_types(dtype, torch.float32)
-        return rounded_weight(self._expanded(wide), self.scales, self.zeros, self.bits).to(dtype)
+        return rounded_weight(self._expanded(wide), self.scales, self.zeros, self._code_form()[0]).to(dtype)
 
     def _kernel_takes(self, x: Tensor) -> bool:
         """Return whether the Triton kernel runs; it expands the weight anew for every 64 rows, so not with many."""
@@ -170,7 +171,8 @@ class QuantizedLinear(QuantizedMatrix):
         if self.low_rank:
             left, right = self.left, self.right.to(x.dtype) * _FACTOR_UNIT
             inner = (rows @ right.mT) * (self.factor_scales / _FACTOR_UNIT).to(x.dtype)
-        operands = (rows, self.codes, self.bits, self.scales, self.zeros, self.group_size, inner, left, bias)
+        bits, group_size = self._code_form()
+        operands = (rows, self.codes, bits, self.scales, self.zeros, group_size, inner, left, bias)
         return kernels.quantized_matmul(*operands).view(*x.shape[:-1], self.out_features)
 
     def _by_integers(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,10 +182,11 @@ class QuantizedLinear(QuantizedMatrix):
         integers = numbers.to(torch.int8)
         output = None
         if self.bits is not None:
-            form = self.codes, self.bits, self.scales, self.zeros, self.group_size
+            bits, group_size = self._code_form()
+            form = self.codes, bits, self.scales, self.zeros, group_size
             output = integer_matmul(integers, steps, *form, bias, dtype)
         if self.low_rank:
-            inner = torch._int_mm(integers, self.right.mT) * (steps * self.factor_scales)
+            inner = int_mm(integers, self.right.mT) * (steps * self.factor_scales)
             if output is None:
                 output = F.linear(inner.to(dtype), self.left.to(dtype), bias)
             else:
@@ -197,7 +200,8 @@ class QuantizedLinear(QuantizedMatrix):
         if self.packed_copy and PackedCodes.serves(rows, self.codes, self.zeros, self.scales):
             output = self._packed_codes().product(rows, bias)
         elif self.bits is not None:
-            output = quantized_matmul(rows, self.codes, self.bits, self.scales, self.zeros, self.group_size, bias)
+            bits, group_size = self._code_form()
+            output = quantized_matmul(rows, self.codes, bits, self.scales, self.zeros, group_size, bias)
         if self.low_rank:
             if x.dtype is torch.float16:
                 left, right = self._factors(x.dtype)
@@ -308,7 +312,8 @@ class QuantizedLinear(QuantizedMatrix):
             >>> torch.allclose(layer(x), layer.to_linear()(x), atol=1e-5)
             True
         """
-        return self._to_dense()
+        linear: nn.Linear = self._to_dense()
+        return linear
 
     def extra_repr(self) -> str:
         """Return sizes and form, as shown by print."""

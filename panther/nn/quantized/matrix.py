@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from panther.errors import DTypeError, ShapeError, check_device, check_flag, check_floating
+from panther.kernels._torch import are_transforms_active, is_differentiated_forward
 from panther.kernels.ops._library import is_exporting
 from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
 from panther.nn._fitting import fittable, leading_factors
@@ -70,6 +70,12 @@ class QuantizedMatrix(QuantizedState):
         parameter("bias", (rows,) if bias else None, self._dtype)
         self.reset_parameters()
 
+    def _code_form(self) -> tuple[int, int]:  # torch.jit.trace reads properties, also of layers without codes
+        """Return bits and group size of the codes, for what only a layer with codes computes."""
+        assert self.bits is not None
+        assert self.group_size is not None  # as bits is not None
+        return self.bits, self.group_size
+
     @property
     def _groups(self) -> int:
         """Number of groups in a row."""
@@ -101,11 +107,12 @@ class QuantizedMatrix(QuantizedState):
         """Return Q, differentiable by the scales."""
         # float16 ends at 6e-8, which scales reach; the differences of integers are exact in every dtype.
         work = torch.float32 if dtype is torch.float16 else dtype
-        codes = unpack_codes(self.codes, self.bits, self._columns).to(work)
+        bits, group_size = self._code_form()
+        codes = unpack_codes(self.codes, bits, self._columns).to(work)
         if is_exporting():
             scales, zeros = self.scales.to(work), self.zeros.to(work)
-            return _by_groups(codes, scales, zeros, self.group_size, self._columns).to(dtype)  # type: ignore[arg-type]
-        zeros, scales = (spread(t, self.group_size, self._columns) for t in (self.zeros.to(work), self.scales.to(work)))
+            return _by_groups(codes, scales, zeros, group_size, self._columns).to(dtype)
+        zeros, scales = (spread(t, group_size, self._columns) for t in (self.zeros.to(work), self.scales.to(work)))
         return ((codes - zeros) * scales).to(dtype)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
@@ -148,7 +155,7 @@ class QuantizedMatrix(QuantizedState):
             return False
         if x.is_nested or x.layout is not torch.strided:
             return False
-        return not (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+        return not (are_transforms_active() or is_differentiated_forward())
 
     @classmethod
     def _fitted_to(cls, dense: Any, **form: Any) -> Self:
@@ -249,7 +256,7 @@ def _by_groups(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int, co
     """Return Q without a number for each column, which exporters would compute beforehand and store."""
     whole = columns // group_size
     runs = codes[:, : whole * group_size].unflatten(1, (whole, group_size))
-    first = ((runs - zeros[:, :whole, None]) * scales[:, :whole, None]).flatten(1)
+    first: Tensor = ((runs - zeros[:, :whole, None]) * scales[:, :whole, None]).flatten(1)
     if whole * group_size == columns:
         return first
     return torch.cat((first, (codes[:, whole * group_size :] - zeros[:, whole:]) * scales[:, whole:]), 1)

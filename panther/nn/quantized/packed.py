@@ -5,6 +5,7 @@ __all__ = ["PackedCodes", "why_not_packed"]
 import torch
 from torch import Tensor
 
+from panther._torch import convert_to_int4, int4_weight_mm, version_of
 from panther.kernels.reference.codes import unpack_codes
 
 _GROUP_SIZES = (32, 64, 128, 256)  # those that the kernel takes
@@ -30,7 +31,7 @@ class PackedCodes:
         self._versions = _versions(codes, zeros, scales)
         self._group_size = group_size
         integers = unpack_codes(codes, 4, scales.shape[1] * group_size).to(torch.int32)
-        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+        self._codes = convert_to_int4(integers)
         steps = scales.detach().mT.float()
         # The kernel would round scale * zero point to bfloat16, an error that all columns of a group share.
         self._scales = torch.stack((steps, torch.zeros_like(steps)), -1).to(torch.bfloat16)
@@ -52,7 +53,7 @@ class PackedCodes:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (n, in) -> (n, out)
         """Return ``x Q^T + bias``, without gradients."""
         x = x.contiguous()  # as the kernel demands
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._codes, self._group_size, self._scales).float()
+        y: Tensor = int4_weight_mm(x, self._codes, self._group_size, self._scales).float()
         sums = x.unflatten(1, (-1, self._group_size)).sum(-1, dtype=torch.float32)
         y.addmm_(sums, self._offsets, alpha=-1)
         if bias is not None:
@@ -61,4 +62,4 @@ class PackedCodes:
 
 
 def _versions(*tensors: Tensor) -> list[tuple[int, int]]:
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    return [(tensor.data_ptr(), version_of(tensor)) for tensor in tensors]

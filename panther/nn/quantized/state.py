@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther._torch import buffers_of, parameters_of
 from panther.errors import check_floating
 from panther.nn._sketch_record import has_values
 from panther.nn._sketched import CompressedModule
@@ -94,7 +95,7 @@ class QuantizedState(CompressedModule):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load everything or nothing."""
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-        own = {**self._parameters, **self._buffers}
+        own = {**parameters_of(self), **buffers_of(self)}
         expected = {name: tensor for name, tensor in own.items() if tensor is not None}
         record = state.get("record")
         readable = isinstance(record, Tensor) and record.shape == self.record.shape and has_values(record)
@@ -128,7 +129,7 @@ class QuantizedState(CompressedModule):
                 return moved
             return tensor.to(moved.device)
 
-        super()._apply(keep, recurse)
+        super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.record.device)).dtype
         if was_meta and not self.record.is_meta:
             self._write_record()

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
+from panther._torch import has_hooks, tree_leaves
 from panther.distributed import (
     ClusterSpec,
     ModelStats,
@@ -58,6 +57,9 @@ class _Advice(NamedTuple):
     """Why there is no choice."""
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Callable[[], Feed]) -> Choice:
     """Return the strategy that ``"auto"`` stands for, on several processes, and print it on the first rank.
 
@@ -88,6 +90,9 @@ def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: C
     return choice
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _advice(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Feed) -> _Advice:
     cluster, refusals = _cluster(config), _Refusals(model, config, loss_fn, feed)
     try:
@@ -102,6 +107,9 @@ def _advice(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Feed) -> 
     if misfit is not None and config.cpu_offload:
         misfit += " What cpu_offload keeps elsewhere is counted."
     return _Advice(plan.best.layout, plan.left_out, misfit)
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _plan(
@@ -183,6 +191,9 @@ class _Refusals:
         return None if layout.strategy == "ddp" else self._sharded
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _against_stages(model: nn.Module, loss_fn: Any, batch: Any) -> str | None:
     """Return why a model, its loss or a batch cannot go through a pipeline; None if they can."""
     if loss_fn is None:
@@ -192,11 +203,14 @@ def _against_stages(model: nn.Module, loss_fn: Any, batch: Any) -> str | None:
     single = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
     if not single or len(batch[0]) != len(batch[1]):
         return "a pipeline of an nn.Sequential takes batches of an input and a target, tensors of as many samples"
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return "BatchNorm would take its statistics from microbatches"
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+    if has_hooks(model):
         return "stages do not run the hooks of the whole model"
     return None
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _config_of(config: TrainConfig, layout: Layout) -> TrainConfig:
@@ -212,6 +226,9 @@ def _config_of(config: TrainConfig, layout: Layout) -> TrainConfig:
     return _replace(config, **sizes)
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _other_strategy(config: TrainConfig) -> str:
     """Return the strategy where the advisor has no answer: the one that takes most models."""
     if is_model_parallel(config):
@@ -219,8 +236,14 @@ def _other_strategy(config: TrainConfig) -> str:
     return "ddp" if "ddp" in possible_strategies(config) else "fsdp"
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _replace(config: TrainConfig, **settings: Any) -> TrainConfig:
     return dataclasses.replace(config, cluster_file=None, **settings)  # which is for "auto"
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _cluster(config: TrainConfig) -> ClusterSpec:

@@ -10,27 +10,34 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from panther.distributed.advisor.statistics._regions import Policy, Regions, local, storage, tensors_in
+from panther._torch import (
+    COLLECTIVE_NAMESPACES,
+    FakeTensorMode,
+    buffers_of,
+    fake_group,
+    operator_name,
+    parameters_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+    untracked_shard,
+)
+from panther.distributed.advisor.statistics._regions import Policy, Regions, storage, tensors_in
 from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.comm.traffic import CommunicationCounter
 from panther.errors import DistributedError, ShapeError
 
 _GROUPS = itertools.count()
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ROWS_ONLY = (torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather)
 
@@ -41,21 +48,10 @@ def fake_mesh(ranks: int) -> Iterator[DeviceMesh]:
 
     A process group that exists already is left as it is.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
-
-    # A fake group needs a default group; without one, a fake default group of one rank is made.
-    alone = not in_process_group()
-    if alone:
-        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    members = list(range(dist.get_rank(), dist.get_rank() + ranks))
+    alone = not in_process_group()  # then a default group is made, and ended again
     # DTensor caches what it finds for a mesh and compares meshes by name, so every mesh gets a name of its own.
     name = f"panther_plan_{next(_GROUPS)}"
-    # Private: dist.new_group would need all ranks of the group as processes.
-    group, _ = distributed_c10d._new_process_group_helper(
-        ranks, 0, members, "fake", FakeStore(), distributed_c10d.GroupName(name), timeout=timedelta(minutes=1)
-    )
-    # Private: which global rank each rank of the group is, which DeviceMesh asks for.
-    distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
+    group = fake_group(ranks, name)
     try:
         yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
     finally:
@@ -72,7 +68,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+        for tensor in (*parameters_of(module).values(), *buffers_of(module).values(), *vars(module).values()):
             if isinstance(tensor, DTensor):
                 raise DistributedError("layers of the model are already sharded: plan before sharding it")
             # deepcopy takes what is in its memo, so tied tensors stay tied and no values are copied.
@@ -89,7 +85,7 @@ def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtyp
     with mode:
         for module in model.modules():
             # The dictionaries of the module: assigning attributes would run hooks and type checks.
-            places: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+            places: list[dict[str, Any]] = [parameters_of(module), buffers_of(module), vars(module)]
             for place in places:
                 for name, tensor in list(place.items()):
                     if isinstance(tensor, Tensor):
@@ -101,7 +97,7 @@ def make_fake_(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtyp
 def _fake(tensor: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
     parameter = isinstance(tensor, nn.Parameter)
     dtype = compute_dtype if compute_dtype and parameter and tensor.is_floating_point() else tensor.dtype
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = untracked_shard(tensor)
     made = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device="cpu")
     if isinstance(tensor, DTensor):
         made = DTensor.from_local(
@@ -169,12 +165,12 @@ class WorkCounter(FlopCounterMode):
             self._made.append(max(map(_bytes, made)))
             return out
         # A name such as "aten::add"; collectives are counted as traffic.
-        if func_packet._qualified_op_name.partition("::")[0] in _COLLECTIVES:
+        if operator_name(func_packet).partition("::")[0] in COLLECTIVE_NAMESPACES:
             return out
         made, given = tensors_in(out), tensors_in((args, kwargs))
-        stored = {tensor.untyped_storage()._cdata for tensor in given}
+        stored = {storage_key(tensor) for tensor in given}
         in_place = func_packet.__name__.endswith("_")
-        if made and (in_place or any(tensor.untyped_storage()._cdata not in stored for tensor in made)):
+        if made and (in_place or any(storage_key(tensor) not in stored for tensor in made)):
             read = made if func_packet in _ROWS_ONLY else given
             self._moved += sum(map(_bytes, read)) + sum(map(_bytes, made))
             self._made.append(max(map(_bytes, made)))
@@ -254,7 +250,7 @@ def run(
         # What several operations save is one tensor in memory.
         if key not in weights and key not in seen:
             seen[key] = tensor  # keeps it alive, so that no other storage gets its address
-            done.activations[current] += local(tensor).untyped_storage().nbytes()
+            done.activations[current] += untracked_shard(tensor).untyped_storage().nbytes()
             done.saves_input[current] |= key == inputs_of[current]
         regions.save(tensor)
         return tensor

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from panther._torch import FakeTensorMode, buffers_of, children_of, parameters_of, tree_leaves, untracked_shard
 from panther.distributed.advisor.statistics._fake_run import (
     Run,
     Work,
@@ -135,7 +134,7 @@ def _tokens_of(sample_input: Any) -> int | None:
 
 def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules of a Sequential in which none occurs twice; of any other model the model as one layer."""
-    children = list(model._modules.items())
+    children = list(children_of(model).items())
     # A module that occurs twice would be counted in both places.
     different = len({id(child) for _, child in children}) == len(children)
     if isinstance(model, nn.Sequential) and children and different:
@@ -156,16 +155,17 @@ def _tensors(model: nn.Module) -> tuple[TensorStats, ...]:
     found, seen = [], set()
     for prefix, module in model.named_modules():
         sketches = module.sketch_names if isinstance(module, SketchedModule) else ()
-        held = [(name, p, "parameter") for name, p in module._parameters.items()]
-        held += [(name, b, "sketch" if name in sketches else "buffer") for name, b in module._buffers.items()]
+        held: list[tuple[str, Tensor | None, str]] = [
+            (name, p, "parameter") for name, p in parameters_of(module).items()
+        ]
+        held += [(name, b, "sketch" if name in sketches else "buffer") for name, b in buffers_of(module).items()]
         # Packed signs are plain attributes of the module, not buffers.
         held += [(name, vars(module)[name], "sketch") for name in sketches if name in vars(module)]
         for name, tensor, role in held:
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            # Private, but to_local() is differentiable and records what is only looked at here.
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            local = untracked_shard(tensor)
             found.append(
                 TensorStats(
                     name=f"{prefix}.{name}" if prefix else name,

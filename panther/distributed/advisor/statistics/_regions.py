@@ -1,16 +1,15 @@
 """What activation checkpointing keeps of a model's blocks, counted in a run that recomputes nothing."""
 
-__all__ = ["Policy", "Regions", "local", "storage", "tensors_in"]
+__all__ = ["Policy", "Regions", "storage", "tensors_in"]
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
+
+from panther._torch import TorchDispatchMode, storage_key, tree_leaves, untracked_shard
 
 Policy = Callable[..., CheckpointPolicy]
 
@@ -100,12 +99,8 @@ class _Block:
     """Bytes of what the policy had saved before autograd saved the last tensor."""
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def storage(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage()._cdata  # the address; data_ptr() is 0 for all fake tensors
+    return storage_key(untracked_shard(tensor))
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -113,4 +108,4 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage().nbytes()
+    return untracked_shard(tensor).untyped_storage().nbytes()

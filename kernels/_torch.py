@@ -1,0 +1,51 @@
+"""Private names of torch that the kernels need, each with its reason and its public fallback.
+
+No other module of the kernels uses a private name of torch. ``panther/_torch.py`` has those of the rest of Panther,
+which the kernels do not import.
+"""
+
+__all__ = ["are_transforms_active", "int8_weight_mm", "int_mm", "is_differentiated_forward", "only_vmap_is_active"]
+
+import torch
+from torch import Tensor
+
+# True inside of torch.func.grad, jvp, vmap and similar functions. torch has no public question for it. Without it,
+# torch.func would have to be refused, or every call would have to take the slower path that the transforms follow.
+from torch._C import _are_functorch_transforms_active as are_transforms_active
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
+
+
+def only_vmap_is_active() -> bool:
+    """Return whether every active transform of torch.func is a vmap.
+
+    The custom operators have a rule for vmap and none for the derivatives of torch.func. torch has no public list of
+    the active transforms. The fallback is to treat every transform as a derivative, which takes the slower path.
+    """
+    return all(level.key() == TransformType.Vmap for level in retrieve_all_functorch_interpreters())
+
+
+def is_differentiated_forward() -> bool:
+    """Return whether a level of forward-mode differentiation is open, by torch.autograd.forward_ad or torch.func.jvp.
+
+    The public ``forward_ad.unpack_dual`` tells it of one tensor, and takes a microsecond for each operand.
+    """
+    return forward_ad._current_level >= 0
+
+
+def int_mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:  # (m, k) int8, (k, n) int8 -> (m, n) int32
+    """Return the product of two matrices of int8 in int32.
+
+    ``torch.mm`` refuses int8. The public fallback is a product in float32, which is exact up to 2^24 and takes four
+    times the memory.
+    """
+    return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+
+
+def int8_weight_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:  # (m, k), (n, k) int8, (n,) -> (m, n)
+    """Return ``x weight^T * scales`` for a weight of int8, without a copy of the weight in the dtype of x.
+
+    The public fallback is ``x @ weight.to(x.dtype).mT * scales``, which writes that copy.
+    """
+    return torch._weight_int8pack_mm(x, weight, scales)

@@ -1,0 +1,548 @@
+"""Private names of torch, each with its reason and its public fallback.
+
+A private name may change in any release of torch. When it does, this file is the place to mend. No other module of
+Panther uses a private name of torch: ``tests/test_private_torch.py`` refuses it. The kernels, which do not import
+Panther, have the names that they need in ``kernels/_torch.py``.
+
+Names whose import takes time, or for which torch must be built with ``torch.distributed``, are imported when a function
+first needs them.
+"""
+
+__all__ = [
+    "ASSERT_TENSOR_METADATA",
+    "COLLECTIVE_NAMESPACES",
+    "MODULE_DICTIONARIES",
+    "OVERRIDDEN_METHODS",
+    "BaseFuture",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "apply_to_tensors",
+    "assign_attribute",
+    "before_fsdp",
+    "buffers_of",
+    "checkpoint_wrapped_",
+    "children_of",
+    "convert_to_int4",
+    "default_store",
+    "disable_dispatch_modes",
+    "drawing_method",
+    "end_with_parent",
+    "end_workers",
+    "error_files",
+    "fake_group",
+    "first_infinities",
+    "flat_mesh",
+    "forward_pre_hooks_of",
+    "functional_collectives",
+    "group_timeout",
+    "has_hooks",
+    "has_packed_weights",
+    "hides_weights",
+    "ignore_in_ddp",
+    "ignored_in_ddp",
+    "int4_weight_mm",
+    "is_backward_running",
+    "is_dispatch_mode_active",
+    "is_dynamo_loaded",
+    "is_forked_from_cuda",
+    "is_mutable_operator",
+    "is_this_host",
+    "is_view",
+    "local_offsets",
+    "number_of_entries",
+    "operator_name",
+    "original_of_compiled",
+    "parameters_of",
+    "put_forward_pre_hooks",
+    "put_parameters",
+    "refresh_flat_weights",
+    "run_backward",
+    "saved_tensor_hooks_are_set",
+    "schema_of",
+    "storage_key",
+    "sync_zero_groups",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "unsafe_view",
+    "unsaved_buffers_of",
+    "untracked_shard",
+    "usable_cores",
+    "version_of",
+    "with_inner_axis",
+    "without_forward_hooks",
+    "worker_processes",
+]
+
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+# Tensors with a shape, a dtype and a device but without values, on which a model runs without memory. The meta device
+# is the public fallback. It loses the device, on which the path of some layers depends.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# Backward pass of a loss and a second root. torch.autograd.backward ends in the same function, after checks in Python
+# that took 2 % of a step of 1 ms; it is the public fallback.
+from torch.autograd.graph import _engine_run_backward as run_backward
+
+# Assigns a tensor or module to a GraphModule under a dotted name, and makes the modules between. fx fills a GraphModule
+# with it. The public fallback is add_submodule with register_buffer and register_parameter.
+from torch.fx.graph_module import _assign_attr as assign_attribute
+
+# A mode sees every operation of a block of code. torch documents modes for extensions, and has no public name for the
+# class, nor a way to leave all modes, so that code computes with real tensors, or to ask for them. The fallback, a
+# subclass of torch.Tensor, would have to be passed through the user's model.
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+
+# Nested lists, tuples and dictionaries of tensors. torch 2.11 to 2.14 have no public name for these functions. The
+# fallback is the package optree, which is not a dependency.
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+OVERRIDDEN_METHODS = {
+    # torch.nn.Module says that a subclass may override these three, although their names are private. The hooks of
+    # state dictionaries (register_state_dict_pre_hook and so on) are a public fallback for two of them. They are not
+    # copied with a module's class, which a sharded layer changes in place.
+    "_apply": "follow to(), cuda(), to_empty() and casts",
+    "_load_from_state_dict": "load all tensors of a layer or none",
+    "_save_to_state_dict": "bring a layer's record up to date before it is saved",
+    # torch.distributed.pipelining runs every stage on memory without values. There is no fallback.
+    "_compute_outputs": "keep buffers and gradients of a stage when torch looks for the shapes of its outputs",
+    "_post_metadata_inference_cleanup": "put these buffers and gradients back",
+    # torch.distributed.elastic has no public way to a worker that ends without a result, or to its signal.
+    "_monitor_workers": "detect workers that end without a result",
+    "_shutdown": "end the workers with SIGTERM",
+    # FlopCounterMode calls this method once for each operation, after composite ones are decomposed. The fallback is a
+    # TorchDispatchMode, which sees composite operations too.
+    "_count_flops": "count the bytes that each operation moves",
+}
+"""Methods of torch's classes that Panther overrides, with what for."""
+
+MODULE_DICTIONARIES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+"""Attributes of a module that a shallow copy shares with the original. ``copy.deepcopy`` would copy the weights too."""
+
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of torch's collectives, in place and functional. A mode sees an operator only under its full name."""
+
+functional_collectives = torch.ops._c10d_functional
+"""Collectives that return their result, which activation checkpointing can save. Those of torch.distributed write in
+place; they are the public fallback, and are sent again in backward."""
+
+BaseFuture: Any = torch._C.Future
+"""The class whose method ``then`` futures of every kind have, so that their callbacks can be counted. The public
+torch.futures.Future is a subclass, and the futures that gloo's collectives return are not of it."""
+
+ASSERT_TENSOR_METADATA = torch.ops.aten._assert_tensor_metadata.default
+"""What torch.export writes after a cast. A stage may get another dtype, as under autocast. There is no public name."""
+
+
+# ----- tensors
+
+
+def version_of(x: Tensor) -> int:
+    """Return the number of writes to the memory of a tensor, which is not one of inference mode.
+
+    Autograd counts writes. An address alone is the same after one. The public fallback is a checksum of the values.
+    """
+    return x._version
+
+
+def is_view(x: Tensor) -> bool:
+    """Return whether autograd regards a tensor as a view. The public fallback is a copy in every case."""
+    return x._is_view()
+
+
+def storage_key(x: Tensor) -> int:
+    """Return an integer that is equal for views of the same memory, and for no other living tensors.
+
+    The public ``data_ptr()`` is 0 for tensors without entries and refused of fake ones.
+    """
+    return int(x.untyped_storage()._cdata)
+
+
+def untracked_shard(x: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or any other tensor itself.
+
+    The public ``to_local()`` records a node for autograd, of a tensor that is only inspected.
+    """
+    return getattr(x, "_local_tensor", x)
+
+
+def number_of_entries(A: Tensor) -> int:
+    """Return the number of stored entries of a sparse tensor. The public ``values()`` needs a coalesced one."""
+    return A._nnz()
+
+
+def unsafe_view(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a result that nobody else holds in another shape, without a copy, and for autograd not as a view.
+
+    FSDP2 warns of views where a stage ends in one. The public fallback is ``y.reshape(shape).clone()``.
+    """
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
+def convert_to_int4(integers: Tensor) -> Tensor:  # (out, in) int32
+    """Return integers of 4 bits in the order of :func:`int4_weight_mm`. There is no public name."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+
+
+def int4_weight_mm(x: Tensor, packed: Tensor, group_size: int, scales: Tensor) -> Tensor:  # (n, in) -> (n, out)
+    """Return the product with a weight of 4 bits. The public fallback is a product with the weight in bfloat16."""
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
+
+
+# ----- modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own dictionary of parameters, with the ones that are None.
+
+    The public ``named_parameters(recurse=False)`` leaves out None, and takes microseconds in a forward. There is no
+    public way to put a plain tensor where a parameter was registered.
+    """
+    return module._parameters
+
+
+def put_parameters(module: nn.Module, tensors: dict[str, Any]) -> None:
+    """Replace a module's dictionary of parameters, also by plain tensors, which ``nn.Module.__setattr__`` refuses.
+
+    The public fallback is ``torch.func.functional_call``, which calls a module as a whole.
+    """
+    module.__dict__["_parameters"] = tensors
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own dictionary of buffers, with the ones that are None; see :func:`parameters_of`."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own dictionary of children, with the ones that are None.
+
+    The public ``named_children()`` leaves out a child that occurs twice, and ``setattr`` moves a name to the end of the
+    order that state dictionaries have.
+    """
+    return module._modules
+
+
+def unsaved_buffers_of(module: nn.Module) -> set[str]:
+    """Return a module's own set of the names of buffers that are not saved.
+
+    The public fallback is the buffers whose names are not in ``state_dict()``, which a module may change.
+    """
+    return module._non_persistent_buffers_set
+
+
+def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Replace each tensor of a module, in place, as ``module.to`` does.
+
+    Of the public functions, ``to`` refuses the meta device and ``to_empty`` drops the values of other tensors.
+    """
+    module._apply(fn)
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return a module's forward pre-hooks. There is no public way to ask for them."""
+    return module._forward_pre_hooks
+
+
+def put_forward_pre_hooks(module: nn.Module, hooks: Any) -> None:
+    """Replace a module's dictionary of forward pre-hooks. There is no public way."""
+    module._forward_pre_hooks = hooks
+
+
+def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:
+    """Return whether a module has hooks of its forward or backward, without the forward pre-hooks if so asked.
+
+    There is no public way to ask for hooks.
+    """
+    hooks = [module._forward_hooks, module._backward_hooks, module._backward_pre_hooks]
+    return any(hooks if beside_forward_pre else [*hooks, module._forward_pre_hooks])
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Take a module's forward hooks and forward pre-hooks away for a while. There is no public way."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    hooks_by_name = {name: module.__dict__[name] for name in names}
+    module.__dict__.update({name: type(hooks)() for name, hooks in hooks_by_name.items()})
+    try:
+        yield
+    finally:
+        module.__dict__.update(hooks_by_name)
+
+
+def drawing_method(module: nn.Module) -> Callable[[], Any] | None:
+    """Return the method that draws a module's parameters; None if it has none.
+
+    nn.MultiheadAttention and nn.Transformer have only a private one. The public fallback is to build a new module.
+    """
+    method: Callable[[], Any] | None = getattr(module, "reset_parameters", None)
+    return method or getattr(module, "_reset_parameters", None)
+
+
+def refresh_flat_weights(rnn: nn.RNNBase) -> None:
+    """Let nn.LSTM and similar modules compute with the tensors that are their attributes now.
+
+    They hold their weights in a list too. The public fallback is ``setattr`` for each weight, which takes Parameters.
+    """
+    rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+
+
+def hides_weights(module: nn.Module) -> bool:
+    """Return whether a module is one of :func:`refresh_flat_weights`. The public fallback is the class nn.RNNBase."""
+    return "_flat_weights" in vars(module)
+
+
+def has_packed_weights(module: nn.Module) -> bool:
+    """Return whether torch.ao has quantized a module. Its classes for that are public; there are about thirty."""
+    return "quantized" in type(module).__module__ and hasattr(module, "_packed_params")
+
+
+def original_of_compiled(model: nn.Module) -> nn.Module | None:
+    """Return the model inside of torch.compile's wrapper; None for other models. There is no public way to it."""
+    original = getattr(model, "_orig_mod", None)
+    return original if isinstance(original, nn.Module) else None
+
+
+# ----- what torch is doing
+
+
+def is_dispatch_mode_active() -> bool:
+    """Return whether a mode is active, as that of fake tensors, in which a tensor has no values to look at.
+
+    There is no public way to ask. The fallback is never to look at values.
+    """
+    return _get_current_dispatch_mode() is not None
+
+
+def is_backward_running() -> bool:
+    """Return whether a backward pass is running, as when activation checkpointing repeats a forward.
+
+    The id of the running graph is -1 outside of a backward pass. There is no public way to ask.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensor_hooks_are_set() -> bool:
+    """Return whether hooks for saved tensors are active, as those of activation checkpointing.
+
+    The public functions set such hooks, and none tells whether there are any.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_dynamo_loaded() -> bool:
+    """Return whether the compiler is loaded: loading it takes a second and 40 MB. The public fallback is to load it."""
+    return "torch._dynamo" in sys.modules
+
+
+def is_mutable_operator(target: Any) -> bool:
+    """Return whether an operator of a graph changes a tensor in place. The schema has no public name."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def schema_of(operator: Any) -> Any:
+    """Return an operator's schema, which names its arguments. The public ``str(operator)`` has the name alone."""
+    return operator._schema
+
+
+def operator_name(packet: Any) -> str:
+    """Return the name of an overload packet, such as "aten::add". The public ``str(packet)`` is "aten.add"."""
+    return packet._qualified_op_name
+
+
+def first_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return, for each device, a number that is not 0 if gradients that a scaler unscaled are not finite.
+
+    The public way, to compare ``get_scale()`` before and after, waits until a GPU has done the optimizer's step.
+    """
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+# ----- torch.distributed
+
+
+def default_store() -> "dist.Store":
+    """Return the store of the default process group. The public fallback is a second store, on a port of its own."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def group_timeout(group: "dist.ProcessGroup", device: torch.device) -> timedelta:
+    """Return the timeout of a group's operations on a device. The public fallback is to keep it from init."""
+    return group._get_backend(device).options._timeout
+
+
+def flat_mesh(mesh: "DeviceMesh", name: str) -> "DeviceMesh":
+    """Return a mesh of several axes as one of a single axis.
+
+    The public fallback is ``torch.distributed.new_group``, which all ranks of the world have to call.
+    """
+    return mesh._flatten(name)
+
+
+def with_inner_axis(mesh: "DeviceMesh", names: tuple[str, str]) -> "DeviceMesh":
+    """Return a mesh of one axis with a second axis of size 1 within; the public fallback is that of flat_mesh."""
+    return mesh._unflatten(0, (mesh.size(), 1), names)
+
+
+def local_offsets(x: Any) -> tuple[int, ...]:
+    """Return the position of this rank's shard in a DTensor, as torch.distributed.checkpoint places it.
+
+    The public fallback is ``Shard.local_shard_size_and_offset``, which knows one mesh axis at a time.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1])
+
+
+def ignored_in_ddp(model: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that DistributedDataParallel will leave out of a model."""
+    return getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+
+
+def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Let DistributedDataParallel leave parameters and buffers out, if it wraps the model afterwards.
+
+    The public ``broadcast_buffers=False`` leaves out all buffers.
+    """
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def before_fsdp(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a module before ``fully_shard`` made one from it and FSDPModule.
+
+    FSDP2 notes the place in the order of the bases. The public fallback is ``cls.__mro__[2]``, the place today.
+    """
+    return cls.__mro__[cls._orig_cls_mro_index]  # type: ignore[attr-defined]
+
+
+def sync_zero_groups(optimizer: Any, inner: torch.optim.Optimizer) -> None:
+    """Copy the settings of a ZeroRedundancyOptimizer's inner optimizer to the groups that users see.
+
+    Its own ``load_state_dict`` ends in the same call. The public fallback is to assign each setting.
+    """
+    optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)
+
+
+def checkpoint_wrapped_(
+    model: nn.Module, blocks: Collection[nn.Module], options: Callable[[nn.Module], dict[str, Any]]
+) -> None:
+    """Wrap blocks of a model, in place, in activation checkpointing, with the options that a function has for each.
+
+    The wrapper keeps the names of parameters in state dictionaries. The public ``torch.utils.checkpoint.checkpoint``
+    has to be called in the model's own forward.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    # torch 2.14 asks to choose whether hooks such as those of save_on_cpu get what a selective policy saves, and will
+    # change its default. Panther keeps the default of all versions so far: they do not get it.
+    parameters = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    choice = {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in parameters else {}
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=lambda block: checkpoint_wrapper(block, **choice, **options(block)),
+        check_fn=lambda module: module in blocks,
+    )
+
+
+def fake_group(ranks: int, name: str) -> "dist.ProcessGroup":
+    """Return a process group of ``ranks`` ranks that sends nothing, with this process as its first rank.
+
+    Without a default group, a fake default group of one rank is made. The public ``new_group`` would need all ranks as
+    processes; there is no public fake backend.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    # Its import registers the backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    members = list(range(dist.get_rank(), dist.get_rank() + ranks))
+    group, _ = distributed_c10d._new_process_group_helper(
+        ranks, 0, members, "fake", FakeStore(), distributed_c10d.GroupName(name), timeout=timedelta(minutes=1)
+    )
+    # DeviceMesh asks which global rank each rank of the group is.
+    distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
+    return group
+
+
+def is_forked_from_cuda() -> bool:
+    """Return whether this process was forked from one that had used the GPU, so that it cannot use it.
+
+    There is no public way to ask. The fallback is to try, and to read the message of the error.
+    """
+    return torch.cuda._is_in_bad_fork()
+
+
+def end_with_parent() -> None:
+    """Let this process be ended when its parent ends, as torch's own workers are.
+
+    The public fallback is ``ctypes`` with ``prctl(PR_SET_PDEATHSIG)``, on Linux.
+    """
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, by which torchrun divides threads.
+
+    torch 2.13 has it as ``torch._utils.cpu_count``, which torch 2.11 lacks. Python 3.13 has ``os.process_cpu_count``.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_this_host(host: str) -> bool:
+    """Return whether torch takes a name or address for this machine, and would let it host the rendezvous.
+
+    The public fallback is to compare the addresses of ``socket.getaddrinfo``, as this function does.
+
+    Raises:
+        OSError: If this machine's own name has no address.
+    """
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    return _matches_machine_hostname(host)
+
+
+def worker_processes(agent: Any) -> list[Any]:
+    """Return the processes that an agent of torch.distributed.elastic has started last.
+
+    There is no public way to their exit codes. Those of the agent's result are of the first failure alone.
+    """
+    context = getattr(agent._pcontext, "_pc", None)
+    return [] if context is None else context.processes
+
+
+def end_workers(agent: Any, signal_number: signal.Signals, timeout_s: int) -> None:
+    """Send a signal to an agent's workers, and SIGKILL to the workers that are still there after the timeout.
+
+    An agent of torch 2.11 always waits 30 seconds. Later ones take ``shutdown_timeout``, the public fallback.
+    """
+    if agent._pcontext is not None:
+        agent._pcontext.close(signal_number, timeout_s)
+
+
+def error_files(agent: Any) -> dict[int, str]:
+    """Return the error file of each local rank of an agent; see :func:`worker_processes`."""
+    return {} if agent._pcontext is None else agent._pcontext.error_files
