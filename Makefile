@@ -10,7 +10,7 @@ ARGS ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install -c constraints.txt
 
-.PHONY: demo test verify test-engines-slow torture lint docs docs-full browser release-check bench trials clean
+.PHONY: demo test verify test-versions test-engines-slow torture lint docs docs-full browser release-check bench trials clean
 
 demo: .venv/.demo-stamp
 	.venv/bin/panther demo $(ARGS)
@@ -25,6 +25,13 @@ test: .venv/.test-stamp
 # for the same commit does not run again.
 verify:
 	$(PYTHON) tests/support/checks.py verify $(ARGS)
+
+# The tests of `make test` on the oldest versions that Panther supports and on the newest torch that pip installs today.
+# It writes tests/support/versions.csv. It takes twice the time of `make test`, downloads 5 GB, because torch 2.11 comes
+# with CUDA from the package index, and needs 12 GB of disk space for both environments. CI does not run it.
+test-versions: .venv-oldest/.stamp .venv-newest/.stamp
+	.venv-newest/bin/python -m pip install -c .venv-newest/constraints.txt --upgrade torch
+	$(PYTHON) tests/support/versions.py oldest newest
 
 # Horovod, which is built for ten minutes of processor time, and a Slurm of two nodes on this machine, which needs root
 # and apt and is skipped without them. The results are committed.
@@ -113,7 +120,8 @@ TRIAL_DATA = PANTHER_WORDNET=$${PANTHER_WORDNET:-.venv/trial-data/usr/share/word
 	    for package in *.deb; do dpkg -x "$$package" .; done; fi
 	touch $@
 
-# Leaves .venv, .venv-engines and .venv-horovod, which are only slow to make again; `rm -r .venv*` removes them.
+# Leaves .venv, .venv-engines, .venv-horovod, .venv-oldest and .venv-newest, which are only slow to make again;
+# `rm -r .venv*` removes them.
 clean:
 	rm -rf build dist panther_sketch.egg-info docs/_build docs/examples docs/reference/api/generated \
 	    .pytest_cache .mypy_cache .ruff_cache .hypothesis panther-demo
@@ -158,4 +166,15 @@ clean:
 	$(subst .venv/,.venv-horovod/,$(INSTALL)) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') --no-deps torch
 	$(subst .venv/,.venv-horovod/,$(INSTALL)) --no-build-isolation -e '.[test]' cloudpickle psutil pyyaml packaging
 	.venv-horovod/bin/python -c 'import horovod.torch' 2>/dev/null || docs/howto/scripts/build_horovod.sh .venv-horovod
+	touch $@
+
+# torch before Panther's other dependencies, with everything that its release asks for: the build with CUDA cannot be
+# imported without the CUDA libraries. Triton's interpreter of version 3.6 needs a numpy below 2.4.
+.venv-oldest/.stamp: VERSIONS = torch==2.11.0 triton==3.6.0 'numpy<2.4'
+.venv-oldest/.stamp .venv-newest/.stamp: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -vE '^(torch|triton|setuptools$(if $(VERSIONS),|numpy))==' constraints.txt >$(@D)/constraints.txt
+	printf '%s\n' $(VERSIONS) >>$(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt torch 'setuptools>=77'
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt --no-build-isolation -e '.[demo,triton,tune,test]'
 	touch $@
