@@ -23,13 +23,13 @@ LIMITS = {
     "kernels": 38,
     "panther": 32,
     "panther/cli": 64,
-    "panther/compression": 183,
-    "panther/distributed": 312,
+    "panther/compression": 181,
+    "panther/distributed": 311,
     "panther/integrations": 60,
     "panther/linalg": 17,
-    "panther/nn": 56,
+    "panther/nn": 54,
     "panther/sketch": 4,
-    "panther/train": 47,
+    "panther/train": 46,
     "panther/tuning": 168,
 }
 

@@ -113,8 +113,8 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
             left, right = self._factors(x.dtype)
             return convolve(x, self._unfolded(right), left.mT, *geometry, 1.0, self.padding_mode)
         if self.bits is not None and x.is_cpu and self._is_plain_inference(input):
-            assert self.group_size is not None  # as bits is not None
-            weight = expanded(self.codes, self.bits, self.scales, self.zeros, self.group_size, self._columns, x.dtype)
+            bits, group_size = self._code_form()
+            weight = expanded(self.codes, bits, self.scales, self.zeros, group_size, self._columns, x.dtype)
             if self.low_rank:
                 left, right = self._factors(x.dtype)
                 weight.addmm_(left, right)
@@ -131,7 +131,8 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
         return self._unfolded(self._weight(self.dtype))
 
     def _unfolded(self, matrix: Tensor) -> Tensor:  # (rows, in / groups * kernel) -> (rows, in / groups, *kernel)
-        return matrix.unflatten(1, (self.in_channels // self.groups, *self.kernel_size))
+        kernels: Tensor = matrix.unflatten(1, (self.in_channels // self.groups, *self.kernel_size))
+        return kernels
 
     @classmethod
     def from_conv(
@@ -175,7 +176,8 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
             >>> torch.allclose(layer(x), layer.to_conv()(x), atol=1e-5)
             True
         """
-        return self._to_dense()
+        conv: nn.Conv2d = self._to_dense()
+        return conv
 
     @property
     def _form(self) -> list[int]:
