@@ -92,6 +92,7 @@ def test_the_limit_leaves_out_and_stops_what_is_optional(tmp_path):
     assert [(outcome.command.name, outcome.passed) for outcome in queue.outcomes] == [
         ("always", False),
         ("waits", True),
+        ("needs it", False),
     ]
     assert sorted(command.name for command in queue.left_out) == ["hangs", "too long"]
     assert any("whole output" in line for line in lines)
