@@ -27,7 +27,8 @@ def loss(found: QuantizedWeight, W: Tensor, A: Tensor, G: Tensor) -> float:
 def rounded(W: Tensor, A: Tensor | None, G: Tensor | None, bits: int, group_size: int) -> QuantizedWeight:
     """Round one matrix."""
     A, G = (None if M is None else M[None] for M in (A, G))
-    return quantize_weight(W[None], A, G, bits, group_size)
+    [quantized] = quantize_weight(W[None], A, G, [bits], group_size)
+    return quantized
 
 
 def nearest_plane(W: Tensor, A: Tensor, G: Tensor, bits: int, group_size: int) -> Tensor:
@@ -80,10 +81,19 @@ def test_matrices_of_groups_are_rounded_each_on_its_own(outer: int, inner: int, 
     W = torch.randn(4, outer, inner, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
     A = torch.stack([metric(inner, seed) for seed in range(4)]) if metrics != "none" else None
     G = torch.stack([metric(outer, seed) for seed in range(4)]) if metrics == "both" else None
-    found = quantize_weight(W, A, G, 3, 4)
+    [found] = quantize_weight(W, A, G, [3], 4)
     single = [rounded(W[i], *(None if M is None else M[i] for M in (A, G)), 3, 4) for i in range(4)]
     for name in ("codes", "scales", "zeros"):
         assert torch.equal(getattr(found, name), torch.cat([getattr(each, name) for each in single]))
+
+
+def test_widths_are_rounded_together_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    W = torch.randn(2, 40, 33, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    A, G = (torch.stack([metric(size, seed) for seed in (1, 2)]) for size in (33, 40))
+    together = quantize_weight(W, A, G, (2, 3, 8), 16)
+    monkeypatch.setattr("panther.compression.forms.quantization._JOINT_ENTRIES", 1)
+    for joint, single in zip(together, quantize_weight(W, A, G, (2, 3, 8), 16), strict=True):
+        assert all(torch.equal(getattr(joint, name), getattr(single, name)) for name in ("codes", "scales", "zeros"))
 
 
 def test_without_metrics_entries_are_rounded_to_the_nearest() -> None:

@@ -38,17 +38,17 @@ def fit_quantized(
 ) -> dict[int, QuantizedFit]:
     """Round a weight to each of the widths, and split what is left into ``most`` components.
 
-    Cost: for each width that of ``quantize_weight``, and an SVD if ``most``.
+    Cost: that of ``quantize_weight``, and an SVD for each width if ``most``.
     """
     W = metric.source
     A = None if metric.L is None else _add_ridge_(metric.L @ metric.L.mT)
     G = None if metric.R is None else _add_ridge_(metric.R.mT @ metric.R)
-    found = {}
-    for bits in widths:
-        weight = quantize_weight(W, A, G, bits, W.shape[2] if group_size is None else min(group_size, W.shape[2]))
+    group_size = W.shape[2] if group_size is None else min(group_size, W.shape[2])
+    fits = {}
+    for bits, weight in zip(widths, quantize_weight(W, A, G, widths, group_size), strict=True):
         residual = factor(W - weight.dense().view_as(W), metric, most=most, seed=seed, dtype=dtype)
-        found[bits] = QuantizedFit(weight, residual)
-    return found
+        fits[bits] = QuantizedFit(weight, residual)
+    return fits
 
 
 def _add_ridge_(A: Tensor) -> Tensor:
