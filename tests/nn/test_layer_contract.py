@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from panther.errors import DTypeError, ShapeError
 
+# A warning of torch about its own convolution, which the exact twin of conv1d is.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 HAS_COMPILER = shutil.which("g++") is not None and " " not in torch.__file__
 INDUCTOR = [  # The first compilation takes half a minute, and it needs a C++ compiler and a path without spaces.
     pytest.mark.slow,
@@ -113,14 +115,16 @@ def test_compile_without_graph_breaks(kind, dynamic, backend):
     torch.compiler.reset()
     layer = kind.layer()
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
-    for x in (*kind.memory_formats(kind.x(3, requires_grad=True)), *[kind.x(20, requires_grad=True)] * dynamic):
+    for rows in (3, 20) if dynamic else (3,):
+        x = kind.memory_formats(kind.x(rows, requires_grad=True))[-dynamic]  # contiguous where sizes are static
         output, ours = gradients(compiled, x, layer)
         expected, theirs = gradients(layer, x, layer)
         assert output.stride() == expected.stride()
         for result, reference in zip((output, *ours), (expected, *theirs), strict=True):
             assert_near(result, reference)
-    with torch.no_grad():
-        assert_near(compiled(x), layer(x))
+    if "trace" in kind.exempt:  # Forwards with branches take other branches without gradients.
+        with torch.no_grad():
+            assert_near(compiled(x), layer(x))
 
 
 @every_layer("trace")

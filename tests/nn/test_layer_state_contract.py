@@ -208,7 +208,7 @@ def test_the_inference_format_of_shared_layers_on_the_meta_device(kind, tmp_path
 
 DIFFERENT = {
     "in_features": 65, "out_features": 47, "in_channels": 8, "out_channels": 16, "kernel_size": 5, "stride": 3,
-    "padding": 3, "dilation": 3, "groups": 1, "bias": False, "padding_mode": "replicate",
+    "padding": 3, "dilation": 2, "groups": 1, "bias": False, "padding_mode": "replicate",
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_derivatives_pass_the_roundings():
             assert frozen or module.scales.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("form", FORMS[2:])
+@pytest.mark.parametrize("form", [FORMS[2], FORMS[5]])
 def test_compiled_and_exported(form, way):
     module, x = layer(**form).eval(), torch.randn(6, 100)
     exact = formula(module, x)

@@ -79,6 +79,16 @@ def test_loading_switches_to_the_checkpoints_mode(make, source, target, assign):
 
 
 @both
+def test_sketches_beside_a_seed_are_unexpected(make):
+    layer, name = make(), make().sketch_names[0]
+    state = make(seed=8).state_dict() | {name: getattr(fitted(make), name)}
+    with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{name}"'):
+        layer.load_state_dict(state)
+    assert layer.load_state_dict(state, strict=False).unexpected_keys == [name]
+    assert layer.seed == 8
+
+
+@both
 def test_loading_redraws_a_sketch_that_was_overwritten(make):
     layer = make()
     expected = layer(x_of(make))
