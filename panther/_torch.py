@@ -457,7 +457,9 @@ def checkpoint_wrapped_(
     # torch 2.14 asks to choose whether hooks such as those of save_on_cpu get what a selective policy saves, and will
     # change its default. Panther keeps the default of all versions so far: they do not get it.
     parameters = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
-    choice = {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in parameters else {}
+    choice: dict[str, Any] = (
+        {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in parameters else {}
+    )
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=lambda block: checkpoint_wrapper(block, **choice, **options(block)),
