@@ -240,7 +240,7 @@ def test_a_parameter_that_new_and_dense_layer_share_stays_in_the_original():
     for dense, layer in new.items():
         layer.bias = dense.bias
     twin, twins = compressed()
-    assert healed(model, new) == healed(twin, twins)
+    assert healed(model, new, max_steps=8) == healed(twin, twins, max_steps=8)
     assert same(state(model), state(twin))
 
 
@@ -269,7 +269,7 @@ def test_the_factors_of_a_frozen_model_are_trained(train):
     model, new = compressed()
     model.requires_grad_(False)
     twin, twins = compressed()
-    assert healed(model, new, train=train, max_steps=20) == healed(twin, twins, max_steps=20)
+    assert healed(model, new, train=train, max_steps=6) == healed(twin, twins, max_steps=6)
     assert same(state(model), state(twin))
 
 
@@ -302,11 +302,11 @@ def test_float16_gradients_of_any_size(size):
 
 
 def test_mixed_precision_computes_in_half():
-    expected = healed(*compressed())
+    expected = healed(*compressed(), max_steps=20)
     seen = set()
     model, new = compressed()
     model[2].register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-    result = healed(model, new, mixed_precision="bf16")
+    result = healed(model, new, mixed_precision="bf16", max_steps=20)
     assert torch.bfloat16 in seen
     assert result.loss_after == pytest.approx(expected.loss_after, rel=0.1)
 
@@ -335,7 +335,7 @@ def test_masked_positions_do_not_matter():
             model, new = compressed()
             results.append(
                 healed(
-                    model, new, batches=batches[:9], held_out=batches[9:], max_steps=10,
+                    model, new, batches=batches[:9], held_out=batches[9:], max_steps=4,
                     call=lambda model, batch: model(batch["x"]), mask=mask,
                 )
             )  # fmt: skip
@@ -432,7 +432,7 @@ def test_layers_under_activation_checkpointing_run_again_as_the_compressed_ones(
     for kind in (Block, Checkpointed):
         model, new = compressed()
         model[1].__class__ = kind
-        results.append(healed(model, new, max_steps=10))
+        results.append(healed(model, new, max_steps=4))
     assert results[0] == results[1]
 
 
@@ -480,7 +480,7 @@ def test_the_seed_decides():
     for seed in (3, 3, 4):
         model, new = compressed()
         torch.manual_seed(len(states))
-        healed(model, new, seed=seed, max_steps=20)
+        healed(model, new, seed=seed, max_steps=6)
         states.append(state(model))
     assert same(states[0], states[1])
     assert not same(states[0], states[2])
@@ -635,9 +635,9 @@ def test_healing_ends_in_time_at_the_end_of_its_schedule(clock, tmp_path):
 
 def test_a_bound_that_is_not_reached_changes_nothing(clock):
     model, new = compressed()
-    expected = healed(model, new)
+    expected = healed(model, new, max_steps=12)
     other, news = compressed()
-    assert healed(other, news, call=ticking(clock), max_seconds=1e6) == expected
+    assert healed(other, news, call=ticking(clock), max_steps=12, max_seconds=1e6) == expected
     assert same(state(model), state(other))
 
 

@@ -248,7 +248,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["Samples", "Stream"])
+@pytest.mark.parametrize("kind", ["Samples", pytest.param("Stream", marks=pytest.mark.slow)])
 def test_a_signal_does_not_end_a_worker_that_starts(tmp_path, monkeypatch, kind):
     (tmp_path / f"signalled_{kind}.py").write_text(SIGNALLED)
     monkeypatch.syspath_prepend(str(tmp_path))
