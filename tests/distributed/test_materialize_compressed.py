@@ -114,7 +114,12 @@ def _only(model, folder):
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [("fsdp", "inference"), ("tp", "inference"), ("tp", "checkpoint"), ("hybrid", "checkpoint")],
+    [
+        ("fsdp", "inference"),
+        pytest.param("tp", "inference", marks=pytest.mark.slow),
+        ("tp", "checkpoint"),
+        ("hybrid", "checkpoint"),
+    ],
 )
 def test_layers_are_sharded_before_they_have_values(layout, kind, tmp_path):
     model, expected = saved(tmp_path, kind)

@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import warnings
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -124,16 +126,20 @@ def built_layout(engine):
     return Layout(**axes)
 
 
+@cache
+def stats_of(kind):
+    x, _ = data(BATCH).tensors
+    return ModelStats.of(
+        MODELS[kind](), x, loss_fn=lambda output: nn.functional.mse_loss(output, torch.zeros_like(output))
+    )
+
+
 def planned(kind, world, local, settings):
     """What a plan for the same model, cluster and batch has, without the Trainer."""
     sizes = {"gpus": world, "memory_bytes": physical_memory() / local, "gpus_per_node": local}
     file = settings.get("cluster_file")
     cluster = ClusterSpec.preset("cpu", **sizes) if file is None else ClusterSpec.load(file, **sizes)
-    x, _ = data(BATCH).tensors
-    return plan_parallelism(
-        MODELS[kind](), cluster, batch=BATCH * world, sample_input=x,
-        loss_fn=lambda output: nn.functional.mse_loss(output, torch.zeros_like(output)),
-    )  # fmt: skip
+    return plan_parallelism(stats_of(kind), cluster, batch=BATCH * world)
 
 
 CASES = {
@@ -156,13 +162,36 @@ def kinds_of(layout):
     return found | ({layout.strategy} if layout.dp > 1 else set())
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_is_planned_is_printed_and_built_and_trains_as_one_process(world, tmp_path):
+def share_statistics(key):
+    """Let ModelStats.of measure once for each value of ``key()`` and each precision; in processes of one test."""
+    stats, measure = {}, ModelStats.of
+
+    def measured(model, sample_input, **options):
+        identity = key(), *(options.get(name) for name in ("mixed_precision", "activation_checkpointing"))
+        if identity not in stats:
+            stats[identity] = measure(model, sample_input, **options)
+        return stats[identity]
+
+    ModelStats.of = measured
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_cases_lead_to_every_kind_of_layout(world, tmp_path):
     settings = {name: saved_cluster(tmp_path, name) for name in CLUSTERS}
+    layouts = [planned(kind, world, local, settings[name]).best.layout for kind, name, local in CASES[world]]
+    assert set().union(*map(kinds_of, layouts)) == KINDS[world]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_is_planned_is_printed_and_built_and_trains_as_one_process(world, kind, tmp_path):
+    settings = {name: saved_cluster(tmp_path, name) for name in CLUSTERS}
+    cases = [(name, local) for case_kind, name, local in CASES[world] if case_kind == kind]
 
     def run():
+        share_statistics(lambda: kind)
         found = []
-        for kind, name, local in CASES[world]:
+        for name, local in cases:
             os.environ["LOCAL_WORLD_SIZE"] = str(local)
             with contextlib.redirect_stderr(io.StringIO()) as printed:
                 trainer, losses = train(kind, **settings[name])
@@ -170,19 +199,17 @@ def test_what_is_planned_is_printed_and_built_and_trains_as_one_process(world, t
             found.append((str(built_layout(trainer._engine)), printed.getvalue(), losses))
         return found
 
-    expected = {kind: train(kind, BATCH * world) for kind in MODELS}
-    kinds = set()
+    trainer, expected = train(kind, BATCH * world)
+    weights = trainer.model.state_dict()
+    best_layouts = [planned(kind, world, local, settings[name]).best.layout for name, local in cases]
     for rank, results in enumerate(on_ranks(run, world, fresh=True)):
-        for (kind, name, local), (layout, printed, losses) in zip(CASES[world], results, strict=True):
-            best = planned(kind, world, local, settings[name]).best.layout
+        for (name, _), best, (layout, printed, losses) in zip(cases, best_layouts, results, strict=True):
             assert layout == str(best), (kind, name)
             assert (rank == 0) == (f"the advisor's choice: {best}\n" in printed), (kind, name)
-            assert losses == pytest.approx(expected[kind][1], rel=1e-9), (kind, name, layout)
+            assert losses == pytest.approx(expected, rel=1e-9), (kind, name, layout)
             loaded = pr.load_compressed(tmp_path / f"{kind} {name}", MODELS[kind]()).state_dict()
-            for key, weight in expected[kind][0].model.state_dict().items():
+            for key, weight in weights.items():
                 torch.testing.assert_close(loaded[key], weight, rtol=1e-8, atol=1e-10, msg=f"{kind} {name} {key}")
-            kinds |= kinds_of(best)
-    assert kinds == KINDS[world]
 
 
 class Stream(IterableDataset):
@@ -250,13 +277,15 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.parametrize("world", [2])
-def test_a_better_layout_that_cannot_be_built_is_named_with_the_reason(world, tmp_path):
+@pytest.mark.parametrize("part", [slice(9), slice(9, None)], ids=["first", "second"])
+def test_a_better_layout_that_cannot_be_built_is_named_with_the_reason(part, tmp_path):
+    world, cases = 2, LEFT_OUT[part]
     sums = saved_cluster(tmp_path, "sums")
 
     def run():
         found = []
-        for best, make, settings, given, _, _ in LEFT_OUT:
+        share_statistics(lambda: make)  # the model of the case that runs
+        for best, make, settings, given, _, _ in cases:
             config = TrainConfig(**settings, **(sums if best == "tp" else {}))
             loader = given.get("data", DataLoader(data(), BATCH))
             feed = lambda loader=loader: Feed(loader, batch_size=None, seed=0, rank=0, size=1)  # noqa: E731
@@ -268,7 +297,7 @@ def test_a_better_layout_that_cannot_be_built_is_named_with_the_reason(world, tm
 
     first, second = on_ranks(run, world, fresh=True)
     for (best, _, settings, _, why, strategy), (choice, printed, warned), (same, silent, _) in zip(
-        LEFT_OUT, first, second, strict=True
+        cases, first, second, strict=True
     ):
         assert choice == same
         assert not silent
@@ -328,9 +357,17 @@ def test_what_the_advisor_cannot_read_or_fit(monkeypatch):
         assert ", the closest, needs " in tiny[1][0]
 
 
-@pytest.mark.parametrize("recomputed", ["none", "selective", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["bf16", pytest.param(None, marks=pytest.mark.slow)])
-def test_a_plan_predicts_the_activations_of_the_trainer_s_engines(recomputed, precision):
+RECOMPUTED = [("bf16", "selective", "ddp"), ("bf16", "selective", "fsdp"), ("bf16", "none", "tp")]
+
+
+@pytest.mark.parametrize(
+    ("precision", "recomputed", "strategy"),
+    [
+        pytest.param(*case, marks=() if case in RECOMPUTED else pytest.mark.slow)
+        for case in product(("bf16", None), ("none", "selective", "full"), ("ddp", "fsdp", "tp"))
+    ],
+)
+def test_a_plan_predicts_the_activations_of_the_trainer_s_engines(recomputed, precision, strategy):
     """The Trainer computes in half precision by autocast, also what FSDP2 gathers in it."""
 
     def scalar(logits):
@@ -343,27 +380,24 @@ def test_a_plan_predicts_the_activations_of_the_trainer_s_engines(recomputed, pr
         return plain_transformer(32, 2, 4, 128, 96, 4)
 
     tokens = torch.zeros(32, 8, dtype=torch.int64)
-    layouts = {
+    layout = {
         "ddp": Layout(dp=2, strategy="ddp"),
         "fsdp": Layout(dp=2, strategy="fsdp"),
         "tp": Layout(tp=2, strategy="replicate" if precision else None),
-    }
+    }[strategy]
     options = {"mixed_precision": precision, "activation_checkpointing": recomputed}
 
     def run():
-        peaks = []
-        for strategy, layout in layouts.items():
-            config = TrainConfig(max_steps=2, strategy=strategy, **options)
-            trainer = Trainer(model(), torch.optim.AdamW, lambda logits, target: scalar(logits), config)
-            loader = DataLoader(TensorDataset(tokens, tokens), 16 // layout.dp)
-            trainer._start(loader)
-            activations = Activations(trainer._engine.modules(), (tokens,))
-            with activations, checkpointed(activations), CommunicationCounter():
-                trainer.fit(loader)
-            peaks.append(activations.peak)
-        return peaks
+        config = TrainConfig(max_steps=2, strategy=strategy, **options)
+        trainer = Trainer(model(), torch.optim.AdamW, lambda logits, target: scalar(logits), config)
+        loader = DataLoader(TensorDataset(tokens, tokens), 16 // layout.dp)
+        trainer._start(loader)
+        activations = Activations(trainer._engine.modules(), (tokens,))
+        with activations, checkpointed(activations), CommunicationCounter():
+            trainer.fit(loader)
+        return activations.peak
 
     stats = ModelStats.of(model(), tokens[:2], loss_fn=scalar, **options)
-    wanted = [estimate(stats, ClusterSpec.preset("cpu", 2), layout, 16).memory for layout in layouts.values()]
-    for peaks in on_ranks(run, 2):
-        assert peaks == pytest.approx([memory.activations for memory in wanted], rel=0.01)
+    predicted = estimate(stats, ClusterSpec.preset("cpu", 2), layout, 16).memory.activations
+    for peak in on_ranks(run, 2):
+        assert peak == pytest.approx(predicted, rel=0.01)

@@ -96,7 +96,7 @@ def check_alike(results, rel):
     return first
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_sample_that_is_not_a_number_costs_the_steps_it_is_in(world):
     epochs = 25
 
@@ -109,7 +109,7 @@ def test_one_sample_that_is_not_a_number_costs_the_steps_it_is_in(world):
         assert sum(found["losses"][-3:]) < 0.7 * sum(found["losses"][:3]), name
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_scale_that_is_too_large_is_lowered_as_without_a_hook(world):
     """The scaler halves it in every step it skips: their number follows from where it ends."""
     begin = 2.0**30

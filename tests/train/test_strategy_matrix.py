@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from covering import half_of
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -285,10 +286,23 @@ def wanted(name, strategy, precision, hook, world):
     return fsdp | {"axes": sorted(axes)}
 
 
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_it_builds_what_it_says_or_says_why_not(world):
+PARTS = {"auto": ["auto"], "replicated": ["ddp", "zero1"], "sharded": list(STRATEGIES)[3:]}
+
+
+@pytest.mark.parametrize(
+    ("world", "part"),
+    [
+        (1, None),
+        *((2, part) for part in PARTS),
+        *(pytest.param(world, None, marks=pytest.mark.slow) for world in (2, 3, 4)),
+    ],
+)
+def test_it_builds_what_it_says_or_says_why_not(world, part):
+    """A part has half of the cases of its strategies; without a part, the test has all cases of all strategies."""
     precisions = (None, "fp16") if world == 3 else PRECISIONS  # to save time
     cases = list(itertools.product(STRATEGIES, precisions, HOOKS))
+    if part is not None:
+        cases = [case.values for case in half_of(PARTS[part], precisions, [*HOOKS]) if not case.marks]
 
     def run():
         found = {}

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from covering import half_of
 from ranks import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
@@ -92,8 +93,7 @@ def run(data, directory=None, callbacks=(), seed=0, optimizer=torch.optim.AdamW,
     return trainer
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("stopped", [1, 4, 6, 9])
+@pytest.mark.parametrize(("data", "stopped"), half_of([*DATA], [1, 4, 6, 9]))
 def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit_as_one_that_was_not(tmp_path, data, stopped):
     expected = run(data)
     with pytest.raises(BrokenError):
