@@ -95,8 +95,15 @@ def mean_of(tensor):
     return float(mean.full_tensor() if isinstance(mean, DTensor) else mean)
 
 
-def peaks(layout, kind, folders):
-    """By how much the peak of this process rises in each way to start; and the mean of each tensor that was read."""
+def peaks(layout, kind, folders, with_values):
+    """By how much the peak of this process rises in each way to start; and the mean of each tensor that was read.
+
+    Args:
+        layout: The layout of the ranks.
+        kind: A key of MODELS.
+        folders: Folders that hold the weights of such a model, by name.
+        with_values: Measure also the start of a model that has values, which every rank builds in full.
+    """
     model, sizes = MODELS[kind], SMALL[kind]
     materialize_(sharded(layout if layout != "trainer" else "fsdp", lambda: model(*sizes)))  # loads what all need
     started(layout, lambda: model(*sizes))
@@ -110,12 +117,9 @@ def peaks(layout, kind, folders):
             means[way] = {name: mean_of(p) for part in parts for name, p in part.named_parameters()}
         del parts, given
         ways[way] = None
+    if with_values:
+        rises["with values"], _ = rise_of(lambda: started(layout, model()))
     return rises, means
-
-
-def with_values(layout):
-    """The rise with a model that has values, which every rank builds in full."""
-    return rise_of(lambda: started(layout, dense()))[0]
 
 
 def export_peaks(folder):
