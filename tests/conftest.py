@@ -32,7 +32,8 @@ settings.load_profile("panther")
 LONG_MARKS = ("slow", "tool", "extra", "engine", "engine_slow", "torture", "gpu")
 _long = []
 _file_seconds = Counter()
-SLOW_PAGES = ("migrate-ddp.rst", "sketched-convolutions.rst")  # they train; run alone, a page is not deselected
+# They train, or plan for many layouts. Run alone, a page is not deselected.
+SLOW_PAGES = ("migrate-ddp.rst", "sketched-convolutions.rst", "advisor.rst")
 # Pages, and the module without which they are skipped; the pages of ENGINES are tested in .venv-engines.
 EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao", "keras.rst": "keras"}
 ENGINES = ("torchao", "keras", "ray", "deepspeed")

@@ -77,6 +77,7 @@ def test_the_wheel_works_from_an_empty_folder(wheel, tmp_path):
     assert run("-I", "-S", "-c", USE, target, site, cwd=empty).strip() == panther.__version__
 
 
+@pytest.mark.slow
 def test_the_readme_runs(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     assert blocks

@@ -124,7 +124,7 @@ def test_uniform_is_one_form_everywhere():
     ("size", "options"),
     [
         pytest.param(4.25, {}, marks=pytest.mark.slow), (3.0, {"sequential": True}), (4.25, {"method": "activation"}),
-        (4.25, {"method": "svd"}),
+        pytest.param(4.25, {"method": "svd"}, marks=pytest.mark.slow),
         (5.0, {"forms": "int4"}), (4.0, {"forms": "int8_low_rank"}), (20.0, {"forms": "interpolative"}),
         (20.0, {"forms": "interpolative", "sequential": True}), (4.25, {"group_size": None}),
     ],
@@ -258,9 +258,11 @@ def image_batches():
     ("size", "options"),
     [
         (6.5, {"forms": "int4"}), (8.5, {"forms": ("int6", "low_rank"), "sequential": True}),
-        (12.0, {"forms": "int8", "method": "activation", "group_size": None}), (9.0, {"forms": ("int8", "int3")}),
+        (12.0, {"forms": "int8", "method": "activation", "group_size": None}),
+        pytest.param(9.0, {"forms": ("int8", "int3")}, marks=pytest.mark.slow),
         (12.0, {"forms": ("int8_low_rank", "int6")}), (9.0, {"forms": ("int4+low_rank", "int4")}),
-        (8.0, {"forms": ("int6", "int5"), "method": "svd"}), (8.0, {"forms": KNOWN_FORMS}), (6.5, {}),
+        pytest.param(8.0, {"forms": ("int6", "int5"), "method": "svd"}, marks=pytest.mark.slow),
+        (8.0, {"forms": KNOWN_FORMS}), pytest.param(6.5, {}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_convolutions(size, options, tmp_path):

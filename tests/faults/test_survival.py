@@ -24,7 +24,14 @@ def whole(tmp_path_factory):
     return digest, seconds
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda t: f"{t.moment}-{t.victim}".replace(" ", "-"))
+SLOW = ("in a file", "before an old one goes")
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [pytest.param(trial, marks=pytest.mark.slow if trial.moment in SLOW else ()) for trial in TRIALS],
+    ids=lambda t: f"{t.moment}-{t.victim}".replace(" ", "-"),
+)
 def test_a_killed_run_ends_as_if_nothing_had_been(tmp_path, trial, whole):
     outcome = survive(tmp_path / "trial", trial, *whole)
     assert outcome.killed

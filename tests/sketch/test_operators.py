@@ -150,11 +150,11 @@ def test_seed_is_drawn_and_recorded(kind):
 
 @pytest.mark.parametrize("size", [(20, 37), (37, 20)])
 def test_isometric_in_expectation(kind, size):
-    """E||Sx||^2 = ||x||^2: the mean over 400 seeds of d >= 20 rows has deviation below sqrt(2 / 8000); 6 of them."""
+    """E||Sx||^2 = ||x||^2: the mean over 200 seeds of d >= 20 rows has deviation below sqrt(2 / 4000); 6 of them."""
     x = torch.linspace(-1, 1, size[1], dtype=torch.float64)
     x /= x.norm()
-    norms = [(kind(*size, seed=seed, dtype=torch.float64) @ x).square().sum() for seed in range(400)]
-    assert abs(torch.stack(norms).mean() - 1) < 6 * math.sqrt(2 / 8000)
+    norms = [(kind(*size, seed=seed, dtype=torch.float64) @ x).square().sum() for seed in range(200)]
+    assert abs(torch.stack(norms).mean() - 1) < 6 * math.sqrt(2 / 4000)
 
 
 def distortion_failures(kind, seeds: range, coherent: bool = False) -> int:
@@ -262,7 +262,7 @@ def test_autocast_leaves_products_alone(kind):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.13: Dynamo does it
-@pytest.mark.parametrize("size", [(8, 8), (4, 30)])
+@pytest.mark.parametrize("size", [(4, 30), pytest.param((8, 8), marks=pytest.mark.slow)])
 def test_compiled_code_may_use_sketches(kind, size):
     S = kind(*size, seed=1)
     A, B = torch.randn(size[1], 3), torch.randn(size[0], 3)
