@@ -48,8 +48,8 @@ def run(device: str, budget_s: float, quick: bool = False) -> None:
         print("processes over gloo are measured on CPUs only")
         return
     if quick:
-        layouts = ("dp=2 fsdp", "pp=2 1f1b m=4")
-        print_table(rows_of(2, layouts, {**SMALL, "sketch": 2}, budget_s, repetitions=1, start_method="fork"))
+        quick_layouts = ("dp=2 fsdp", "pp=2 1f1b m=4")
+        print_table(rows_of(2, quick_layouts, {**SMALL, "sketch": 2}, budget_s, repetitions=1, start_method="fork"))
         return
     rows = []
     for world, layouts in LAYOUTS.items():

@@ -219,8 +219,9 @@ def _windowed(
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0)
 
-    def plain(*operands: Tensor) -> Tensor:
-        return reference.windowed_linear_attention(*operands, *(log.double() for log in logs), window, causal)
+    def plain(q: Tensor, k: Tensor, v: Tensor, phi_q: Tensor, phi_k: Tensor) -> Tensor:
+        log_q, log_k = (log.double() for log in logs)
+        return reference.windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, window, causal)
 
     operands = (q, k, v, phi_q, phi_k)
 

@@ -138,7 +138,8 @@ def _nearest_plane(
         for i, j in blocks:
             along, across = E[:, i, : j.start] @ a[:, j, : j.start].mT, g[:, i, : i.start] @ Y[:, : i.start, j]
             parts.append((*(x[:, i, j] for x in (W, scale, zero)), a[:, j, j], g[:, i, i], along, across))
-        found = _round_blocks(*map(torch.cat, zip(*parts, strict=True)), largest.repeat(len(blocks))[:, None])
+        operands = [*map(torch.cat, zip(*parts, strict=True)), largest.repeat(len(blocks))[:, None]]
+        found = _round_blocks(*operands)
         for (i, j), code, error, moved in zip(blocks, *(x.split(matrices) for x in found), strict=True):
             codes[:, i, j], E[:, i, j], Y[:, i, j] = code, error, moved
     return codes[:, :outer, :inner]
