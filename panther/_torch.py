@@ -123,6 +123,8 @@ OVERRIDDEN_METHODS = {
     # torch.distributed.pipelining runs every stage on memory without values. There is no fallback.
     "_compute_outputs": "keep buffers and gradients of a stage when torch looks for the shapes of its outputs",
     "_post_metadata_inference_cleanup": "put these buffers and gradients back",
+    "_shape_inference": "do both in torch 2.11, which has neither of these two methods",
+    "_get_init_p2p_neighbors_ops": "leave out the messages of a rank to itself, which torch 2.11 sends first",
     # torch.distributed.elastic has no public way to a worker that ends without a result, or to its signal.
     "_monitor_workers": "detect workers that end without a result",
     "_shutdown": "end the workers with SIGTERM",

@@ -218,7 +218,9 @@ def test_private_methods_of_torch_are_overridden_where_listed():
             continue  # an adapter can be imported where its library is
         imported = importlib.import_module(name)
         classes += [value for value in vars(imported).values() if inspect.isclass(value) and value.__module__ == name]
-    assert overridden_methods(classes) == set(OVERRIDDEN_METHODS)
+    assert overridden_methods(classes) <= set(OVERRIDDEN_METHODS)
+    # Some methods are those of an older torch than this one.
+    assert set(OVERRIDDEN_METHODS) <= {name for cls in classes for name in vars(cls)}
 
 
 def test_the_check_of_overridden_methods_objects():

@@ -214,7 +214,7 @@ def _divide(exported: fx.GraphModule, starts: Sequence[str], leaf_modules: list[
             _put_call(graph, node)
     # Calls of modules stay, even if unused: their hooks and buffers may matter.
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output", "call_module") or _changes(node))
-    (output,) = next(reversed(graph.nodes)).args
+    (output,) = graph.output_node().args
     if not (isinstance(output, tuple | list) and len(output) == 1 and isinstance(output[0], fx.Node)):
         raise ShapeError(
             "a model that is split into stages must return one tensor, which the loss compares: wrap it to do so"

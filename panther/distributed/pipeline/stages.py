@@ -169,22 +169,47 @@ class _Stage(PipelineStage):
         with torch.no_grad():
             for x in args if not self.is_first else ():
                 x.zero_()  # uninitialised indices may be out of range
-        self._before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # gradients belong to the shards, not to the gathered parameters
-        self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-        for parameter, _ in self._gradients:
-            parameter.grad = None
+        self._remember(module)
         return super()._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
+        self._restore()
+
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        # The run of torch 2.11, on zeros.
+        self._remember(self.submod)
+        shapes = super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
+        reshard_(self.submod)
+        self._restore()
+        return shapes
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 lets a rank with two adjacent stages greet itself, which gloo refuses.
+        greetings = super()._get_init_p2p_neighbors_ops()
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+
+    def _remember(self, module: nn.Module) -> None:
+        """Keep copies of buffers, and take away the gradients, which the run would change."""
+        self._before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        reshard_(module)  # gradients belong to the shards, not to the gathered parameters
+        self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def _restore(self) -> None:
         with torch.no_grad():
             for buffer, before in self.__dict__.pop("_before", ()):  # such as BatchNorm's statistics
                 buffer.copy_(before)
         for parameter, gradient in self.__dict__.pop("_gradients", ()):
             parameter.grad = gradient
+
+
+def reshard_(module: nn.Module) -> None:
+    """Free the gathered parameters of the modules that FSDP shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def plan_stages(
