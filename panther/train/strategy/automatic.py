@@ -90,9 +90,6 @@ def choose_strategy(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: C
     return choice
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _advice(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Feed) -> _Advice:
     cluster, refusals = _cluster(config), _Refusals(model, config, loss_fn, feed)
     try:
@@ -107,9 +104,6 @@ def _advice(model: nn.Module, config: TrainConfig, loss_fn: Any, feed: Feed) -> 
     if misfit is not None and config.cpu_offload:
         misfit += " What cpu_offload keeps elsewhere is counted."
     return _Advice(plan.best.layout, plan.left_out, misfit)
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _plan(
@@ -191,9 +185,6 @@ class _Refusals:
         return None if layout.strategy == "ddp" else self._sharded
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _against_stages(model: nn.Module, loss_fn: Any, batch: Any) -> str | None:
     """Return why a model, its loss or a batch cannot go through a pipeline; None if they can."""
     if loss_fn is None:
@@ -210,9 +201,6 @@ def _against_stages(model: nn.Module, loss_fn: Any, batch: Any) -> str | None:
     return None
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _config_of(config: TrainConfig, layout: Layout) -> TrainConfig:
     """Return the configuration that builds a layout, or raise ConfigError if a setting does not apply to it."""
     sizes: dict[str, Any] = {"strategy": layout.strategy or "tp"}
@@ -226,9 +214,6 @@ def _config_of(config: TrainConfig, layout: Layout) -> TrainConfig:
     return _replace(config, **sizes)
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _other_strategy(config: TrainConfig) -> str:
     """Return the strategy where the advisor has no answer: the one that takes most models."""
     if is_model_parallel(config):
@@ -236,14 +221,8 @@ def _other_strategy(config: TrainConfig) -> str:
     return "ddp" if "ddp" in possible_strategies(config) else "fsdp"
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _replace(config: TrainConfig, **settings: Any) -> TrainConfig:
     return dataclasses.replace(config, cluster_file=None, **settings)  # which is for "auto"
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _cluster(config: TrainConfig) -> ClusterSpec:
