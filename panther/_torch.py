@@ -33,6 +33,7 @@ __all__ = [
     "fake_group",
     "first_infinities",
     "flat_mesh",
+    "forget_shapes",
     "forward_pre_hooks_of",
     "functional_collectives",
     "group_timeout",
@@ -441,6 +442,18 @@ def sync_zero_groups(optimizer: Any, inner: torch.optim.Optimizer) -> None:
     Its own ``load_state_dict`` ends in the same call. The public fallback is to assign each setting.
     """
     optimizer._sync_param_groups(inner.param_groups, optimizer.param_groups)
+
+
+def forget_shapes(stage: Any) -> None:
+    """Let a stage of a pipeline find the shapes of its outputs again, for microbatches of another size.
+
+    torch 2.11 keeps the first ones; later versions look for them in every new schedule. The public fallback is to make
+    new stages, which an optimizer would not know.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    if hasattr(PipelineStage, "_shape_inference"):
+        stage.inputs_meta = stage._outputs_meta = None
 
 
 def checkpoint_wrapped_(

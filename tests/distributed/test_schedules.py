@@ -183,7 +183,8 @@ def test_batches_of_several_sizes_are_those_of_one_process(name):
         found = [schedule.step(x[:n], y[:n]) for n in sizes]
         evaluated = None
         if order == "loop":  # torch's schedules in a v cannot evaluate
-            given, wanted = (x[:4],) if schedule.is_first else (), {"target": y[:4]} if schedule.is_last else {}
+            # A batch of the size of the step before, which all versions of torch can evaluate.
+            given, wanted = (x[:2],) if schedule.is_first else (), {"target": y[:2]} if schedule.is_last else {}
             evaluated = schedule.schedule.eval(*given, **wanted)
         found.append(schedule.step(x[:4], y[:4]))
         gradients = {key: p.grad for stage in schedule.stages for key, p in stage.submod.named_parameters()}
@@ -198,7 +199,7 @@ def test_batches_of_several_sizes_are_those_of_one_process(name):
     assert len(steps) == len(expected)
     for found, wanted in zip(steps, expected, strict=True):
         torch.testing.assert_close(found, tuple(t.detach() for t in wanted), rtol=1e-10, atol=1e-12)
-    assert order == "v" or torch.allclose(evaluated, single(x[:4]), rtol=1e-10)
+    assert order == "v" or torch.allclose(evaluated, single(x[:2]), rtol=1e-10)
     for key, parameter in single.named_parameters():
         torch.testing.assert_close({**first[1], **second[1]}[key], parameter.grad, rtol=1e-10, atol=1e-12)
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake import fake_group
+from pool import RankError
 from ranks import on_ranks, take_pipeline_steps, take_steps
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from panther.distributed import HybridParallelTrainer, make_mesh, make_schedule, split_stages
 from panther.distributed.pipeline._export import trace_stages
@@ -97,6 +99,18 @@ SCHEDULES = {
 POINTS = ["decoder.layers.1", "decoder.layers.2.norm", "decoder.norm"]
 
 
+def assert_integers_are_refused(name, world, cut):
+    per_rank, order = SCHEDULES[name]
+    x, y = data()
+
+    def rank():
+        stages = split_stages(build(100), world * per_rank, order=order, sample_input=x[:2], **cut)
+        make_schedule(name, stages, 4, nn.MSELoss()).step(x, y)
+
+    with pytest.raises(RankError, match="sends only floating-point tensors between stages that are trained"):
+        on_ranks(rank, world)
+
+
 @pytest.mark.parametrize(
     ("name", "world", "cut"),
     [
@@ -115,6 +129,9 @@ POINTS = ["decoder.layers.1", "decoder.layers.2.norm", "decoder.norm"]
 def test_ten_steps_are_those_of_one_process(name, world, cut):
     per_rank, order = SCHEDULES[name]
     x, y = data()
+    if hasattr(PipelineStage, "_shape_inference"):  # torch 2.11, which cannot send the integers that this model makes
+        assert_integers_are_refused(name, world, cut)
+        return
 
     def rank():
         model = build(100 + dist.get_rank())

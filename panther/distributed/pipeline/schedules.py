@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from panther._torch import forget_shapes
 from panther.distributed.comm._agreement import agree, in_words
 from panther.distributed.comm._diagnostics import watched
 from panther.distributed.pipeline._balance import stages_of_rank
@@ -77,9 +78,11 @@ class PipelineSchedule:
             agree("PipelineSchedule.step", check, group, "pass every rank of the axis the same batch", "batches")
             if self._agreed is not None:  # torch's schedule has receive buffers for the shapes of its first batch only
                 self.schedule = self._make()
+                for stage in self.stages:
+                    forget_shapes(stage)
             self._agreed = described
         losses: list[Tensor] = []  # torch's schedule appends the loss of every microbatch
-        given = inputs if self.is_first else ()
+        given = tuple(map(_without_gaps, inputs)) if self.is_first else ()
         wanted = {"target": target, "losses": losses} if self.is_last else {}
         with watched(f"a step of {described['the input']}", group):
             output = self.schedule.step(*given, **wanted)
@@ -108,6 +111,11 @@ class PipelineSchedule:
                 f"the stages were traced with a sample of {_shapes(traced)}, and microbatches are {_shapes(found)}: "
                 "pass batches of this size, or call split_stages with a sample_input of one microbatch"
             )
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """Return a tensor whose memory has no gaps: torch 2.11 refuses others, whose strides it does not keep."""
+    return x if torch.empty_like(x, device="meta").stride() == x.stride() else x.clone()
 
 
 def _in_short(tensors: tuple[Tensor, ...]) -> str:

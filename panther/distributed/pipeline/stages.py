@@ -179,9 +179,16 @@ class _Stage(PipelineStage):
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
         # The run of torch 2.11, on zeros.
         self._remember(self.submod)
-        shapes = super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
+        shapes: Any = super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
         reshard_(self.submod)
         self._restore()
+        integers = [x.dtype for x in self.inputs_meta or () if not (x.is_floating_point() or x.is_complex())]
+        if integers and not self.is_first and self.has_backward:
+            raise ShapeError(
+                f"stage {self.stage_index} receives a tensor of {integers[0]}, and torch {torch.__version__} sends "
+                "only floating-point tensors between stages that are trained: use torch 2.13 or later, or begin the "
+                "stage elsewhere"
+            )
         return shapes
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
