@@ -4,7 +4,14 @@ No other module of the kernels uses a private name of torch. ``panther/_torch.py
 which the kernels do not import.
 """
 
-__all__ = ["are_transforms_active", "int8_weight_mm", "int_mm", "is_differentiated_forward", "only_vmap_is_active"]
+__all__ = [
+    "are_transforms_active",
+    "can_autocast",
+    "int8_weight_mm",
+    "int_mm",
+    "is_differentiated_forward",
+    "only_vmap_is_active",
+]
 
 import torch
 from torch import Tensor
@@ -15,6 +22,18 @@ from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
+
+_AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
+
+def can_autocast(device_type: str) -> bool:
+    """Return whether torch has autocast for a type of device.
+
+    The compiler of torch 2.11 cannot trace the public ``torch.amp.is_autocast_available``, which serves other devices.
+    """
+    if device_type in _AUTOCAST_DEVICES:
+        return True
+    return torch.amp.is_autocast_available(device_type)
 
 
 def only_vmap_is_active() -> bool:

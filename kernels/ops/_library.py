@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .._torch import are_transforms_active, is_differentiated_forward, only_vmap_is_active
+from .._torch import are_transforms_active, can_autocast, is_differentiated_forward, only_vmap_is_active
 
 _LIBRARY = torch.library.Library("panther", "DEF")
 
@@ -43,7 +43,7 @@ def define(
 
 def autocast(device: torch.device, *operands: torch.Tensor | None) -> list[Any]:
     """Return operands in the dtypes that a matrix product takes them in under autocast: float64 and integers stay."""
-    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+    if not (can_autocast(device.type) and torch.is_autocast_enabled(device.type)):
         return list(operands)
     dtype = torch.get_autocast_dtype(device.type)
     return [x if x is None or not x.is_floating_point() or x.dtype is torch.float64 else x.to(dtype) for x in operands]

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import can_autocast
+
 # Measured on one core with 8 heads, D = 64, E = 32 and n from 4096 to 16384: chunks of 32 and 128 take 1.2 and 1.4
 # times as long, and more chunks at once leave the cache, and take up to 1.7 times as long.
 _CHUNK = 64
@@ -264,7 +266,7 @@ def _no_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context without autocast; the meta device has none."""
     kind = device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if can_autocast(kind) else nullcontext()
 
 
 def _accumulation_dtype(q: Tensor) -> torch.dtype:

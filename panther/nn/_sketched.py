@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from panther._torch import buffers_of, children_of, parameters_of, put_forward_pre_hooks, unsaved_buffers_of
 from panther.errors import ShapeError, SketchMismatchError, check_device, check_flag, check_floating
+from panther.kernels._torch import can_autocast
 from panther.nn._sizes import warn_unless_smaller
 from panther.nn._sketch_record import has_values, make_record, read_record
 from panther.sketch import check_seed, signs
@@ -51,7 +52,7 @@ def arguments_of(layer: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
 
 def is_autocasting(device_type: str) -> bool:
     """Return whether autocast is on for a type of device, so that inputs of other dtypes are cast."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return can_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class CompressedModule(nn.Module):

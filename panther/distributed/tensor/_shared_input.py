@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from panther._torch import parameters_of, saved_tensor_hooks_are_set, version_of
 from panther.distributed.tensor._module import ShardedModule
 from panther.distributed.tensor.unshard import remember_
+from panther.kernels._torch import can_autocast
 
 
 class SharesInput(Protocol):
@@ -99,7 +100,7 @@ class SharedInput:
 def _state(layers: Sequence[nn.Module], input: Tensor) -> tuple[Any, ...]:
     """Return what decides the results beside the tensor: its version, the weights, and autocast."""
     kind = input.device.type
-    cast = torch.get_autocast_dtype(kind) if torch.amp.is_autocast_available(kind) else None
+    cast = torch.get_autocast_dtype(kind) if can_autocast(kind) else None
     weights = [(id(p), version_of(p)) for layer in layers for p in parameters_of(layer).values() if p is not None]
     version = None if input.is_inference() else version_of(input)
     return version, cast, torch.is_autocast_enabled(kind), weights

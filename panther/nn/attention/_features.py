@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError
+from panther.kernels._torch import can_autocast
 from panther.sketch import GaussianSketch
 
 # Added to every ReLU feature, as in the Performer: every query has some weight.
@@ -138,7 +139,7 @@ def check_inputs(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Te
         raise ShapeError(f"key_padding_mask must have shape {shape}, not {tuple(mask.shape)}")
     device, dtypes = query.device.type, tuple(x.dtype for x in (query, key, value))
     if any(dtype != layer.Wq.dtype for dtype in dtypes):
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if can_autocast(device) and torch.is_autocast_enabled(device):
             return
         raise DTypeError(
             f"query, key and value must be {layer.Wq.dtype}, as the layer, and are {dtypes}: cast them, or the "
