@@ -1,5 +1,6 @@
 """Checkpointing that saves the inner products of sketched layers: equal gradients, and what is sent and done again."""
 
+import inspect
 from functools import partial
 
 import pytest
@@ -8,7 +9,12 @@ from blocks import block
 from ranks import gradients_of, on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,6 +33,12 @@ from panther.train import TrainConfig, Trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
 R, ROWS = 3, 14
+
+# torch 2.11 shows no outputs to the policies of selective checkpointing, so nothing can be counted there.
+shows_outputs = pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext.__init__).parameters,
+    reason="this version of torch shows no outputs to policies",
+)
 
 
 def sketched(n, m):
@@ -58,6 +70,7 @@ def measure(model, how, *others):
     return {"x": x.grad, **gradients_of(model)}, traffic.calls, flops.get_total_flops(), sum(saved)
 
 
+@shows_outputs
 def test_nothing_is_sent_again_and_half_of_the_products_are_saved():
     def rank():
         model = block(sketched).double()
@@ -105,7 +118,7 @@ def test_one_process_and_a_policy_of_one_s_own():
         assert more - flops <= again
 
 
-@pytest.mark.parametrize("how", ["all", "selective"])
+@pytest.mark.parametrize("how", ["all", pytest.param("selective", marks=shows_outputs)])
 def test_attention_to_another_sequence(how):
     """The layers of one input stay together in a checkpointed region, so that backward computes what forward did."""
     other = batch().flip(0)
@@ -145,6 +158,7 @@ def saved_by_the_policy(block, **options):
     return recorded, saved
 
 
+@shows_outputs
 @pytest.mark.parametrize(
     ("make", "calls", "saved"),
     [
