@@ -85,7 +85,7 @@ def test_the_limit_leaves_out_and_stops_what_is_optional(tmp_path):
             python("too long", "", seconds=500, priority=3, optional=True),
         ],
         tmp_path,
-        limit_s=5,
+        limit_s=2,
         show=lines.append,
     )
     queue.run()

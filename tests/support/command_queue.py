@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _PROGRESS_S = 30
+_REMOVED_VARIABLES = ("MAKEFLAGS", "MAKELEVEL", "PYTHONDONTWRITEBYTECODE")
 _TAIL_CHARACTERS = 60_000
 # An optional command is started only if it is expected to end within the limit with this factor to spare.
 _SAFETY = 1.2
@@ -176,8 +177,9 @@ class _Process:
             arguments += ["-o", f"cache_dir=.pytest_cache/{stem}"]
             arguments += [f"--junitxml={self._results}"]
             variables = variables | {"PANTHER_SECONDS_FILE": str(self._seconds)}
-        # make's own variables would make a command's make take part in the jobs of this one.
-        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+        # make's own variables would make a command's make take part in the jobs of this one. Without files of compiled
+        # modules, every process would take seconds to compile what it imports.
+        environment = {name: value for name, value in os.environ.items() if name not in _REMOVED_VARIABLES}
         with self._log.open("w") as file:
             self._process = subprocess.Popen(
                 arguments,

@@ -94,12 +94,20 @@ def divide(units, num_parts):
 def pack(units, command_seconds):
     """Group the units of one set into lists for one pytest process each, by name.
 
-    A folder that takes more than ``command_seconds`` is divided; folders that take less share a process.
+    A folder that takes more than ``command_seconds`` is divided; folders that take less share a process. Docstrings and
+    pages have processes of their own: they leave threads behind, and a test that forks such a process can hang.
     """
+    groups = {}
+    for is_test in (True, False):
+        groups |= _packed([unit for unit in units if unit.path.startswith("tests/") == is_test], command_seconds)
+    return groups
+
+
+def _packed(units, command_seconds):
     folders = defaultdict(list)
     for unit in units:
-        folders[unit.folder].append(unit)
-    groups, small = {}, []
+        folders[unit.folder if unit.path.startswith("tests/") else "docstrings and pages"].append(unit)
+    groups, small, small_names = {}, [], []
     for name, members in sorted(folders.items()):
         total = sum(unit.seconds for unit in members)
         if total > command_seconds / 2:
@@ -108,14 +116,13 @@ def pack(units, command_seconds):
                 groups[f"{name} {number}/{len(parts)}" if len(parts) > 1 else name] = part
             continue
         if small and sum(unit.seconds for unit in small) + total > command_seconds:
-            groups[_range_name(small)] = small
-            small = []
-        small = small + members
+            groups[_range_name(small_names)] = small
+            small, small_names = [], []
+        small, small_names = small + members, [*small_names, name]
     if small:
-        groups[_range_name(small)] = small
+        groups[_range_name(small_names)] = small
     return groups
 
 
-def _range_name(units):
-    first, last = units[0].folder, units[-1].folder
-    return first if first == last else f"{first} to {last}"
+def _range_name(names):
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
