@@ -182,7 +182,8 @@ class _Stage(PipelineStage):
         shapes: Any = super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
         reshard_(self.submod)
         self._restore()
-        integers = [x.dtype for x in self.inputs_meta or () if not (x.is_floating_point() or x.is_complex())]
+        inputs: Any = getattr(self, "inputs_meta", None) or ()  # torch 2.13 has no such attribute
+        integers = [x.dtype for x in inputs if not (x.is_floating_point() or x.is_complex())]
         if integers and not self.is_first and self.has_backward:
             raise ShapeError(
                 f"stage {self.stage_index} receives a tensor of {integers[0]}, and torch {torch.__version__} sends "
