@@ -36,13 +36,17 @@ _file_seconds = Counter()
 SLOW_PAGES = ("migrate-ddp.rst", "sketched-convolutions.rst", "advisor.rst")
 # Pages, and the module without which they are skipped; the pages of ENGINES are tested in .venv-engines.
 EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao", "keras.rst": "keras"}
+# Libraries that `make test` does not install. A test that calls importorskip with one of them has the mark extra.
+EXTRA_LIBRARIES = {"transformers", "tokenizers", "onnx", "onnxruntime", "onnxscript", "tensorboard", "mlflow"}
 ENGINES = ("torchao", "keras", "ray", "deepspeed")
 
 
 def pytest_collection_modifyitems(items):
     """Mark property tests ``fuzz``, long pages ``slow``, and tests of the fixture ``transformers`` as of an extra."""
     for item in items:
-        if "transformers" in getattr(item, "fixturenames", ()):
+        code = getattr(getattr(item, "function", None), "__code__", None)
+        asks_for_extra = code and "importorskip" in code.co_names and EXTRA_LIBRARIES & set(map(str, code.co_consts))
+        if asks_for_extra or "transformers" in getattr(item, "fixturenames", ()):
             item.add_marker("extra")
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("fuzz")

@@ -375,6 +375,7 @@ def transformer(kind, seed):
     return getattr(transformers, name + head)(getattr(transformers, name + "Config")(**config)).double()
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("kind", [*OWN_PLAN, *KNOWN])
 def test_transformers_models(kind):
     generator = torch.Generator().manual_seed(0)
