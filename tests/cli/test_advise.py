@@ -177,6 +177,7 @@ def test_the_cost_of_a_run_and_a_budget(models, capsys):
     assert "the run has no length" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_measure_and_plan_with_what_was_measured(models, capsys):
     assert main(["advise", "--measure", "cluster.json", "--gpus", "1"]) == 0

@@ -118,7 +118,7 @@ def _only(model, folder):
         ("fsdp", "inference"),
         pytest.param("tp", "inference", marks=pytest.mark.slow),
         ("tp", "checkpoint"),
-        ("hybrid", "checkpoint"),
+        pytest.param("hybrid", "checkpoint", marks=pytest.mark.slow),
     ],
 )
 def test_layers_are_sharded_before_they_have_values(layout, kind, tmp_path):

@@ -152,7 +152,7 @@ def trainer_of(settings):
     ("layout", "resumed"),
     [
         ("tp", True),
-        ("pp", False),
+        pytest.param("pp", False, marks=pytest.mark.slow),
         *(
             pytest.param(name, True, marks=pytest.mark.slow)
             for name in ("pp", "fsdp x tp", "replicate x pp", "tp x pp")
