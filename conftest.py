@@ -1,9 +1,37 @@
-"""What is not collected: what needs a library that is not installed, and scripts, which would run."""
+"""What tests, docstrings and pages share: Triton's interpreter, what is not collected, marks, and the limit of time.
 
+This file is at the root because pytest does not read tests/conftest.py for docstrings and pages alone.
+"""
+
+import importlib
+import json
+import os
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-# Files that are not called after the library in their examples.
+import processor_time
+import pytest
+import torch
+import waits
+from checks import ENGINE_PATHS
+from fuzzing import fuzz
+from hypothesis import settings
+
+# Kernels run in the interpreter where there is no GPU, which Triton must know before it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Keras' pages and docstrings run on torch; other backends have processes of their own.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+# Each brings an LLVM: Triton's ends a process that has TensorFlow's, which Keras imports where it finds it.
+if find_spec("tensorflow") and find_spec("triton"):
+    importlib.import_module("triton")
+
+# For property tests without the decorator too: hypothesis' deadline of 200 ms fails tests on a busy machine.
+settings.register_profile("panther", fuzz)
+settings.load_profile("panther")
+
+# Adapters whose file does not have the name of the library that its examples need.
 _LIBRARIES = {"pretrained": "transformers", "_model_card": "transformers"}
 
 
@@ -27,3 +55,93 @@ collect_ignore = [
         if (library := _library(path)) and find_spec(library) is None
     ),
 ]
+
+# Tests with these marks are not in `make test`, and may take longer than a test there.
+LONG_MARKS = ("slow", "tool", "extra", "engine", "engine_slow", "torture", "gpu")
+_long = []
+_file_seconds = Counter()
+# They train, or plan for many layouts. Run alone, a page is not deselected.
+SLOW_PAGES = ("migrate-ddp.rst", "sketched-convolutions.rst", "advisor.rst")
+# Pages, and the module without which they are skipped; the pages of ENGINES are tested in .venv-engines.
+EXTRA_PAGES = {"transformers.rst": "transformers", "peft.rst": "peft", "torchao.rst": "torchao", "keras.rst": "keras"}
+# Libraries that `make test` does not install. A test that calls importorskip with one of them has the mark extra.
+EXTRA_LIBRARIES = {"transformers", "tokenizers", "onnx", "onnxruntime", "onnxscript", "tensorboard", "mlflow"}
+ENGINES = ("torchao", "keras", "ray", "deepspeed")
+
+
+def pytest_collection_modifyitems(items):
+    """Mark property tests ``fuzz``, long pages ``slow``, and tests of the fixture ``transformers`` as of an extra."""
+    for item in items:
+        code = getattr(getattr(item, "function", None), "__code__", None)
+        asks_for_extra = code and "importorskip" in code.co_names and EXTRA_LIBRARIES & set(map(str, code.co_consts))
+        if asks_for_extra or "transformers" in getattr(item, "fixturenames", ()):
+            item.add_marker("extra")
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("fuzz")
+        if item.path.name in SLOW_PAGES:
+            item.add_marker("slow")
+        if "integrations" in item.path.parts and {item.path.stem, item.path.parent.name} & set(ENGINES):
+            item.add_marker("engine")
+        if item.path.name == "horovod.py":  # its examples
+            item.add_marker("engine_slow")
+        if module := EXTRA_PAGES.get(item.path.name):
+            item.add_marker("engine" if module in ENGINES else "extra")
+            item.add_marker(pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}"))
+        if item.get_closest_marker("engine") and not item.location[0].startswith((*ENGINE_PATHS, "docs/howto/")):
+            raise pytest.UsageError(
+                f"{item.nodeid} has the mark engine, whose tests are looked for in {', '.join(ENGINE_PATHS)} only: "
+                "move the test, or add its folder to ENGINE_PATHS in tests/support/checks.py"
+            )
+
+
+def pytest_timeout_set_timer(item, settings):
+    """Let the limit of a test, which pytest-timeout reads from its mark or from the settings, grow with the load."""
+    if settings.method != "signal":
+        return None
+    waits.start_test_limit(item, settings)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Note a test of ``make test`` that takes more than 5 s of processor time on the reference machine.
+
+    Processor time, because the time on the clock says nothing about a test on a busy machine.
+    """
+    processor_time.sample_speed()
+    begun = processor_time.processor_s()
+    result = yield
+    used = processor_time.processor_s() - begun
+    _file_seconds[item.location[0]] += used
+    if used > processor_time.LIMIT_S and not _may_be_long(item):
+        limit = processor_time.limit_s()
+        if used > limit:
+            _long.append((used, limit, item.nodeid))
+    return result
+
+
+def _may_be_long(item):
+    """Return whether ``make test`` leaves the test out, or another number of examples was asked for."""
+    if "PANTHER_FUZZ_EXAMPLES" in os.environ and item.get_closest_marker("fuzz"):
+        return True
+    return any(item.get_closest_marker(name) for name in LONG_MARKS)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """List the tests that took too long."""
+    if _long:
+        terminalreporter.section(f"tests of more than {processor_time.LIMIT_S:g} s of processor time")
+        for used, limit, name in sorted(_long, reverse=True):
+            terminalreporter.line(f"{used:6.1f} s, and the limit is {limit:.1f} s on this machine now: {name}")
+        terminalreporter.line(
+            "Make them faster (smaller sizes, fewer repetitions, a fixture that tests share, fewer processes), or mark "
+            "them slow and keep a smaller case without the mark. Seconds include child processes and ranks."
+        )
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Write the seconds of each file for the queue of checks, and fail if ``PANTHER_LONG_TESTS=fail`` asks for it."""
+    if path := os.environ.get("PANTHER_SECONDS_FILE"):
+        Path(path).write_text(json.dumps(_file_seconds))
+    if _long and exitstatus == 0 and os.environ.get("PANTHER_LONG_TESTS") == "fail":
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -17,7 +17,7 @@ def selected(commands):
     pairs = []
     for command in commands:
         if command.is_pytest:
-            name = command.name.removeprefix("recent ").partition(":")[0]
+            name = command.name.partition(":")[0].rpartition(", ")[2]
             pairs += [(name, argument) for argument in command.arguments if argument in measured]
     return pairs
 
@@ -56,9 +56,10 @@ def test_every_test_file_is_in_a_unit():
 def test_recently_changed_folders_come_first():
     changed = ["kernels/ops/x.py", "panther/nn/linear.py", "README.md", "tests/train/test_a.py"]
     commands = checks.ci_commands(PATHS, SECONDS, 0, changed)
-    recent = sorted((c for c in commands if c.name.startswith("recent all")), key=lambda command: command.priority)
-    folders = dict.fromkeys(command.name.partition(": ")[2].partition(" ")[0] for command in recent)
-    assert list(folders) == ["nn", "train"]
+    recent = sorted((c for c in commands if c.name.startswith("recent ")), key=lambda command: command.priority)
+    folders = dict.fromkeys(command.name.partition(",")[0] for command in recent)
+    assert list(folders) == ["recent kernels", "recent nn", "recent train"]
+    assert len({command.name for command in commands}) == len(commands)
     assert all(command.optional for command in recent)
 
 

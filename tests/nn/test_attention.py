@@ -623,7 +623,10 @@ def test_checkpoints_with_one_projection_matrix_for_all_heads():
         attention_of("taylor").load_state_dict({**state, "projection_matrix": shared})
 
 
-@pytest.mark.parametrize(("causal", "kernel", "backend"), [(False, "taylor", "aot_eager"), (True, "softmax", "eager")])
+@pytest.mark.parametrize(
+    ("causal", "kernel", "backend"),
+    [pytest.param(False, "taylor", "aot_eager", marks=pytest.mark.slow), (True, "softmax", "eager")],
+)
 def test_compile(causal, kernel, backend):
     layer = attention_of(kernel, iscausal=causal).eval()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)

@@ -41,7 +41,7 @@ CI_LIMIT_S = 20 * 60
 PARTS = ("test", "lint", "docs", "all", "isa", "engines")
 STATE_FOLDER = ROOT / ".checks"
 
-# Paths of the tests with the mark `engine`. tests/conftest.py refuses the mark elsewhere.
+# Paths of the tests with the mark `engine`. conftest.py refuses the mark elsewhere.
 ENGINE_PATHS = ("tests/integrations", "tests/cli/test_init_schemas.py", "panther/integrations", "panther/tuning")
 
 TEST_MARKS = "not (gpu or slow or tool or torture or engine or engine_slow or extra)"
@@ -50,6 +50,13 @@ ISA_MARKS = "not (fuzz or slow or tool or torture or extra or gpu)"
 
 # Priorities of commands: what others wait for, what every run has, the share, and what changed recently.
 FIRST, ALWAYS, SHARE, RECENT = range(4)
+
+# pip compiles 20,000 files on one core, and most of them are never imported. So pip does not compile, and the libraries
+# that every test imports are compiled on all cores, because the first test should not be charged with them. A file for a
+# newer Python makes compileall fail, which does not matter.
+COMPILED = ("install test", "install all")
+_LIBRARIES = "torch sympy numpy scipy networkx triton hypothesis _pytest"
+_COMPILE = f"cd .venv/lib/python3*/site-packages; ../../../bin/python -m compileall -q -j 0 {_LIBRARIES}"
 
 INSTALL_SECONDS = {"install test": 110, "install all": 190, "install engines": 190, "install browser": 60}
 
@@ -137,22 +144,23 @@ def _pytest(tests, name, group, variables=(), label="", **fields):
 def tool_commands(names):
     """Return the commands among ``names`` that are no tests: installations, lint and documentation."""
     targets = {
-        "install test": (".venv/.test-stamp",),
-        "install all": (".venv/.all-stamp",),
-        "install engines": (".venv-engines/.stamp",),
-        "install browser": ("browser",),
-        "lint": ("lint",),
-        "docs": ("docs",),
+        "install test": ".venv/.test-stamp",
+        "install all": ".venv/.all-stamp",
+        "install engines": ".venv-engines/.stamp",
+        "install browser": "browser",
+        "lint": "lint",
+        "docs": "docs",
     }
     return [
         Command(
             name,
-            ("make", *targets[name]),
+            ("sh", "-c", f"make {targets[name]} && ({_COMPILE} || true)")
+            if name in COMPILED
+            else ("make", targets[name]),
             seconds=INSTALL_SECONDS.get(name, 150),
             priority=FIRST if name in INSTALL_SECONDS else ALWAYS,
             needs=frozenset() if name in INSTALL_SECONDS else frozenset({"install all"}),
-            # pip takes a false value for "do not compile". Python compiles a file when it is first imported, and most
-            # files of the libraries never are.
+            # For pip, the value 0 means that it does not compile what it installs.
             variables={"PIP_NO_COMPILE": "0"} if name in INSTALL_SECONDS else {},
         )
         for name in names
@@ -178,7 +186,8 @@ def ci_commands(paths, seconds, num_commits, changed_files):
     commands += longer_commands(sets, share, priority=SHARE, optional=True)
     for position, folder in enumerate(dict.fromkeys(unit.folder for unit in recent)):
         members = [unit for unit in recent if unit.folder == folder]
-        commands += longer_commands(sets, members, label="recent ", priority=RECENT + position, optional=True)
+        label = f"recent {folder}, "
+        commands += longer_commands(sets, members, label=label, priority=RECENT + position, optional=True)
     return commands
 
 
