@@ -52,8 +52,8 @@ ISA_MARKS = "not (fuzz or slow or tool or torture or extra or gpu)"
 FIRST, ALWAYS, SHARE, RECENT = range(4)
 
 # pip compiles 20,000 files on one core, and most of them are never imported. So pip does not compile, and the libraries
-# that every test imports are compiled on all cores, because the first test should not be charged with them. A file for a
-# newer Python makes compileall fail, which does not matter.
+# that every test imports are compiled on all cores, because the first test should not be charged with them. That a
+# file for a newer Python cannot be compiled does not matter.
 COMPILED = ("install test", "install all")
 _LIBRARIES = "torch sympy numpy scipy networkx triton hypothesis _pytest"
 _COMPILE = f"cd .venv/lib/python3*/site-packages; ../../../bin/python -m compileall -q -j 0 {_LIBRARIES}"
