@@ -40,4 +40,4 @@ def test_a_slower_machine_has_a_longer_limit(at_start, before, now, expected, mo
     monkeypatch.setattr(processor_time, "_start_s", at_start * reference)
     monkeypatch.setattr(processor_time, "_workloads_s", [before * reference])
     monkeypatch.setattr(processor_time, "_workload_s", lambda: now * reference)
-    assert processor_time.limit_s() == pytest.approx(expected * processor_time.LIMIT_S)
+    assert processor_time.limit_s() == pytest.approx(expected * processor_time.LIMIT_S * processor_time.SPREAD)

@@ -175,7 +175,6 @@ def test_real_processes_hold_and_send_what_is_predicted(kind, world, layout):
                 ("transformer", 1, "one rank"),
                 ("branches", 2, "dp=2 ddp"),
                 ("blocks", 2, "tp=2"),
-                ("blocks", 2, "pp=2 1f1b m=4"),
                 ("transformer", 2, "dp=2 fsdp"),
             ],
             ("full", "selective"),
@@ -184,6 +183,7 @@ def test_real_processes_hold_and_send_what_is_predicted(kind, world, layout):
             pytest.param(case, recomputed, marks=pytest.mark.slow)
             for recomputed in ("full", "selective")
             for case in [
+                ("blocks", 2, "pp=2 1f1b m=4"),
                 ("transformer", 2, "pp=2 gpipe m=4"),
                 ("transformer", 2, "pp=2 interleaved m=2"),
                 ("blocks", 4, "dp=2 fsdp, tp=2"),

@@ -272,7 +272,7 @@ def test_nothing_looks_ahead(dtype, scaled, bad):
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("bad", [1e30, torch.nan])
+@pytest.mark.parametrize("bad", [pytest.param(1e30, marks=pytest.mark.slow), torch.nan])
 def test_nothing_looks_ahead_in_the_kernels(device, bad):
     check_nothing_looks_ahead(device, torch.float32, True, bad, (7, 20))
 

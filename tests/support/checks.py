@@ -292,12 +292,14 @@ def _options(arguments):
 
 
 def _record(outcomes, paths, seconds):
-    """Replace the seconds of the units that ran, multiplied so that the sum is the reference machine's."""
+    """Replace the seconds of the units that ran by the measured ones, and write the file."""
+    measured = Counter()
     for outcome in outcomes:
         set_name = outcome.command.name.partition(":")[0]
         for file, value in outcome.file_seconds.items():
             if path := unit_path(file, paths):
-                seconds[set_name, path] = value if path == file else seconds.get((set_name, path), 0.0) + value
+                measured[set_name, path] += value
+    seconds = seconds | measured
     write_seconds(seconds)
 
 

@@ -93,8 +93,8 @@ STRATEGIES = {
 }
 
 
-# Each of their parts is in another strategy.
-SLOW = ("fsdp with tp", "offload with tp", "offload with stages", "zero2 with tp", "hybrid sharding with tp")
+# Each of their parts is in another strategy, and tests/distributed/test_hybrid.py has the combinations.
+SLOW = ("hybrid", "fsdp with tp", "offload with tp", "offload with stages", "zero2 with tp", "hybrid sharding with tp")
 
 
 @pytest.mark.parametrize(
