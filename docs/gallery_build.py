@@ -2,12 +2,15 @@
 
 ``make docs`` runs every script of docs/gallery at reduced size, for which it sets PANTHER_DOCS_QUICK, and shows the
 committed figures below it. ``make docs-full`` (PANTHER_DOCS_FULL=1) runs them at full size and writes those figures.
+PANTHER_DOCS_SCRIPTS names the scripts that run, such as ``compress/encoder.py``, separated by spaces; the pages of the
+other scripts have no output. ``.ci/run`` sets it, because all of them take minutes.
 """
 
-__all__ = ["FULL", "ORDER", "reset", "setup", "sphinx_gallery_conf"]
+__all__ = ["FULL", "ORDER", "executed_scripts", "reset", "setup", "sphinx_gallery_conf"]
 
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,14 @@ def _position(filename: str) -> int:
     return [name for names in ORDER.values() for name in names].index(filename)
 
 
+def executed_scripts() -> str:
+    """Return the regular expression of the paths of the scripts that run."""
+    names = os.environ.get("PANTHER_DOCS_SCRIPTS")
+    if names is None:
+        return r"\.py$"
+    return "|".join(f"/{re.escape(name)}$" for name in names.split()) or "(?!)"
+
+
 def reset(gallery_conf: dict[str, Any], fname: str) -> None:
     """Set the seeds and the style of figures before each script."""
     import matplotlib
@@ -63,7 +74,7 @@ def reset(gallery_conf: dict[str, Any], fname: str) -> None:
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "examples",
-    "filename_pattern": r"\.py$",
+    "filename_pattern": executed_scripts(),
     "subsection_order": [f"gallery/{folder}" for folder in ORDER],
     "within_subsection_order": "gallery_build._position",
     "doc_module": ("panther",),

@@ -47,6 +47,15 @@ def test_six_commits_in_a_row_run_what_verify_runs_beside_make_test():
         assert engines == ("install engines" in names)
 
 
+def test_six_commits_in_a_row_execute_the_whole_gallery():
+    changed = "docs/gallery/compress/vision.py"
+    runs = [checks.gallery_scripts(number, [changed, "README.md"]) for number in range(7, 7 + NUM_SHARES)]
+    assert all("compress/vision.py" in scripts for scripts in runs)
+    every = [str(path.relative_to(checks.GALLERY)) for path in checks.GALLERY.glob("*/*.py")]
+    assert sorted({script for scripts in runs for script in scripts}) == sorted(every)
+    assert sum(map(len, runs)) == len(every) + NUM_SHARES - 1
+
+
 def test_every_test_file_is_in_a_unit():
     paths = measured_seconds.paths_of_tests()
     for file in ("tests/test_checks.py", "tests/nn/test_linear.py", "panther/nn/linear.py", "docs/howto/keras.rst"):

@@ -1,11 +1,11 @@
 """Run the project's checks: ``checks.py test``, ``checks.py ci`` and ``checks.py verify [PART ...]``.
 
-``test`` runs every behaviour once. ``ci`` adds lint, the documentation and a share of the longer sets of tests, and
-ends within a limit: the sets are divided into six shares of equal measured seconds, and a run takes the share whose
-number is the number of commits modulo 6. What is left of the time goes to the longer sets of the folders that changed
-in the last twenty commits, the most recently changed folder first. ``verify`` runs everything, in parts: ``test``,
-``lint``, ``docs``, ``all``, ``isa`` and ``engines``. It continues after an interruption: a command that passed for the
-same commit does not run again.
+``test`` runs every behaviour once. ``ci`` adds lint, the documentation with a sixth of the gallery's scripts, and a
+share of the longer sets of tests, and ends within a limit: the sets are divided into six shares of equal measured
+seconds, and a run takes the share whose number is the number of commits modulo 6. What is left of the time goes to the
+longer sets of the folders that changed in the last twenty commits, the most recently changed folder first. ``verify``
+runs everything, in parts: ``test``, ``lint``, ``docs``, ``all``, ``isa`` and ``engines``. It continues after an
+interruption: a command that passed for the same commit does not run again.
 
 The last line of the output is the sum of the tests. This file uses the standard library only, because the installation
 of everything else is one of its commands.
@@ -40,6 +40,7 @@ from measured_seconds import (
 CI_LIMIT_S = 20 * 60
 PARTS = ("test", "lint", "docs", "all", "isa", "engines")
 STATE_FOLDER = ROOT / ".checks"
+GALLERY = ROOT / "docs/gallery"
 
 # Paths of the tests with the mark `engine`. conftest.py refuses the mark elsewhere.
 ENGINE_PATHS = ("tests/integrations", "tests/cli/test_init_schemas.py", "panther/integrations", "panther/tuning")
@@ -180,7 +181,11 @@ def ci_commands(paths, seconds, num_commits, changed_files):
         # Installing the engines for a few tests takes more time than the tests.
         if unit not in share and (share_has_engines or unit.set_name != "engines")
     ]
-    commands = tool_commands(["install all", "install browser", "lint", "docs"])
+    scripts = {"PANTHER_DOCS_SCRIPTS": " ".join(gallery_scripts(num_commits, changed_files))}
+    commands = [
+        replace(command, variables=command.variables | scripts, seconds=100) if command.name == "docs" else command
+        for command in tool_commands(["install all", "install browser", "lint", "docs"])
+    ]
     commands += tool_commands(["install engines"]) if share_has_engines else []
     commands += quick_commands(paths, seconds, installation="install all", variables=strict)
     commands += longer_commands(sets, share, priority=SHARE, optional=True)
@@ -212,6 +217,19 @@ def verify_commands(paths, seconds, parts):
         for command in tool_commands(dict.fromkeys(tools))
     ]
     return commands + tests + longer_commands(sets, longer_units(sets, seconds), priority=SHARE)
+
+
+def gallery_scripts(num_commits, changed_files):
+    """Return the scripts of the gallery that ``.ci/run`` executes: a sixth of them, and those that changed."""
+    scripts = sorted(str(path.relative_to(GALLERY)) for path in GALLERY.glob("*/*.py"))
+    changed = {
+        str(Path(file).relative_to("docs/gallery")) for file in changed_files if file.startswith("docs/gallery/")
+    }
+    return [
+        script
+        for position, script in enumerate(scripts)
+        if position % NUM_SHARES == num_commits % NUM_SHARES or script in changed
+    ]
 
 
 def git_state():
