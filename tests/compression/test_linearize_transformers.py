@@ -119,6 +119,61 @@ def test_generation_with_a_cache_equals_the_whole_forward(family):
     torch.testing.assert_close(last[:, 0], whole[:, -1], rtol=1e-4, atol=1e-5)
 
 
+def padded_before(prompt, pads):
+    """Return the prompts of a batch with other numbers of padding tokens before each, and their mask."""
+    longest = prompt.shape[1] + max(pads)
+    tokens = torch.zeros(len(prompt), longest, dtype=torch.long)
+    mask = torch.arange(longest) >= longest - prompt.shape[1] + torch.zeros(len(prompt), 1)
+    for row, tokens_of_row in enumerate(prompt):
+        tokens[row, longest - prompt.shape[1] :] = tokens_of_row
+    return tokens, mask.long()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_padding_before_a_text_has_no_influence(family, implementation):
+    model, data = fresh(family, implementation), batches(family)
+    pr.linearize_(model, data, **OPTIONS)
+    tokens, mask = padded_before(data[-1]["input_ids"], (5,))
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    batch["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    padded = output(model, batch)[:, 5:]
+    torch.testing.assert_close(padded, output(model, data[-1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_prompt_is_continued_alike_with_any_padding(family, cache):
+    model, data = fresh(family), batches(family)
+    pr.linearize_(model, data, **OPTIONS)
+    prompt = data[0]["input_ids"][:, :21]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    tokens, mask = padded_before(prompt, (3,))
+    padded = model.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(padded.sequences[:, 3:], alone.sequences)
+    torch.testing.assert_close(padded.logits, alone.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_maps_are_learned_from_texts_that_are_padded_before(family):
+    """Learning and its figures count blocks as the forward does."""
+    errors = []
+    for before in (False, True):
+        model, data = fresh(family), batches(family, padded=True)
+        if before:
+            for batch in data:
+                batch["position_ids"] = torch.arange(LENGTH) - torch.tensor([[0], [9]])
+                batch["position_ids"].clamp_(min=0)
+                for name in ("input_ids", "attention_mask"):
+                    batch[name][1] = batch[name][1].roll(9)
+        report = pr.linearize_(model, data, **OPTIONS)
+        errors.append([report.measured_error, *(layer.far_mass for layer in report.layers)])
+    assert errors[1] == pytest.approx(errors[0], rel=1e-3)
+
+
 def test_some_layers_stay_exact():
     model, data = fresh("llama"), batches("llama")
     report = pr.linearize_(model, data, exclude="*layers.0*", **OPTIONS)

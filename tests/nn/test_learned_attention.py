@@ -74,6 +74,50 @@ def test_queries_behind_a_cache_are_those_of_the_whole():
         torch.testing.assert_close(last, whole[..., -count:, :])
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pads", [(0, 1), (3, 7), (5, 0), (LENGTH, 2)])
+def test_padding_before_a_sequence_changes_nothing(pads, is_causal):
+    """Expected of every model: the answer to a prompt does not depend on the prompts beside it in the batch."""
+    module, (q, k, v) = attention(), operands(2)
+    key_mask = torch.arange(LENGTH) >= torch.tensor(pads)[:, None]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    y = module(q, k, v, key_mask, is_causal=is_causal)
+    real = key_mask[:, None, :, None].expand(y.shape)
+    wanted = dense(module, q, k, v, is_causal, key_mask)
+    torch.testing.assert_close(y[real], wanted[real])
+    expected = torch.zeros_like(y)
+    for row, pad in enumerate(pads):
+        alone = [x[row : row + 1, :, pad:] for x in (q, k, v)]
+        expected[row, :, pad:] = module(*alone, is_causal=is_causal)[0]
+    torch.testing.assert_close(y[real], expected[real])
+    assert not is_causal or not y[~real].any()
+    (expected * real).square().sum().backward()
+    gradient = k.grad.clone()
+    k.grad = None
+    (y * real).square().sum().backward()
+    torch.testing.assert_close(k.grad, gradient)
+
+
+def test_padding_before_a_sequence_changes_nothing_behind_a_cache():
+    module, (q, k, v) = attention(), operands(2)
+    key_mask = torch.arange(LENGTH) >= torch.tensor([[3], [11]])
+    whole = module(q, k, v, key_mask, is_causal=True)
+    last = module(q[..., -4:, :], k, v, key_mask, is_causal=True)
+    torch.testing.assert_close(last, whole[..., -4:, :])
+    # A static cache tells the positions of its queries.
+    positions = torch.tensor([[20, 21], [30, 31]])
+    some = module(torch.stack((q[0, :, 20:22], q[1, :, 30:32])), k, v, key_mask, is_causal=True, positions=positions)
+    torch.testing.assert_close(some, torch.stack((whole[0, :, 20:22], whole[1, :, 30:32])))
+
+
+def test_padding_is_known_in_a_graph_without_breaks():
+    module, (q, k, v) = attention(), operands()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    key_mask = torch.arange(LENGTH) >= torch.tensor([[0], [9]])
+    wanted = module(q, k, v, key_mask, is_causal=True)
+    torch.testing.assert_close(compiled(q, k, v, key_mask, is_causal=True), wanted)
+
+
 def test_large_logits_stay_finite_in_half_precision():
     module, (q, k, v) = attention(torch.bfloat16), operands(dtype=torch.bfloat16)
     y = module(30 * q, 30 * k, v, is_causal=True)

@@ -91,7 +91,7 @@ def quality(attention: LearnedLinearAttention, samples: Sequence[Sample], seed: 
     for sample in samples:
         positions = _draw(sample, rows, generator)
         exact, approximate, seen = _weights(attention, sample, positions)
-        near, _ = window_masks(positions, sample.k.shape[-2], attention.window, sample.causal)
+        near, _ = window_masks(positions, sample.k.shape[-2], attention.window, sample.causal, sample.first)
         v = sample.v.to(exact.dtype)
         y = exact @ v
         divergence = torch.special.xlogy(exact, exact) - exact * approximate.masked_fill(~seen, 0)
@@ -127,7 +127,7 @@ def _start(attention: LearnedLinearAttention, samples: Sequence[Sample], generat
         positions = _draw(sample, _ROWS, generator)
         dtype = attention.query_weight.dtype
         q, k = sample.q[:, positions].to(dtype), sample.k.to(dtype)
-        near, seen = window_masks(positions, k.shape[-2], attention.window, sample.causal)
+        near, seen = window_masks(positions, k.shape[-2], attention.window, sample.causal, sample.first)
         if sample.key_mask is not None:
             seen = seen & sample.key_mask
         mass = (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(near, 0).sum(-2)  # (H, T)

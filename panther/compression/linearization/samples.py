@@ -11,6 +11,7 @@ from torch import Tensor
 
 from panther.compression.runner import Runner
 from panther.nn import LearnedLinearAttention
+from panther.nn.attention.learned import first_keys
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Sample:
     key_mask: Tensor | None
     causal: bool
     queries: Tensor
+
+    @property
+    def first(self) -> Tensor | None:
+        """Position of the first key that takes part, from which blocks are counted; None is position 0."""
+        return None if self.key_mask is None else first_keys(self.key_mask)
 
 
 @dataclass
@@ -69,10 +75,11 @@ def far_queries(n: int, window: int, mask: Tensor | None, causal: bool, device: 
     positions = torch.arange(n, device=device)
     real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
     counts = torch.cat((real.new_zeros(1, dtype=torch.long), real.cumsum(0)))  # real keys before each position
-    blocks = positions // window
-    far = counts[((blocks - 1) * window).clamp(0, n)] > 0
+    first = first_keys(real)
+    starts = (positions - first) // window * window + first  # of the blocks
+    far = counts[(starts - window).clamp(0, n)] > 0
     if not causal:
-        far |= counts[-1] > counts[((blocks + 2) * window).clamp(max=n)]
+        far |= counts[-1] > counts[(starts + 2 * window).clamp(0, n)]
     return positions[real & far]
 
 

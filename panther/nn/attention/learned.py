@@ -13,14 +13,18 @@ linearizing of large language models", ICLR 2025, arXiv:2410.10254.
 
 __all__ = ["LearnedLinearAttention"]
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from panther._torch import version_of
 from panther.errors import ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
+from panther.nn._sketch_record import has_values
 from panther.nn.attention.interface import register
 from panther.nn.functional import windowed_linear_attention
 
@@ -28,7 +32,8 @@ from panther.nn.functional import windowed_linear_attention
 class LearnedLinearAttention(nn.Module):
     r"""Attention of projected queries, keys and values: exact in a window, by learned features beyond it.
 
-    Positions fall into blocks of ``window``. A query attends exactly to its own block, the one before it and, if not
+    Positions fall into blocks of ``window``, counted from the first key that takes part, so that padding before a
+    sequence does not change its output. A query attends exactly to its own block, the one before it and, if not
     causal, the one after it, and to all others through features, whose sums over keys are taken once for all queries:
     see :func:`panther.nn.functional.windowed_linear_attention`. :func:`panther.linearize_` puts this module into a
     trained model and learns its parameters. Before that the weights beyond the window are nearly those of a mean.
@@ -142,7 +147,8 @@ class LearnedLinearAttention(nn.Module):
         phi_q, phi_k, log_q, log_k = self.features(q, k)
         tiny = torch.finfo(dtype).tiny
         far = (phi_q @ phi_k.mT).clamp_min(tiny).log() + log_q[..., None] + log_k[..., None, :]
-        near, seen = window_masks(positions, k.shape[-2], self.window, is_causal)
+        first = None if key_mask is None else first_keys(key_mask)
+        near, seen = window_masks(positions, k.shape[-2], self.window, is_causal, first)
         logits = torch.where(near, q.to(dtype) @ k.to(dtype).mT, far).masked_fill(~seen, -torch.inf)
         return logits if key_mask is None else logits.masked_fill(~key_mask[:, None, None], -torch.inf)
 
@@ -192,17 +198,30 @@ class LearnedLinearAttention(nn.Module):
                 mask = mask & torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
             return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal and mask is None, scale=1.0)
         if q.shape[-2] == k.shape[-2] and positions is None:
-            phi_q, phi_k, log_q, log_k = self.features(q, k)
-            options: Any = {"window": self.window, "is_causal": is_causal}
-            if key_mask is not None:
-                options["key_mask"] = key_mask[:, None]
-            phi_q, phi_k = phi_q.to(q.dtype), phi_k.to(q.dtype)
-            return windowed_linear_attention(q, k, v, phi_q, phi_k, log_q, log_k, **options)
+            first = None if key_mask is None else left_padding(key_mask)
+            if first is None:
+                return self._attend_all(q, k, v, key_mask, is_causal)
+            # The operator counts blocks from position 0, so padding before a sequence is moved behind it.
+            order = (torch.arange(k.shape[-2], device=k.device) + first[:, None]) % k.shape[-2]
+            moved = (take_positions(x, order) for x in (q, k, v))
+            y = self._attend_all(*moved, key_mask.expand(order.shape).gather(-1, order), is_causal)  # type: ignore[union-attr]
+            y = take_positions(y, order.argsort(-1))
+            # Behind the sequence a padding query sees keys; in its own place it sees none.
+            is_padding = torch.arange(k.shape[-2], device=k.device) < first[:, None]
+            return y.masked_fill(is_padding[:, None, :, None], 0) if is_causal else y
         if positions is None:
             positions = torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2], device=q.device)
         logits = self.scores(q, k, positions, is_causal, key_mask)
         # A row without any key is 0, as in the operator.
         return logits.softmax(-1).nan_to_num(0.0).to(v.dtype) @ v
+
+    def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Attend from all positions to all positions, whose blocks are counted from position 0."""
+        phi_q, phi_k, log_q, log_k = self.features(q, k)
+        options: Any = {"window": self.window, "is_causal": is_causal}
+        if key_mask is not None:
+            options["key_mask"] = key_mask[:, None]
+        return windowed_linear_attention(q, k, v, phi_q.to(q.dtype), phi_k.to(q.dtype), log_q, log_k, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, also in a process whose transformers does not know of linear attention yet."""
@@ -215,11 +234,49 @@ class LearnedLinearAttention(nn.Module):
         return f"{self.num_heads}, {self.head_dim}, " + ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def window_masks(positions: Tensor, count: int, window: int, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Return which of ``count`` keys queries see exactly, and which they see, (L, count) or (N, 1, L, count)."""
+def window_masks(
+    positions: Tensor,  # (L,) or (N, L)
+    count: int,
+    window: int,
+    is_causal: bool,
+    first: Tensor | None = None,  # () or (N,)
+) -> tuple[Tensor, Tensor]:
+    """Return which of ``count`` keys queries see exactly, and which they see, (L, count) or (N, 1, L, count).
+
+    ``first`` is the position of the first key that takes part, from which blocks are counted; None is position 0.
+    """
     keys = torch.arange(count, device=positions.device)
-    if positions.dim() == 2:
-        positions = positions[:, None]
-    distance = positions[..., None] // window - keys // window
+    start = 0 if first is None else first[..., None]
+    distance = ((positions - start) // window)[..., None] - ((keys - start) // window)[..., None, :]
     seen = keys <= positions[..., None] if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    return distance.abs() <= 1, seen
+    near, seen = (mask.unsqueeze(1) if mask.dim() == 3 else mask for mask in (distance.abs() <= 1, seen))
+    return near, seen
+
+
+def first_keys(key_mask: Tensor) -> Tensor:  # (*batch, S) -> (*batch,)
+    """Return the position of the first key that takes part, 0 where none does."""
+    return key_mask.int().argmax(-1)
+
+
+# Several layers read one mask, and to look at its values waits for the device.
+_left_padding: MutableMapping[Tensor, tuple[int, Tensor | None]] = WeakTensorKeyDictionary()
+
+
+def left_padding(key_mask: Tensor) -> Tensor | None:  # (N, S) -> (N,)
+    """Return how many positions precede the first key of each row; None if none does in any row."""
+    if not key_mask.shape[-1]:
+        return None
+    if torch.compiler.is_compiling() or not has_values(key_mask):  # a graph cannot branch on values
+        return first_keys(key_mask)
+    version = 0 if key_mask.is_inference() else version_of(key_mask)  # tensors of inference mode count no writes
+    entry = _left_padding.get(key_mask)
+    if entry is None or entry[0] != version:
+        first = first_keys(key_mask)
+        entry = (version, first if bool(first.any()) else None)
+        _left_padding[key_mask] = entry
+    return entry[1]
+
+
+def take_positions(x: Tensor, order: Tensor) -> Tensor:  # (N, H, n, X), (N or 1, n) -> (N, H, n, X)
+    """Return ``x`` with the positions of each row in another order."""
+    return x.gather(2, order[:, None, :, None].expand(x.shape))
