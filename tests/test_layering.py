@@ -21,10 +21,10 @@ import panther
 ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. `panther` itself, the face that gathers the layers, stands above all but the adapters and the command
-# line; `_version`, `_text`, `_random_state`, `_safetensors` and the base of settings below all. A layer may import
+# line; `_version`, `_text`, `_random_state`, `errors`, `files` and the base of settings below all. A layer may import
 # itself and every lower one; `kernels` knows nothing of panther.
 LAYERS = (
-    "_version", "_text", "_random_state", "errors", "_safetensors", "_setting_names", "_settings", "_torch", "kernels",
+    "_version", "_text", "_random_state", "errors", "files", "_setting_names", "_settings", "_torch", "kernels",
     "sketch", "linalg", "nn", "optim", "compat", "distributed", "train", "compression", "tuning", "", "integrations",
     "cli", "__main__",
 )  # fmt: skip

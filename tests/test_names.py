@@ -21,7 +21,7 @@ VAGUE = {
 # How many variables have a vague name today, by package: the numbers only become lower.
 LIMITS = {
     "kernels": 38,
-    "panther": 32,
+    "panther": 27,
     "panther/cli": 64,
     "panther/compression": 181,
     "panther/distributed": 311,

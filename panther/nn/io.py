@@ -12,31 +12,35 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from panther._safetensors import contents_checksum, write_file
 from panther._torch import buffers_of, original_of_compiled, parameters_of, unsaved_buffers_of
 from panther._version import __version__
 from panther.errors import FormatError
+from panther.files.folder import commit_files, committed_path, finish_commit
+from panther.files.reader import read_json
+from panther.files.records import read_record, record_checksum
+from panther.files.tensors import contents_checksum, map_tensors, write_tensors
+from panther.files.writer import Draft
 from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
 
 _FORMAT, _VERSIONS = "panther", range(1, 3)  # all can be read, and the last is written; 1 has no checksums
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
 
 
+_COMMITTED = (_WEIGHTS, _CONFIG)  # the files that one rename of the manifest replaces
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched or quantized layers to a folder, for inference.
 
     A seeded sketch is stored as its seed, and a shared tensor once. A wrapper of the model, by torch.compile or
-    DistributedDataParallel, is removed. Files are written under temporary names and renamed when complete, so a crash
-    while writing leaves an older save intact.
+    DistributedDataParallel, is removed. A process that is killed at any moment leaves the old model or the new one, and
+    of processes that save to one folder at the same time the last one wins.
 
     Of a transformers model, config.json is written as well: :func:`panther.from_pretrained` then needs no architecture,
     and so do transformers' own ``from_pretrained`` and all that builds on it, once
@@ -54,7 +58,7 @@ def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
             device, or a layer is parametrized or pruned, or holds its scales in another dtype than
             bfloat16.
         SketchMismatchError: If a seed is damaged, so that the file could not be loaded.
-        OSError: If the folder cannot be written.
+        OSError: If the folder cannot be written, or a file that would be replaced is a link or not a regular file.
 
     Example:
         >>> import tempfile, torch, panther as pr
@@ -99,25 +103,36 @@ def write_folder(
 
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
-    names = (_WEIGHTS, INFERENCE_MANIFEST, *(() if config is None else (_CONFIG,)))
-    parts = {name: folder / f"{name}.tmp" for name in names}
-    try:
-        write_file(parts[_WEIGHTS], tensors, value)
-        texts = {INFERENCE_MANIFEST: _manifest(modules, aliases, checksums), _CONFIG: config}
-        for name in names[1:]:
-            with open(parts[name], "w", encoding="utf-8") as file:
-                file.write(json.dumps(texts[name], indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        for name, part in parts.items():
-            os.replace(part, folder / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+    with ExitStack() as drafts_to_close:
+
+        def draft(name: str) -> Draft:
+            new = Draft(folder / name)
+            drafts_to_close.callback(new.close)
+            return new
+
+        drafts, manifest_draft = {_WEIGHTS: draft(_WEIGHTS)}, draft(INFERENCE_MANIFEST)
+        write_tensors(drafts[_WEIGHTS].file, tensors, value)
+        if config is not None:
+            drafts[_CONFIG] = draft(_CONFIG)
+            drafts[_CONFIG].file.write(_text(config))
+        manifest = _manifest(modules, aliases, checksums, config)
+        manifest_draft.file.write(_text(manifest))
+        commit_files(folder, drafts, manifest_draft, _commit_of(manifest), _COMMITTED)
     return folder
 
 
-def _manifest(modules: dict[str, Any], aliases: dict[str, str], checksums: dict[str, int]) -> dict[str, Any]:
+def _text(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def _commit_of(manifest: Mapping[str, Any]) -> str:
+    """Return the identifier of a commit, by which the pending names of its files are known: the manifest's checksum."""
+    return f"{manifest['checksum']:08x}"
+
+
+def _manifest(
+    modules: dict[str, Any], aliases: dict[str, str], checksums: dict[str, int], config: dict[str, Any] | None
+) -> dict[str, Any]:
     manifest = {
         "format": _FORMAT,
         "format_version": _VERSIONS[-1],
@@ -129,6 +144,8 @@ def _manifest(modules: dict[str, Any], aliases: dict[str, str], checksums: dict[
     }
     return manifest | {"checksum": record_checksum(manifest)}
 
+    if config is not None:
+        manifest["config_checksum"] = record_checksum(config)
 
 def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Turn a model of the original architecture into the saved one, in place.
@@ -158,8 +175,7 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     folder, model = Path(dir), unwrapped(model)
     if folder.is_file():
         raise FormatError(f"{folder} is a file: give the folder that pr.save_compressed wrote")
-    manifest = inference_manifest(folder)
-    state = _read_tensors(folder, manifest)
+    manifest, state = _read_folder(folder)
     for alias, name in manifest["aliases"].items():
         if name not in state or alias in state:
             raise FormatError(
@@ -189,8 +205,19 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
 
 def check_folder(dir: Path) -> None:
-    """Raise FormatError if a file of a folder is missing, damaged, or not that which was saved."""
-    _read_tensors(dir, inference_manifest(dir))
+    """Raise FormatError if a file of a folder is missing, damaged, or not that which was saved.
+
+    If the process that saved was killed before it gave all files their names, they get them now, so that programs that
+    know nothing of Panther find them.
+    """
+    try:
+        finish_commit(dir, _COMMITTED, lambda: inference_manifest(dir)["commit"])
+    except OSError as error:
+        raise FormatError(
+            f"the process that saved to {dir} was killed, and this process cannot give the new files their names "
+            f"({error}): call pr.from_pretrained once where the folder can be written"
+        ) from None
+    _read_folder(dir, _check_config)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -241,44 +268,13 @@ def _alias_copies(tensors: dict[str, Tensor], aliases: dict[str, str], specs: Ma
                 del tensors[name]
 
 
-def read_record(path: Path, format: str, versions: range, writer: str, damaged: str) -> dict[str, Any]:
-    """Return the JSON object of a file, or raise FormatError unless it has this ``"format"`` and one of the versions.
-
-    Messages name the function that writes such files, and give the advice ``damaged`` if the file is not JSON or does
-    not match its checksum. Files of version 1 have none.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FormatError(f"{path} is missing: give a folder that {writer} wrote") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path} cannot be read as JSON ({error}): {damaged}") from None
-    if not isinstance(record, dict) or record.get("format") != format:
-        raise FormatError(f"{path} was not written by {writer}: its 'format' must be {format!r}")
-    version = record.get("format_version")
-    if type(version) is not int or version not in versions:
-        reads = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-        raise FormatError(
-            f"{path} has format_version {version!r} and this Panther reads {reads}: use the Panther that wrote it "
-            f"({record.get('panther_version', 'of unknown version')}), or a newer one"
-        )
-    if version > 1 and record.pop("checksum", None) != record_checksum(record):
-        raise FormatError(f"{path} does not match its checksum: {damaged}")
-    return record
-
-
-def record_checksum(record: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of a JSON object without its checksum: of its sorted entries, so that its layout is free."""
-    return zlib.crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
-
-
 def _described_checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of dtype, shape and contents: the header of a safetensors file has no checksum of its own."""
     return contents_checksum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
 def inference_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checked contents of a folder's panther.json."""
+    """Return the checked contents of a folder's panther.json, with the ``"commit"`` that pending files are named by."""
     path = folder / INFERENCE_MANIFEST
     if not path.is_file() and (folder / _CONFIG).is_file():
         raise FormatError(
@@ -291,25 +287,69 @@ def inference_manifest(folder: Path) -> dict[str, Any]:
     weights, modules, aliases, checksums = (manifest.get(key) for key in keys)
     if not isinstance(weights, str) or weights in ("", ".", "..") or set(weights) & set("/\\:\0"):
         raise FormatError(f"{path} names the weights file {weights!r}: it must be a plain file name in that folder")
+    manifest["commit"] = f"{record_checksum(manifest):08x}"
     if not isinstance(modules, dict) or not all(isinstance(spec, dict) for spec in modules.values()):
         raise FormatError(f"{path}: 'modules' must map names to objects")
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
         raise FormatError(f"{path}: 'aliases' must map names to names")
-    if manifest["format_version"] > 1 and not isinstance(checksums, dict):
+    numbers = checksums.values() if isinstance(checksums, dict) else [None]
+    if manifest["format_version"] > 1 and not all(type(number) is int for number in numbers):
         raise FormatError(f"{path}: 'checksums' must map names to numbers")
     return manifest
 
+    for name, spec in modules.items():
+        if not isinstance(spec.get("alias_of", ""), str):
+            raise FormatError(f"{path}: module {name!r} is an alias of {spec['alias_of']!r}, which is not a name")
+
+def weights_path(folder: Path, manifest: Mapping[str, Any]) -> Path:
+    """Return the file with the weights of a manifest that :func:`inference_manifest` returned."""
+    return committed_path(folder, manifest["weights"], manifest["commit"])
+
+
+def _read_folder(
+    folder: Path, check: Callable[[Path, Mapping[str, Any]], None] | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the manifest and the checked tensors of one save, also while other processes save to the folder."""
+    manifest = inference_manifest(folder)
+    while True:
+        try:
+            tensors = _read_tensors(folder, manifest)
+            if check is not None:
+                check(folder, manifest)
+            return manifest, tensors
+        except FormatError:
+            # Between the two files another process may have replaced both.
+            last, manifest = manifest, inference_manifest(folder)
+            if manifest == last:
+                raise
+
+
+def _check_config(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise FormatError unless config.json is the saved one; folders of earlier versions have no checksum of it."""
+    if (checksum := manifest.get("config_checksum")) is None:
+        return
+    path = committed_path(folder, _CONFIG, manifest["commit"])
+    try:
+        config = read_json(path)
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing: copy or write the folder again") from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read as JSON ({error}): copy or write the folder again") from None
+    if not isinstance(config, dict) or record_checksum(config) != checksum:
+        raise FormatError(
+            f"{path} does not match its checksum in {INFERENCE_MANIFEST}: it was damaged or changed after it was "
+            "saved; change the model's config and save the model again"
+        )
+
 
 def _read_tensors(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    path = folder / manifest["weights"]
+    path = weights_path(folder, manifest)
     try:
-        tensors = load_file(path)
-    except FileNotFoundError:
+        tensors = map_tensors(path)
+    except FormatError as error:
+        if path.exists():
+            raise FormatError(f"{error}: the save is damaged, write it again") from None
         raise FormatError(f"{path} is missing: give a folder that pr.save_compressed wrote") from None
-    except (SafetensorError, OSError) as error:
-        raise FormatError(
-            f"{path} is not a valid safetensors file ({error}): the save is damaged, write it again"
-        ) from None
     checksums = manifest["checksums"]
     if checksums is None:
         return tensors
@@ -319,9 +359,9 @@ def _read_tensors(folder: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor
             "be of one save, write it again"
         )
     for name, tensor in tensors.items():
-        if checksums[name] != (found := _described_checksum(tensor)):
+        if checksums[name] != (checksum := _described_checksum(tensor)):
             raise FormatError(
-                f"tensor {name!r} in {path} does not match its checksum ({found!r} instead of {checksums[name]!r}): "
+                f"tensor {name!r} in {path} does not match its checksum ({checksum!r} instead of {checksums[name]!r}): "
                 "the file was damaged or changed after it was saved, copy or write it again"
             )
     return tensors

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import panther as pr
-from panther._safetensors import stored_tensors
 from panther.distributed import checkpoint, data_parallel, make_mesh, materialize_
 from panther.errors import CheckpointError, FormatError
+from panther.files.tensors import stored_tensors
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKLinear, sinSRPE
 
 pytestmark = [

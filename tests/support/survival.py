@@ -146,7 +146,7 @@ def _arm(kill: Trial, whole_s: float) -> None:
     elif kill.moment == "before the manifest":
         trap(storage._Writer, "finish", saves)
     elif kill.moment == "in the rename":  # the folder has its name, of which the disk may know nothing yet
-        trap(folders, "_sync_folder", saves, first=2, every=2)
+        trap(folders, "sync_folder", saves, first=2, every=2)
     elif kill.moment == "before an old one goes":  # one does with each save from the third on
         trap(folders, "remove", saves - 2)
     elif kill.moment == "while resuming":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from panther.distributed.checkpoint._storage import MANIFEST, damage, read_manifest
 from panther.errors import FormatError
+from panther.files import sync_folder
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -93,18 +94,9 @@ def begin(directory: Path, step: int) -> tuple[Path, Path]:
 
 def publish(temporary: Path, final: Path) -> None:
     """Give a finished folder its name, such that after a crash of the machine all of it is there or nothing."""
-    _sync_folder(temporary)
+    sync_folder(temporary)
     temporary.rename(final)
-    _sync_folder(final.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    # A renamed or new file is safe only once its folder is synchronised too.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(final.parent)
 
 
 def tidy(final: Path, keep: int | None) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from panther._safetensors import StoredTensor, read_slice, stored_checksum, stored_tensors
 from panther.errors import FormatError
+from panther.files.tensors import StoredTensor, read_slice, stored_checksum, stored_tensors
 
 
 class UnusedHooks:

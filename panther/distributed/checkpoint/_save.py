@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from panther._safetensors import contents_checksum
 from panther.distributed.checkpoint import _folders as folders
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._storage import placed, write_tensors
@@ -23,6 +22,7 @@ from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks
 from panther.distributed.comm._ranks import Group, in_process_group, name_ranks
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.errors import CheckpointError, check_size
+from panther.files.tensors import contents_checksum
 from panther.nn._specs import module_specs
 
 _pending: dict[Group, "PendingSave"] = {}

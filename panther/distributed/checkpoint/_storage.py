@@ -6,8 +6,6 @@ executed.
 
 __all__ = ["MANIFEST", "damage", "empty", "placed", "read_manifest", "read_tensors", "reader_of", "write_tensors"]
 
-import json
-import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -35,7 +33,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from panther._safetensors import contents_checksum, write_file
 from panther._torch import local_offsets
 from panther._version import __version__
 from panther.distributed.checkpoint._reader import Chunk, TensorReader, UnusedHooks
@@ -43,7 +40,9 @@ from panther.distributed.comm._agreement import common_error
 from panther.distributed.comm._ranks import Group, in_process_group
 from panther.distributed.comm.mesh import get_world_size
 from panther.errors import CheckpointError, FormatError, PantherError
-from panther.nn.io import read_record, record_checksum
+from panther.files import write_json
+from panther.files.records import read_record, record_checksum
+from panther.files.tensors import contents_checksum, write_file
 
 MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION = "panther-checkpoint", 2
@@ -163,10 +162,7 @@ class _Writer(UnusedHooks, StorageWriter):
         }
         # Over the sorted entries, so that reformatting the file does not count as damage.
         manifest["checksum"] = record_checksum(manifest)
-        with open(self.folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_json(self.folder / MANIFEST, manifest, indent=None)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each plan its rank's number, so that each rank writes a file of its own."""

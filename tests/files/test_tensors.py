@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from panther._safetensors import (
+from panther.errors import FormatError
+from panther.files.tensors import (
     _DTYPES,
     contents_checksum,
     read_slice,
@@ -16,7 +17,6 @@ from panther._safetensors import (
     stored_tensors,
     write_file,
 )
-from panther.errors import FormatError
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 

@@ -1,0 +1,133 @@
+"""A folder of several files that are replaced all at once: the rename of one of them, the manifest, is the commit.
+
+The other files are first complete on the disk under *pending* names, which begin with a dot and contain the identifier
+of the commit. Then the manifest of that identifier is renamed into place, and from this moment on a reader takes the
+pending files. At last they get their own names. A process that is killed before the commit leaves the old folder, and
+one that is killed after it a folder in which a reader finds the new files under the pending names.
+
+In this way a file such as ``model.safetensors`` has the name that other programs look for, and at no moment does its
+name stand for contents that the manifest does not describe, except in the microseconds between two renames.
+"""
+
+__all__ = ["commit_files", "committed_path", "finish_commit"]
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from panther.files.writer import Draft, fcntl, remove_abandoned, sync_folder
+
+_LONGEST_WAIT_S = 60.0  # for the renames of others, which take milliseconds
+_PAUSE_S = 0.005
+
+
+def committed_path(folder: Path, name: str, commit: str) -> Path:
+    """Return where a file of a commit is: under its pending name as long as the commit is not finished."""
+    pending = folder / _pending_name(name, commit)
+    return pending if pending.exists() else folder / name
+
+
+def commit_files(folder: Path, drafts: Mapping[str, Draft], manifest: Draft, commit: str, names: Iterable[str]) -> None:
+    """Replace the files of a folder all at once.
+
+    Args:
+        folder: The folder.
+        drafts: The new files by name, without the manifest.
+        manifest: The draft of the manifest.
+        commit: Eight hexadecimal digits that follow from the contents of the manifest.
+        names: Every name that a file of such a folder can have, for removing the files of commits that were cut off.
+
+    Raises:
+        OSError: If a file cannot be written. The old files stay.
+        TimeoutError: If another process holds the folder for a minute.
+    """
+    for draft in (*drafts.values(), manifest):
+        draft.finish()
+    with _locked(folder):
+        for name, draft in drafts.items():
+            draft.rename(_pending_name(name, commit))
+        sync_folder(folder)  # the names of the files must not be lost where the manifest is kept
+        manifest.rename(manifest.target.name)
+        sync_folder(folder)
+        _rename_pending(folder, drafts, commit)
+        _remove_pending(folder, names, commit)
+        sync_folder(folder)
+    remove_abandoned(folder, [*names, manifest.target.name])
+
+
+def finish_commit(folder: Path, names: Iterable[str], read_commit: Callable[[], str]) -> None:
+    """Give the files of a commit their own names, if the process that wrote it was killed before it could.
+
+    Args:
+        folder: The folder.
+        names: Every name that a file of such a folder can have.
+        read_commit: Returns the identifier of the manifest, which another process may replace meanwhile.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+        TimeoutError: If another process holds the folder for a minute.
+    """
+    names = list(names)
+    if not _pending(folder, names, read_commit()):
+        return
+    with _locked(folder):
+        _rename_pending(folder, names, read_commit())
+        sync_folder(folder)
+
+
+def _pending(folder: Path, names: Iterable[str], commit: str) -> list[str]:
+    return [name for name in names if (folder / _pending_name(name, commit)).exists()]
+
+
+def _rename_pending(folder: Path, names: Iterable[str], commit: str) -> None:
+    for name in names:
+        with suppress(FileNotFoundError):  # it has its name, or a writer of the same contents was here without a lock
+            os.replace(folder / _pending_name(name, commit), folder / name)
+
+
+def _remove_pending(folder: Path, names: Iterable[str], commit: str) -> None:
+    """Remove the pending files of all commits except one."""
+    pending = re.compile(f"\\.(?:{'|'.join(map(re.escape, names))})\\.([0-9a-f]{{8}})\\.new")
+    for name in os.listdir(folder):
+        if (match := pending.fullmatch(name)) and match[1] != commit:
+            with suppress(OSError):
+                (folder / name).unlink()
+
+
+def _pending_name(name: str, commit: str) -> str:
+    return f".{name}.{commit}.new"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, where there are locks; without them a commit is still one rename."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _wait_for_lock(descriptor, folder)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile hold the descriptor too
+        os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int, folder: Path) -> None:
+    end = time.monotonic() + _LONGEST_WAIT_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"another process has been replacing the files of {folder} for {_LONGEST_WAIT_S:g} s: end it if it "
+                    "is stopped, or give another folder"
+                ) from None
+            time.sleep(_PAUSE_S)
+        except OSError:  # a file system without locks
+            return None

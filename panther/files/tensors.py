@@ -1,0 +1,232 @@
+"""Files of safetensors that are written tensor by tensor, and mapped into memory or read slice by slice.
+
+The library of that name copies all tensors of a file before it writes them, and opens a file by its name each time.
+Here one tensor at a time is in memory beside the caller's own, and a file is opened once: it may be replaced meanwhile.
+"""
+
+__all__ = [
+    "StoredTensor", "contents_checksum", "map_tensors", "read_slice", "stored_checksum", "stored_tensors", "write_file",
+    "write_tensors",
+]  # fmt: skip
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from panther.errors import FormatError
+from panther.files.reader import open_file, parse_json
+from panther.files.writer import new_file
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BUFFER = 1 << 16  # shorter runs than this are read together with what is between them
+_BLOCK = 1 << 22  # bytes that a checksum is taken of at a time
+_LONGEST_HEADER = 100_000_000  # bytes, as in the library
+
+
+class StoredTensor(NamedTuple):
+    """Where a file holds a tensor."""
+
+    path: Path
+    start: int
+    """Position of its first byte."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], value_of: Callable[[str], Tensor]) -> None:
+    """Write a file, and replace an old one when it is on the disk.
+
+    Args:
+        path: The file.
+        tensors: Tensors by name, whose dtypes and shapes are written first. They need no values.
+        value_of: Returns the tensor of a name, which is not held after it is written.
+
+    Raises:
+        FormatError: If the format has no name for a dtype.
+        OSError: If the file cannot be written.
+    """
+    with new_file(path) as file:
+        write_tensors(file, tensors, value_of)
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], value_of: Callable[[str], Tensor]) -> None:
+    """Write the contents of a file to an open one, as :func:`write_file` does."""
+    # Large numbers first, so that each tensor begins at a multiple of its own size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise FormatError(f"{name!r} is {tensor.dtype}, which a safetensors file cannot hold: cast it")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in names:
+        file.write(_bytes_of(value_of(name)))
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name, without reading them.
+
+    Raises:
+        FormatError: If it is missing, is not a valid file of safetensors, or holds a dtype that torch does not have.
+    """
+    with _opened(path) as file:
+        return _described_tensors(file, path)
+
+
+def map_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, in memory that the system reads from the file when it is used.
+
+    The file stays open as long as one of the tensors exists, also if another file takes its name meanwhile. Writing to
+    a tensor does not change the file.
+
+    Raises:
+        FormatError: If it is missing, is not a valid file of safetensors, or holds a dtype that torch does not have.
+    """
+    with _opened(path) as file:
+        stored = _described_tensors(file, path)
+        contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {}
+    for name, (_, start, dtype, shape) in stored.items():
+        num_bytes = prod(shape) * dtype.itemsize
+        if not num_bytes:  # which frombuffer refuses
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            continue
+        flat = torch.frombuffer(contents, dtype=torch.uint8, count=num_bytes, offset=start)
+        # A file of another writer may have a tensor at an address that its dtype does not allow.
+        tensors[name] = (flat.clone() if start % dtype.itemsize else flat).view(dtype).view(shape)
+    return tensors
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_file(path)
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing") from None
+    except OSError as error:
+        raise FormatError(f"{path} is not a valid safetensors file ({error})") from None
+
+
+def _described_tensors(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
+    """Return where an open file holds its tensors; its header must describe every byte of it, once."""
+    try:
+        header, begin_of_data, num_bytes = _read_header(file)
+        header.pop("__metadata__", None)
+        tensors, places = {}, []
+        for name, entry in header.items():
+            dtype_name, shape, begin, end = _described(name, entry)
+            if (dtype := _DTYPES.get(dtype_name)) is None:
+                raise FormatError(f"{name!r} in {path} has the dtype {dtype_name}, which torch does not have")
+            if end - begin != prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name!r} has {end - begin} bytes and the shape {shape} of {dtype_name}")
+            places.append((begin, end))
+            tensors[name] = StoredTensor(path, begin_of_data + begin, dtype, tuple(shape))
+        last = 0
+        for begin, end in sorted(places):
+            if begin != last:
+                raise ValueError(f"its tensors overlap or leave bytes between them at byte {min(begin, last)}")
+            last = end
+        if last != num_bytes:
+            raise ValueError(f"its tensors have {last} bytes and it has {num_bytes}")
+    except (ValueError, OSError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{path} is not a valid safetensors file ({error})") from None
+    return tensors
+
+
+def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int, int]:
+    """Return the header, the position of the first tensor, and the number of bytes from there to the file's end."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    begin_of_data = 8 + length
+    if length > _LONGEST_HEADER or begin_of_data > size:
+        raise ValueError(f"its header should have {length} bytes, and the file has {size}")
+    header = parse_json(file.read(length).decode("utf-8"))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    return header, begin_of_data, size - begin_of_data
+
+
+def _described(name: str, entry: Any) -> tuple[str, list[int], int, int]:
+    """Return dtype, shape, first byte and the byte after the last one of a tensor, as the header has them."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{name!r} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name!r} has the dtype {dtype!r}, the shape {shape!r} and the offsets {offsets!r}")
+    return dtype, shape, *offsets
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def read_slice(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
+    """Return a slice of a stored tensor; only its bytes are read, except between runs of less than 64 kB.
+
+    Args:
+        stored: The tensor.
+        offsets: First index of the slice in each dimension.
+        sizes: Shape of the slice.
+        out: Where to read it; by itself if that is contiguous memory of the CPU in the stored dtype.
+
+    Raises:
+        FormatError: If the file ends before.
+    """
+    plain = out is not None and out.is_cpu and out.dtype is stored.dtype and out.is_contiguous()
+    read: Any = out if plain else torch.empty(tuple(sizes), dtype=stored.dtype)
+    shape, size = stored.shape, stored.dtype.itemsize
+    # The dimensions from `last` on are read in one run: all after it are full.
+    last = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    run = size * prod(sizes[last:])
+    begin = stored.start + (size * offsets[last] * strides[last] if shape else 0)
+    position, view = 0, _bytes_of(read)
+    with open_file(stored.path, _BUFFER) as file:
+        for index in product(*(range(o, o + s) for o, s in zip(offsets[:last], sizes[:last], strict=True))):
+            file.seek(begin + size * sum(i * stride for i, stride in zip(index, strides, strict=False)))
+            if file.readinto(view[position : position + run]) != run:
+                raise FormatError(f"{stored.path} is not a valid safetensors file (it ends before its tensors)")
+            position += run
+    return read if plain or out is None else out.copy_(read)
+
+
+def contents_checksum(tensor: Tensor, start: int = 0) -> int:
+    """Return the CRC-32 of the contents, which takes a second for 4 GB; ``start`` is that of what comes before."""
+    return zlib.crc32(_bytes_of(tensor), start)
+
+
+def stored_checksum(stored: StoredTensor) -> int:
+    """Return the CRC-32 of a stored tensor's contents, read a few megabytes at a time."""
+    left, checksum = prod(stored.shape) * stored.dtype.itemsize, 0
+    with open_file(stored.path) as file:
+        file.seek(stored.start)
+        while left and (block := file.read(min(left, _BLOCK))):
+            left, checksum = left - len(block), zlib.crc32(block, checksum)
+    return checksum
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,182 @@
+"""Write a file such that it is the old one or the new one at any moment, whoever is killed and whoever else writes.
+
+The contents go to a draft: a new file in the same folder, under a temporary name that nobody else can know or use. When
+they are on the disk, one rename gives the draft the name of the file.
+"""
+
+__all__ = ["Draft", "new_file", "remove_abandoned", "sync_folder", "write_json", "write_text"]
+
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from panther.files.reader import UnsafeFileError, describe_kind
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# O_EXCL makes a planted file or link of that name an error; O_NOFOLLOW says so for systems that follow links there.
+_NEW = (
+    os.O_WRONLY
+    | os.O_CREAT
+    | os.O_EXCL
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+_LONGEST_PREFIX = 180  # characters of a name that a temporary name repeats; file systems allow 255 bytes
+
+
+class Draft:
+    """A new file beside the one that it will replace.
+
+    It holds a lock for as long as it is open. So whoever finds it can tell an abandoned draft from one that is being
+    written.
+
+    Args:
+        target: The file that it will replace, which need not exist.
+
+    Raises:
+        UnsafeFileError: If the target is a link, a FIFO, a device or a folder.
+        OSError: If the folder is missing or cannot be written to.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = Path(target)
+        mode = _mode_of(self.target)
+        while True:
+            self.path = self.target.parent / f"{_prefix(self.target.name)}{secrets.token_hex(8)}.tmp"
+            try:
+                descriptor = os.open(self.path, _NEW, 0o666)
+            except OSError as error:  # with the name that the caller knows
+                raise type(error)(error.errno, error.strerror, str(self.target)) from None
+            self.file: BinaryIO = os.fdopen(descriptor, "wb")
+            _lock(descriptor)
+            # Between the two lines above another writer may have taken the draft for abandoned, and removed it.
+            if os.fstat(descriptor).st_nlink:
+                break
+            self.file.close()
+        if mode is not None and hasattr(os, "fchmod"):
+            os.fchmod(descriptor, mode)
+
+    def finish(self) -> None:
+        """Bring the contents to the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def rename(self, name: str) -> None:
+        """Give the finished draft a name in its folder, and replace the file of that name."""
+        os.replace(self.path, self.path.with_name(name))
+
+    def close(self) -> None:
+        """Close the draft, and remove it unless it has been renamed."""
+        with suppress(OSError):  # a full disk again, in the last block of a draft that nobody wants
+            self.file.close()
+        with suppress(OSError):
+            self.path.unlink()
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a draft for writing in binary. It replaces the file when the block ends without an error.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UnsafeFileError: If the path is a link, a FIFO, a device or a folder.
+        OSError: If the file cannot be written. An old file stays.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with new_file(Path(folder, "numbers")) as file:
+        ...         _ = file.write(b"1 2 3")
+        ...     [path.name for path in Path(folder).iterdir()]
+        ['numbers']
+    """
+    draft = Draft(path)
+    try:
+        yield draft.file
+        draft.finish()
+        draft.rename(draft.target.name)
+        sync_folder(draft.target.parent)
+        remove_abandoned(draft.target.parent, [draft.target.name])
+    finally:
+        draft.close()
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file in UTF-8 and replace an old one, at once.
+
+    Raises:
+        UnsafeFileError: If the path is a link, a FIFO, a device or a folder.
+        OSError: If the file cannot be written. An old file stays.
+    """
+    with new_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1) -> None:
+    """Write a value as JSON, as :func:`write_text` does."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk: a new or renamed file is safe only then."""
+    if os.name == "nt":  # which cannot open folders
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_abandoned(folder: Path, names: Iterable[str]) -> None:
+    """Remove the drafts of files of a folder whose writers have ended.
+
+    Where the system or the file system has no locks, nothing is removed: nobody knows then who is still writing.
+    """
+    if fcntl is None:
+        return
+    draft = re.compile(f"(?:{'|'.join(re.escape(_prefix(name)) for name in names)})[0-9a-f]{{16}}\\.tmp")
+    for path in [folder / name for name in os.listdir(folder) if draft.fullmatch(name)]:
+        with suppress(OSError):  # a writer holds its lock, or has just renamed it
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _prefix(name: str) -> str:
+    return f".{name[:_LONGEST_PREFIX]}."
+
+
+def _lock(descriptor: int) -> None:
+    if fcntl is not None:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _mode_of(target: Path) -> int | None:
+    """Return the permissions of a file that is replaced, which its successor keeps; None if there is no file."""
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if kind := describe_kind(mode):
+        raise UnsafeFileError(
+            f"{target} is {kind}, and only regular files are replaced: remove it, or give another path"
+        )
+    return stat.S_IMODE(mode) & 0o777
