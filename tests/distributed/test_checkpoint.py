@@ -5,11 +5,13 @@ import os
 import signal
 import zlib
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -265,6 +267,28 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     assert torch.equal(untied.head.weight, first.head.weight)
     checkpoint.export(tmp_path / "run", tmp_path / "out")
     assert torch.equal(pr.load_compressed(tmp_path / "out", Tied()).head.weight, first.head.weight)
+
+
+def test_a_checkpoint_of_an_earlier_version_of_panther_loads_and_trains_on(tmp_path):
+    """Two ranks of FSDP wrote tests/distributed/checkpoint_version_2, with AdamW and two groups of parameters."""
+    folder = Path(__file__).parent / "checkpoint_version_2"
+    model = nn.Sequential(SKLinear(6, 8, 1, 2, seed=4), nn.ReLU(), nn.Linear(8, 5), nn.Linear(5, 3))
+    groups = [
+        {"params": list(model[0].parameters()), "lr": 0.5},
+        {"params": [*model[2].parameters(), *model[3].parameters()], "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.5)
+    loaded = checkpoint.load(folder, model, optimizer)
+    assert (loaded.step, loaded.world_size, loaded.per_rank_extra) == (3, 2, None)
+    assert loaded.extra["epoch"] == 1
+    assert loaded.extra["pair"] == (1, "a")
+    assert loaded.extra[5][1].tolist() == [0, 1, 2]
+    for name, value in load_file(folder / "expected.safetensors").items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.002]
+    assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
+    again = checkpoint.save(tmp_path, model, optimizer, step=4)
+    assert checkpoint.load(again, model, optimizer).step == 4
 
 
 def test_steps_are_ordered_kept_and_written_again(tmp_path):

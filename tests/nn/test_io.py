@@ -101,6 +101,35 @@ def test_files_of_version_1_load_as_they_were():
         assert_close(getattr(model, name)(expected[f"{name}.input"]), expected[f"{name}.output"])
 
 
+class SavedLater(nn.Module):
+    """What tests/nn/format_version_2 holds, written by the first version with checksums: layers of every class."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeded, self.packed, self.fitted = nn.Linear(12, 8), nn.Linear(12, 8), nn.Linear(12, 8, bias=False)
+        self.pivots, self.codes, self.corrected = nn.Linear(12, 8), nn.Linear(12, 8), nn.Linear(12, 8)
+        self.line, self.table, self.head = (
+            nn.Conv1d(4, 6, 3, padding=1),
+            nn.Embedding(8, 6),
+            nn.Linear(6, 8, bias=False),
+        )
+        self.head.weight, self.shared = self.table.weight, self.seeded
+        self.norm, self.plane = nn.BatchNorm1d(8), nn.Conv2d(4, 8, 3)
+
+
+def test_files_of_version_2_load_as_they_were(tmp_path):
+    folder = Path(__file__).parent / "format_version_2"
+    expected = load_file(folder / "expected.safetensors")
+    model = pr.load_compressed(folder, SavedLater().eval())
+    # They can also be saved and loaded again.
+    for loaded in (model, pr.load_compressed(pr.save_compressed(model, tmp_path), SavedLater().eval())):
+        assert loaded.shared is loaded.seeded
+        assert loaded.head.weight is loaded.table.weight
+        for key in (name for name in expected if name.endswith(".input")):
+            name = key.removesuffix(".input")
+            assert_close(getattr(loaded, name)(expected[key]), expected[f"{name}.output"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_weights_take_the_saved_dtype(tmp_path, dtype):
     model = sketched().to(dtype)
