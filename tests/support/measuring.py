@@ -132,8 +132,8 @@ def received(trainer):
     return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
 
 
-def train(applied, x, target, loss_fn, steps=3, autocast_dtype=None):
-    """Train what ``plan.apply`` gave, and measure the last step."""
+def train(applied, x, target, loss_fn, steps=2, autocast_dtype=None):
+    """Train what ``plan.apply`` gave, and measure the last step, before which the optimizer has made its states."""
     pipeline = hasattr(applied, "train_step")
     model = applied.model if pipeline else applied
     optimizer = torch.optim.Adam(model.parameters())
