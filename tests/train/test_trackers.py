@@ -184,7 +184,7 @@ def test_a_log_that_cannot_be_written_anew_stays(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_the_first_rank_writes(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    on_ranks(lambda: train(tmp_path, trackers=("jsonl", "tensorboard")).step)
+    on_ranks(lambda: train(tmp_path, trackers=("jsonl", "tensorboard"), strategy="ddp").step)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     assert [row["step"] for row in lines(tmp_path) if "loss" in row] == [2, 4, 6, 8, 10, 12]
 
