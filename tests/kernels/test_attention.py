@@ -121,7 +121,7 @@ def test_kernel_in_half_precision(device, dtype, scaled):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("batch", "n", "D", "E"), [*SHAPES, ((2,), 1300, 4, 3)])
+@pytest.mark.parametrize(("batch", "n", "D", "E"), [*SHAPES, ((), 1300, 4, 3)])
 def test_reference_and_gradients(batch, n, D, E, scaled, dtype):
     args = operands(*batch, n=n, D=D, E=E, scaled=scaled, dtype=dtype)
     against_naive(reference.causal_linear_attention, args)
@@ -211,7 +211,7 @@ def test_every_number_is_written(device, scaled, monkeypatch):
             return torch.full_like(x, torch.nan)
 
     monkeypatch.setattr(attention, "torch", Poisoned())
-    against_naive(causal_linear_attention, operands(2, n=150, D=18, E=5, scaled=scaled, device=device))
+    against_naive(causal_linear_attention, operands(1, n=150, D=18, E=5, scaled=scaled, device=device))
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of the interpreter
@@ -284,9 +284,9 @@ def test_exponents_cover_what_features_cannot(device):
     assert_close(causal_linear_attention(q, k, v, down), naive(*(x.double() for x in (q, k, v, down))))
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_kernel_is_deterministic(device, scaled):
-    args = operands(2, n=150, D=9, E=5, scaled=scaled, device=device)
+    args = operands(2, n=70, D=9, E=5, scaled=scaled, device=device)
     first, second = (with_gradients(causal_linear_attention, args, torch.ones_like(args[2])) for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -295,12 +295,12 @@ def test_the_kernel_is_deterministic(device, scaled):
 def test_derivatives_of_the_reference(scaled, monkeypatch):
     monkeypatch.setattr(chunked, "_CHUNK", 3)
     monkeypatch.setattr(chunked, "_CHUNKS", 2)
-    args = operands(1, n=8, D=2, E=2, scaled=scaled, dtype=torch.float64)
+    args = operands(1, n=7, D=2, E=2, scaled=scaled, dtype=torch.float64)
     if scaled:  # finite differences of -inf are not
         args[3] = args[3].detach().clamp_min(-3).sub(300 * (args[3].detach() > 200)).requires_grad_()
     check = partial(torch.autograd.gradcheck, reference.causal_linear_attention, args)
     assert check(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-    assert torch.autograd.gradgradcheck(reference.causal_linear_attention, args)
+    assert torch.autograd.gradgradcheck(reference.causal_linear_attention, args, fast_mode=True)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
