@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from panther.errors import FormatError, require_extra
+from panther.nn.attention.record import check_recorded
 from panther.nn.io import check_folder
 
 
@@ -66,6 +67,9 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
         )
     kwargs |= {"use_safetensors": True, "local_files_only": True}
     try:
-        return make.from_pretrained(folder, **kwargs).eval()
+        model = make.from_pretrained(folder, **kwargs).eval()
+        files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+        check_recorded({name for file in files for name in file.keys()}, model, folder)  # noqa: SIM118  not a mapping
+        return model
     except SafetensorError as error:
         raise FormatError(f"a weights file in {folder} is damaged ({error}): copy or write it again") from error

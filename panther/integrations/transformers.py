@@ -25,6 +25,7 @@ from panther.integrations._training import checked_options, compare_and_log, com
 from panther.nn._sketch_record import read_record
 from panther.nn._sketched import CompressedModule, SketchedModule
 from panther.nn._specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs, note_in_config_
+from panther.nn.attention.record import check_attention, convert_as_saved_
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair
@@ -157,6 +158,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                 raise FormatError(f"layer {name!r} was saved in another form than config.json says: save it again")
             elif isinstance(module, InterpolativeLinear):
                 module.check_record()
+        check_attention(model)
         set_quantization_config_(model)
         if getattr(model, "_tp_size", None) is not None and model.__dict__.pop("_resolve_parallel_plans", None):
             mesh = model._mesh_manager.get_mesh("tp")  # type: ignore[union-attr, operator]
@@ -179,7 +181,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                 f"{len(pairs)} of the layers are pairs of nn.Linear (first {pairs[0]!r}), which from_pretrained cannot "
                 "build: save the model before to_linears_, or the pairs by pr.save_compressed"
             )
-        if not any(isinstance(module, CompressedModule) for module in model.modules()):
+        if not module_specs(model):
             self.remove_quantization_config(model)
             return None, {}
         set_quantization_config_(model)
@@ -192,6 +194,15 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                         copies[key] = state[key].clone()
                     seen.add(state[key].data_ptr())
         return (state | copies if copies else None), {}
+
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Put back dense layers; attention stays linear, and config.json says so."""
+        config_dtype = model.config.dtype
+        if dtype is None and isinstance(config_dtype, str):  # save_pretrained leaves the name of a dtype there
+            dtype = getattr(torch, config_dtype)
+        model = super().dequantize(model, dtype)
+        note_in_config_(model)
+        return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """Put back dense layers of the effective weights."""
@@ -336,7 +347,8 @@ def _check_pretrained(model: Any, function: str, fix: str = "") -> None:
 def put_compressed_(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     """Put layers without values, on the meta device, where an entry names compressed ones; return it as used."""
     specs = _specs_for(model, specs)
-    for name, module in build_modules(specs, model, device="meta").items():
+    layers, _ = convert_as_saved_(model, specs)
+    for name, module in build_modules(layers, model, device="meta").items():
         wanted = model.get_submodule(name).get_parameter("weight").dtype  # that of from_pretrained(dtype=)
         _put(model, name, module.to(wanted))
     return specs

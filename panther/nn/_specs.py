@@ -23,6 +23,7 @@ from panther._torch import buffers_of, parameters_of
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
+from panther.nn.attention.record import attention_records
 from panther.nn.conv import SKConv1d, SKConv2d, SKConv3d
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
@@ -45,6 +46,8 @@ QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 1
 
 def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, dict[str, Any]]:
     """Return by name what is needed to build each compressed module; of a sharded layer, the unsharded one.
+
+    Attention that :func:`panther.linearize_` converted is among them.
 
     Raises FormatError if the format does not know a module, or it is parametrized or pruned, and SketchMismatchError if
     a seed is damaged. ``in_training``, scales of quantized layers may be in another dtype than the format's.
@@ -76,7 +79,7 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
             modules[name]["packed"] = True
         if (activations := getattr(module, "activations", None)) is not None:
             modules[name]["activations"] = activations
-    return modules
+    return modules | attention_records(model)
 
 
 def note_in_config_(model: nn.Module) -> None:

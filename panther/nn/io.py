@@ -29,6 +29,7 @@ from panther.files.records import read_record, record_checksum
 from panther.files.tensors import contents_checksum, map_tensors, write_tensors
 from panther.files.writer import Draft
 from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
+from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
 
 _FORMAT, _VERSIONS = "panther", range(1, 3)  # all can be read, and the last is written; 1 has no checksums
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
@@ -184,22 +185,25 @@ def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
             )
         state[alias] = state[name]
 
-    _check_unsaved(model, manifest["modules"])
-    built = load_modules(manifest["modules"], model, state)
-    prefixes = tuple(name + "." if name else "" for name in built)
-    state = {key: value for key, value in state.items() if not key.startswith(prefixes)}
-    ours = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
-    _check_fit(state, ours, folder)
-    if "" in built:
-        return built[""]
+    with attention_as_saved(model, manifest["modules"]) as records:
+        _check_unsaved(model, records)
+        built = load_modules(records, model, state)
+        prefixes = tuple(name + "." if name else "" for name in built)
+        state = {key: value for key, value in state.items() if not key.startswith(prefixes)}
+        absent = optional_names(model) - state.keys()
+        ours = {k: value for k, value in model.state_dict().items() if not k.startswith(prefixes) and k not in absent}
+        check_recorded(state.keys(), model, folder)
+        _check_fit(state, ours, folder)
+        if "" in built:
+            return built[""]
 
-    for name, module in built.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, module)
-    # strict=False: the sketched layers are already loaded, and the rest was checked above.
-    placed = {key: place(value, "cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
-    model.load_state_dict(placed, strict=False, assign=True)
-    _tie(model, manifest["aliases"])
+        for name, module in built.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, module)
+        # strict=False: the sketched layers are already loaded, and the rest was checked above.
+        placed = {key: place(value, "cpu" if ours[key].is_meta else ours[key].device) for key, value in state.items()}
+        model.load_state_dict(placed, strict=False, assign=True)
+        _tie(model, manifest["aliases"])
     note_in_config_(model)
     return model
 

@@ -12,8 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from panther._text import counted, format_bytes, format_table
 from panther.errors import check_size
-from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
+from panther.nn import LearnedLinearAttention
 from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
+from panther.nn.attention._feature_map import FeatureMap
+from panther.nn.attention.linearized import CHILD
+from panther.nn.attention.record import is_attention_record
 
 _MODEL = "(the model)"
 
@@ -196,6 +199,8 @@ def tree_of_tensors(
         depth: As for :func:`tree`.
     """
     check_depth(depth)
+    # Attention is recorded by its own name, and only its child has other tensors than before.
+    forms = {f"{name}.{CHILD}" if is_attention_record(spec) else name: spec for name, spec in forms.items()}
     sums: dict[str, list[int]] = {"": [0, 0]}
     shapes: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for key, (shape, nbytes, floating) in tensors.items():
@@ -273,7 +278,7 @@ def _form(module: nn.Module) -> str:
         names = (*module.dense_arguments, *module.size_arguments)
         mode = "" if not isinstance(module, SketchedModule) or not module.is_fitted else "fitted"
         return _recorded_form({"class": type(module).__name__, "args": arguments_of(module, names), "mode": mode})
-    if isinstance(module, RandMultiHeadAttention):
+    if isinstance(module, FeatureMap):
         return f"linear attention, {module.num_random_features} features, {module.kernel_fn}"
     if isinstance(module, LearnedLinearAttention):
         return f"linear attention, {module.num_features} features, window {module.window}"
@@ -285,6 +290,9 @@ def _recorded_form(record: Mapping[str, Any]) -> str:
     if not record:
         return ""
     args: Any = record.get("args", {})
+    if is_attention_record(record):
+        features, kernel = args.get("num_features", args.get("num_random_features")), args.get("kernel_fn")
+        return f"linear attention, {features} features, {kernel or 'window ' + str(args.get('window'))}"
     rank, terms, bits = args.get("low_rank"), args.get("num_terms"), args.get("bits")
     if terms is not None:
         fitted = "fitted, " if record.get("mode") == "fitted" else ""

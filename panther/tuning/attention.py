@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from panther.compression.conversion import Replacement
-from panther.compression.linearization.survey import _sizes, find_attention
+from panther.compression.linearization.survey import find_attention
 from panther.compression.runner import Runner
 from panther.compression.targets import replace_modules
 from panther.errors import ConfigError, TuningError
 from panther.nn import RandMultiHeadAttention
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.nn.attention.random_features import RandomFeatureAttention
+from panther.nn.attention.record import sizes_of
 from panther.tuning.usage import HELD, Usage, watched
 
 EXACT = "exact"  # in the place of a kernel: the softmax stays
@@ -70,7 +71,7 @@ def replacement_of(modules: Mapping[str, nn.Module], wanted: Mapping[str, Settin
             layer._unchecked = False  # the metric says how good it is
             new[module] = layer
         else:
-            sizes = _sizes(module)
+            sizes = sizes_of(module)
             assert sizes is not None  # modules without are not found
             like = next(module.parameters())
             core = RandomFeatureAttention(*sizes, features, kernel_fn=kernel, seed=own, device=like.device)

@@ -32,6 +32,7 @@ from panther.compression.runner import Runner, calibrating
 from panther.compression.survey import survey_targets
 from panther.compression.targets import Survey, Target, replace_modules, select_targets, swap_modules
 from panther.errors import CompressionError, TrainingError, TuningError
+from panther.nn._specs import note_in_config_
 from panther.nn.attention.linearized import CHILD, convert_attention
 from panther.tuning.attention import Attention, calibrated, find, replacement_of
 from panther.tuning.models import another
@@ -272,6 +273,8 @@ class Prepared:
             if not isinstance(twin, nn.MultiheadAttention):  # a copy of the module in the new model
                 layer = convert_attention(twin, copy.deepcopy(layer.get_submodule(CHILD)))
             swap_modules(model, {twin: layer.train(twin.training)})
+        if plan.attention:
+            note_in_config_(model)
         return model, report
 
 

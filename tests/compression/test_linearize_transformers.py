@@ -1,13 +1,14 @@
 """pr.linearize_ on transformers' models, built from small configs with random weights; nothing is downloaded."""
 
 import copy
+import json
 import pickle
 
 import pytest
 import torch
 
 import panther as pr
-from panther.errors import CompressionError
+from panther.errors import CompressionError, FormatError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extra
@@ -190,3 +191,74 @@ def test_relative_biases_and_sliding_windows_are_kept():
     config = transformers.MistralConfig(**SMALL, **MORE, num_key_value_heads=2, sliding_window=8)
     with pytest.raises(CompressionError, match="sliding window of 8"):
         pr.linearize_(transformers.MistralForCausalLM(config).eval(), batches("mistral"), **OPTIONS)
+
+
+def folders(model, path):
+    """Yield folders that the two ways of saving write."""
+    pr.save_compressed(model, path / "ours")
+    model.save_pretrained(path / "theirs")
+    return path / "ours", path / "theirs"
+
+
+@pytest.mark.parametrize(("family", "compress"), [*((family, False) for family in FAMILIES), ("llama", True)])
+def test_a_saved_model_comes_back_linear(family, compress, tmp_path):
+    """The folder names the converted modules, so that nothing builds the softmax model in silence."""
+    from panther.integrations.transformers import set_quantization_config_
+
+    model, data = fresh(family), batches(family)
+    if compress:
+        pr.compress(model, 0.6, data, forms=["int8"], measure_speed=False, progress=False, seed=0)
+    pr.linearize_(model, data, **OPTIONS)
+    expected = output(model, data[-1])
+    for folder in folders(model, tmp_path):
+        restored = pr.from_pretrained(folder)
+        torch.testing.assert_close(output(restored, data[-1]), expected, rtol=0, atol=0)
+        restored.save_pretrained(tmp_path / "again")
+        torch.testing.assert_close(output(pr.from_pretrained(tmp_path / "again"), data[-1]), expected, rtol=0, atol=0)
+    body = transformers.AutoModel.from_pretrained(folder).eval()
+    assert sum("linear_attention.window" in name or hasattr(m, "window") for name, m in body.named_modules()) == 2
+    plain = fresh(family)
+    torch.testing.assert_close(output(pr.load_compressed(tmp_path / "ours", plain), data[-1]), expected, rtol=0, atol=0)
+    if compress:
+        dense = set_quantization_config_(model).dequantize()
+        dense.save_pretrained(tmp_path / "dense")
+        restored = pr.from_pretrained(tmp_path / "dense")
+        torch.testing.assert_close(output(restored, data[-1]), output(dense, data[-1]), rtol=0, atol=0)
+
+
+def test_a_folder_that_contradicts_its_config_is_refused(tmp_path):
+    model, data = fresh("llama"), batches("llama")
+    pr.linearize_(model, data, **OPTIONS)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    name = "model.layers.1.self_attn"
+    config["quantization_config"]["modules"][name]["args"]["window"] = 7
+    path.write_text(json.dumps(config))
+    for load in (pr.from_pretrained, transformers.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(FormatError, match="saved with window=4 and this module has window=7"):
+            load(tmp_path)
+    del config["quantization_config"]  # as an earlier version wrote it
+    path.write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="has no record of how it was made"):
+        pr.from_pretrained(tmp_path)
+
+
+def test_attention_by_random_features_comes_back_from_a_folder(tmp_path):
+    """A search puts it in the place of softmax attention too."""
+    from panther.nn._specs import note_in_config_
+    from panther.tuning.attention import replacement_of
+
+    model, data = fresh("bert"), batches("bert")
+    names = [f"encoder.layer.{i}.attention.self" for i in (0, 1)]
+    for name, kernel in zip(names, ("oprf", "hermite"), strict=True):
+        settings = {name: {"kernel_fn": kernel, "num_random_features": 16}}
+        (new,) = replacement_of(dict(model.named_modules()), settings, 3).values()
+        new.linear_attention.calibrate_(*torch.randn(2, 1, 4, 20, 8).unbind())
+        model.set_submodule(name, new.eval())
+    note_in_config_(model)
+    expected = output(model, data[-1])
+    for folder in folders(model, tmp_path):
+        torch.testing.assert_close(output(pr.from_pretrained(folder), data[-1]), expected, rtol=0, atol=0)
+    plain = fresh("bert")
+    torch.testing.assert_close(output(pr.load_compressed(tmp_path / "ours", plain), data[-1]), expected, rtol=0, atol=0)

@@ -452,7 +452,7 @@ def test_checkpoints_of_the_former_default():
     assert torch.equal(again(x, x, x)[0], fitted(x, x, x)[0])
     again.reset_parameters()
     assert not again.center.any()
-    with pytest.raises(RuntimeError, match="size mismatch for directions"):
+    with pytest.raises(RuntimeError, match="saved with kernel_fn='softmax'"):
         attention_of("hermite").load_state_dict(old.state_dict())
 
 

@@ -22,6 +22,7 @@ from panther.compression.runner import Runner, calibrating
 from panther.compression.targets import Selector, SkippedLayer, replace_modules, swap_modules
 from panther.errors import CompressionError, check_size
 from panther.nn import LearnedLinearAttention
+from panther.nn._specs import note_in_config_
 from panther.nn.attention.linearized import convert_attention
 from panther.sketch import check_seed
 
@@ -60,6 +61,7 @@ def linearize_(
         model: A trained model, which is changed in place. If anything fails it stays exactly as it was.
         calibration: Batches as for :func:`panther.compress`, of sequences longer than three windows, best as long as
             those of later use. None converts without learning, for a state_dict of a converted model to be loaded.
+            Folders of :func:`panther.save_compressed` and ``save_pretrained`` need no conversion before loading.
         num_features: Features of each head.
         window: Positions in a block; a query sees its own block and the ones beside it exactly.
         include: Only attention modules that match: a type, a glob of names, or a function of the module and its name;
@@ -168,6 +170,7 @@ def linearize_(
     if write_ is not None:
         write_()
     swap_modules(model, replacement)
+    note_in_config_(model)
     return report
 
 

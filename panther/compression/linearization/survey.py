@@ -15,9 +15,7 @@ from panther.compression.targets import Selector, SkippedLayer, _matches, _selec
 from panther.nn import LearnedLinearAttention, RandMultiHeadAttention
 from panther.nn.attention.interface import calls_interface
 from panther.nn.attention.linearized import CHILD
-
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_WIDTHS = ("head_dim", "attention_head_size", "head_size")
+from panther.nn.attention.record import sizes_of
 
 
 @dataclass(frozen=True)
@@ -64,30 +62,12 @@ def is_attention(module: nn.Module) -> bool:
 
 def make_attention(module: nn.Module, num_features: int, window: int) -> LearnedLinearAttention:
     """Return linear attention of a module's size, with parameters in float32 at least, on its device."""
-    sizes = _sizes(module)
+    sizes = sizes_of(module)
     assert sizes is not None  # modules without are refused
     first = next(module.parameters(), None)
     dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
     device = None if first is None else first.device
     return LearnedLinearAttention(*sizes, num_features, window=window, device=device, dtype=dtype)
-
-
-def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return the number of query heads and their width."""
-    places = [module, getattr(module, "config", None)]
-    heads = _first(places, _HEADS)
-    width = _first(places, _WIDTHS)
-    if isinstance(module, nn.MultiheadAttention):
-        return module.num_heads, module.head_dim
-    if width is None and heads is not None:
-        whole = _first(places, ("embed_dim", "hidden_size"))
-        width = None if whole is None else whole // heads
-    return None if heads is None or width is None else (heads, width)
-
-
-def _first(places: Sequence[Any], names: Sequence[str]) -> int | None:
-    values = (getattr(place, name, None) for place in places for name in names)
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 def _refusal(
@@ -121,6 +101,6 @@ def _refusal(
         )
     if getattr(module, "is_cross_attention", False):
         return "attends from one sequence to another, whose positions no window relates"
-    if _sizes(module) is None:
+    if sizes_of(module) is None:
         return "does not tell the number and width of its heads"
     return None

@@ -23,6 +23,7 @@ from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError
 from panther.nn._specs import model_config
+from panther.nn.attention.record import optional_names
 from panther.nn.io import unwrapped, write_folder
 
 
@@ -79,6 +80,9 @@ def load(
     per_rank_extra, generators = (None if rank is None else manifest[key][rank] for key in ("per_rank_extra", "random"))
     # state_dict() of a sharded model can communicate, so it is called once, on all ranks together.
     own = run_on_all_ranks(lambda: states.model_state(parts), group)
+    # Of attention that a checkpoint of an earlier version has without a record.
+    for name in {states.plain(name) for part in parts for name in optional_names(part)} - manifest["model"].keys():
+        own.pop(name, None)
     names = gather_objects(set(own), group)
     entries = {name: entry for name, entry in manifest["model"].items() if name in own}
 

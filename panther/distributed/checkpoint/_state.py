@@ -83,7 +83,7 @@ def first_names(state: Mapping[str, Any]) -> dict[str, str]:
 def fill_model(parts: Iterable[nn.Module], values: Mapping[str, Any]) -> None:
     """Load values by global name through ``load_state_dict``, which also draws the sketches of a loaded seed."""
     for part in parts:
-        part.load_state_dict({name: values[plain(name)] for name in part.state_dict()})
+        part.load_state_dict({name: values[plain(name)] for name in part.state_dict() if plain(name) in values})
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

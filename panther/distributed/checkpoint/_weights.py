@@ -27,6 +27,7 @@ from panther.distributed.checkpoint._reader import Chunk, TensorReader
 from panther.distributed.checkpoint._storage import MANIFEST, read_manifest, read_tensors, reader_of
 from panther.errors import CheckpointError, FormatError
 from panther.nn._specs import QUANTIZATION_METHOD, build_modules, module_specs
+from panther.nn.attention.record import convert_as_saved_
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
 
 
@@ -154,6 +155,7 @@ def with_saved_layers(model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
 
     Return the model, or the layer in its place. Raises FormatError if the records do not fit the model.
     """
+    saved, _ = convert_as_saved_(model, saved)
     present = {name for name, _ in model.named_modules(remove_duplicate=False)}
     wrong = _differing([model], saved).keys() | (saved.keys() - present)
     built = build_modules({name: spec for name, spec in saved.items() if {name, spec.get("alias_of")} & wrong}, model)

@@ -1,6 +1,6 @@
 """The feature map of a layer of attention: its state, how it is drawn and loaded, and attention through it."""
 
-__all__ = ["FeatureMap"]
+__all__ = ["KERNELS", "FeatureMap"]
 
 import struct
 from typing import Any, Self
@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from panther.errors import SketchMismatchError
 from panther.kernels.reference.attention import no_autocast
 from panther.nn._sketch_record import has_values, read_integers
 from panther.nn.attention._features import (
@@ -19,6 +20,9 @@ from panther.nn.attention._features import (
 )
 from panther.nn.attention._hermite import balanced_directions, hermite_features
 from panther.nn.functional import linear_attention
+
+KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")  # files tell a kernel by its number: new ones come last
+_FORWARD_BITS = 40
 
 
 class FeatureMap(nn.Module):
@@ -34,6 +38,7 @@ class FeatureMap(nn.Module):
     num_random_features: int
     feature_width: int
     feature_norm: float
+    iscausal: bool = False
     SRPE: nn.Module | None
     Wq: nn.Parameter
     Wk: nn.Parameter
@@ -64,15 +69,36 @@ class FeatureMap(nn.Module):
         return nn.functional.normalize(drawn, dim=-1).repeat(1, 2, 1)
 
     def get_extra_state(self) -> Tensor:
-        """Return the seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``."""
+        """Return the seed, how often directions were drawn, forwards counted, and the bits of ``feature_norm``.
+
+        The upper bits of the third number tell the kernel and whether attention is causal, which no shape tells.
+        """
         (bits,) = struct.unpack("<q", struct.pack("<d", self.feature_norm))
-        return torch.tensor([self.seed, self._draws, self._forwards, bits], dtype=torch.int64, device="cpu")
+        kind = 1 + 2 * KERNELS.index(self.kernel_fn) + self.iscausal
+        counted = (kind << _FORWARD_BITS) + self._forwards
+        return torch.tensor([self.seed, self._draws, counted, bits], dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Restore the result of :meth:`get_extra_state`."""
-        if (integers := read_integers(state)) is not None:
-            self.seed, self._draws, self._forwards, bits = integers
-            (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
+        """Restore the result of :meth:`get_extra_state`; in a state of an earlier version no kernel is compared.
+
+        Raises:
+            SketchMismatchError: If the state is of a layer with another kernel, or only one of the two is causal.
+        """
+        if (integers := read_integers(state)) is None:
+            return
+        seed, draws, counted, bits = integers
+        kind, forwards = divmod(counted, 1 << _FORWARD_BITS)
+        if kind:
+            index, causal = divmod(kind - 1, 2)
+            saved = (KERNELS[index] if index < len(KERNELS) else f"number {index}", bool(causal))
+            if saved != (self.kernel_fn, self.iscausal):
+                raise SketchMismatchError(
+                    f"the attention was saved with kernel_fn={saved[0]!r} and iscausal={saved[1]}, and this layer has "
+                    f"kernel_fn={self.kernel_fn!r} and iscausal={self.iscausal}, with which the same weights give "
+                    "other outputs: build the layer as it was saved"
+                )
+        self.seed, self._draws, self._forwards = seed, draws, forwards
+        (self.feature_norm,) = struct.unpack("<d", struct.pack("<q", bits))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load, with the ``projection_matrix`` of other libraries, one for all heads, in the place of directions."""

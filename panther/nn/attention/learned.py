@@ -11,7 +11,7 @@ of u, c, w, b, g, h are learned. The hybrid of window and features is that of M.
 linearizing of large language models", ICLR 2025, arXiv:2410.10254.
 """
 
-__all__ = ["LearnedLinearAttention"]
+__all__ = ["RECORD", "LearnedLinearAttention"]
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -21,12 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from panther._torch import version_of
+from panther._torch import buffers_of, version_of
 from panther.errors import ShapeError, check_device, check_floating, check_size
 from panther.kernels.reference.attention import no_autocast
 from panther.nn._sketch_record import has_values
 from panther.nn.attention.interface import register
 from panther.nn.functional import windowed_linear_attention
+
+RECORD = "record"
+_RECORD_VERSION = 1
 
 
 class LearnedLinearAttention(nn.Module):
@@ -51,6 +54,9 @@ class LearnedLinearAttention(nn.Module):
         query_bias, key_bias: The numbers c and b, (heads, m).
         key_scale: g, (heads, head width).
         key_offset: h, (heads,).
+        record: The window, as a buffer in the state_dict: ``load_state_dict`` refuses weights of another window. A
+            state_dict of an earlier version has no such entry and loads into any window: give the window that the
+            weights were learned with.
 
     Raises:
         ShapeError: If a size is not positive.
@@ -77,6 +83,7 @@ class LearnedLinearAttention(nn.Module):
     key_bias: nn.Parameter
     key_scale: nn.Parameter
     key_offset: nn.Parameter
+    record: Tensor
     recorder: Any = None
     """Called with the operands of each call while :func:`panther.linearize_` reads them; attention is exact then."""
 
@@ -107,6 +114,7 @@ class LearnedLinearAttention(nn.Module):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.register_buffer(RECORD, torch.tensor([_RECORD_VERSION, self.window], device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -116,6 +124,33 @@ class LearnedLinearAttention(nn.Module):
         nn.init.normal_(self.query_weight, std=0.1 * self.head_dim**-0.5)
         with torch.no_grad():
             self.key_weight.copy_(self.query_weight)
+            self.record.copy_(torch.tensor([_RECORD_VERSION, self.window], device="cpu"))
+
+    def recorded_difference(self, record: Tensor) -> str | None:
+        """Return how the window that a record holds is different from this module's; None if it is not."""
+        if not has_values(record) or record.tolist() == [_RECORD_VERSION, self.window]:
+            return None
+        version, window = record.tolist() if record.shape == self.record.shape else (None, None)
+        if version != _RECORD_VERSION:
+            return f"has a record of version {version!r} and this Panther reads {_RECORD_VERSION}"
+        return (
+            f"was saved with window={window} and this module has window={self.window}, with which the same weights "
+            "give other outputs"
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, and compare the window that was saved; a state_dict of an earlier version has none."""
+        record = state_dict.get(prefix + RECORD)
+        if record is None:
+            # In a copy: it is not missing, and the caller's dictionary stays as it is.
+            state_dict = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+            state_dict[prefix + RECORD] = self.record
+        elif isinstance(record, Tensor) and (difference := self.recorded_difference(record)):
+            args[-1].append(
+                f"{type(self).__name__} {prefix[:-1]!r} {difference}: convert the model as the saved one was."
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return features of queries and of keys, (N, H, n, m) and at most 1, and their exponents, (N, H, n)."""
@@ -203,8 +238,9 @@ class LearnedLinearAttention(nn.Module):
                 return self._attend_all(q, k, v, key_mask, is_causal)
             # The operator counts blocks from position 0, so padding before a sequence is moved behind it.
             order = (torch.arange(k.shape[-2], device=k.device) + first[:, None]) % k.shape[-2]
-            moved = (take_positions(x, order) for x in (q, k, v))
-            y = self._attend_all(*moved, key_mask.expand(order.shape).gather(-1, order), is_causal)  # type: ignore[union-attr]
+            q, k, v = (take_positions(x, order) for x in (q, k, v))
+            moved_mask = None if key_mask is None else key_mask.expand(order.shape).gather(-1, order)
+            y = self._attend_all(q, k, v, moved_mask, is_causal)
             y = take_positions(y, order.argsort(-1))
             # Behind the sequence a padding query sees keys; in its own place it sees none.
             is_padding = torch.arange(k.shape[-2], device=k.device) < first[:, None]
@@ -226,6 +262,9 @@ class LearnedLinearAttention(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, also in a process whose transformers does not know of linear attention yet."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if RECORD not in buffers_of(self):  # of an earlier version
+            device = self.query_weight.device
+            self.register_buffer(RECORD, torch.tensor([_RECORD_VERSION, self.window], device=device))
         register()
 
     def extra_repr(self) -> str:
@@ -249,8 +288,8 @@ def window_masks(
     start = 0 if first is None else first[..., None]
     distance = ((positions - start) // window)[..., None] - ((keys - start) // window)[..., None, :]
     seen = keys <= positions[..., None] if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    near, seen = (mask.unsqueeze(1) if mask.dim() == 3 else mask for mask in (distance.abs() <= 1, seen))
-    return near, seen
+    masks = (mask.unsqueeze(1) if mask.dim() == 3 else mask for mask in (distance.abs() <= 1, seen))
+    return next(masks), next(masks)
 
 
 def first_keys(key_mask: Tensor) -> Tensor:  # (*batch, S) -> (*batch,)
@@ -278,5 +317,5 @@ def left_padding(key_mask: Tensor) -> Tensor | None:  # (N, S) -> (N,)
 
 
 def take_positions(x: Tensor, order: Tensor) -> Tensor:  # (N, H, n, X), (N or 1, n) -> (N, H, n, X)
-    """Return ``x`` with the positions of each row in another order."""
+    """Return ``x`` with the positions of each row reordered."""
     return x.gather(2, order[:, None, :, None].expand(x.shape))

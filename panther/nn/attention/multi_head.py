@@ -12,7 +12,7 @@ from panther._torch import is_backward_running
 from panther.errors import ShapeError, check_device, check_flag, check_floating, check_size
 from panther.nn._sketched import keep_own_forward
 from panther.nn.attention._check import ApproximationError, errors_beside_mean, is_plain, sample, warn_if_worse
-from panther.nn.attention._feature_map import FeatureMap
+from panther.nn.attention._feature_map import KERNELS, FeatureMap
 from panther.nn.attention._features import (
     check_inputs,
     is_causal_mask,
@@ -23,7 +23,6 @@ from panther.sketch import check_seed
 
 # Fewer say too little about an approximation.
 _LEAST_KEYS = 32
-_KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")
 
 
 class _NotATensor:
@@ -156,8 +155,8 @@ class RandMultiHeadAttention(FeatureMap):
         self.num_random_features = check_size("num_random_features", num_random_features, least=1)
         self._default_kernel = kernel_fn is None
         kernel_fn = "hermite" if kernel_fn is None else kernel_fn
-        if kernel_fn not in _KERNELS:
-            raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, _KERNELS))}")
+        if kernel_fn not in KERNELS:
+            raise ValueError(f"kernel_fn={kernel_fn!r} is unknown: use one of {', '.join(map(repr, KERNELS))}")
         if isinstance(dropout, bool) or not isinstance(dropout, int | float):
             raise TypeError(f"dropout must be a number, not {type(dropout).__name__}: use 0.0 for none")
         if not 0 <= dropout <= 1:

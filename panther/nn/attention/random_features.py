@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from panther.errors import check_size
-from panther.nn.attention._feature_map import FeatureMap
+from panther.nn.attention._feature_map import KERNELS, FeatureMap
 from panther.nn.attention._hermite import hermite_rank
 from panther.nn.attention.interface import UnsupportedCallError
 from panther.sketch import check_seed
-
-KERNELS = ("hermite", "softmax", "oprf", "relu", "taylor")
 
 
 class RandomFeatureAttention(FeatureMap):
