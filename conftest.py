@@ -10,6 +10,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import garbage  # noqa: F401 (before torch)
 import processor_time
 import pytest
 import torch
