@@ -30,6 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import waits
+from output_shapes import keep_output_shapes
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from panther.distributed.comm.process_group import shutdown, start_group
@@ -192,6 +193,7 @@ def _serve(rank, n, pipe):
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):  # those of pytest and its timeout
             signal.signal(name, signal.SIG_DFL)
         torch.set_num_threads(1)
+        keep_output_shapes()
         gc.collect()
         gc.freeze()  # collecting after each test then looks only at what tests made
         while True:
