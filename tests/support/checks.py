@@ -113,7 +113,8 @@ def _tested_folder(file):
 
 def quick_commands(paths, seconds, environment=".venv", options=(), installation="install test", **fields):
     """Return the commands of ``make test``."""
-    groups = pack(units_of("test", paths, seconds), command_seconds=90)
+    # Fewer and longer commands import torch and start processes for ranks less often.
+    groups = pack(units_of("test", paths, seconds), command_seconds=150)
     tests = SetOfTests("test", paths, ("-m", TEST_MARKS, *options), {}, environment, installation)
     return [_pytest(tests, name, group, priority=ALWAYS, **fields) for name, group in groups.items()]
 
