@@ -27,7 +27,7 @@ LIMITS = {
     "panther/distributed": 311,
     "panther/integrations": 60,
     "panther/linalg": 17,
-    "panther/nn": 54,
+    "panther/nn": 53,
     "panther/sketch": 4,
     "panther/train": 46,
     "panther/tuning": 168,

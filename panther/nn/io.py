@@ -33,9 +33,9 @@ from panther.nn.attention.record import attention_as_saved, check_recorded, opti
 
 _FORMAT, _VERSIONS = "panther", range(1, 3)  # all can be read, and the last is written; 1 has no checksums
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
-
-
 _COMMITTED = (_WEIGHTS, _CONFIG)  # the files that one rename of the manifest replaces
+
+
 def save_compressed(model: nn.Module, dir: str | os.PathLike[str]) -> Path:
     """Write a model with sketched or quantized layers to a folder, for inference.
 
@@ -143,10 +143,10 @@ def _manifest(
         "aliases": aliases,
         "checksums": checksums,
     }
-    return manifest | {"checksum": record_checksum(manifest)}
-
     if config is not None:
         manifest["config_checksum"] = record_checksum(config)
+    return manifest | {"checksum": record_checksum(manifest)}
+
 
 def load_compressed(dir: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     """Turn a model of the original architecture into the saved one, in place.
@@ -285,15 +285,18 @@ def inference_manifest(folder: Path) -> dict[str, Any]:
             f"{path} is missing, and config.json is there: pr.from_pretrained(folder) loads what save_pretrained wrote"
         )
     manifest = read_record(path, _FORMAT, _VERSIONS, "pr.save_compressed", "the save is damaged, write it again")
+    manifest["commit"] = f"{record_checksum(manifest):08x}"
     if manifest["format_version"] == 1:
         manifest["checksums"] = None
     keys = ("weights", "modules", "aliases", "checksums")
     weights, modules, aliases, checksums = (manifest.get(key) for key in keys)
     if not isinstance(weights, str) or weights in ("", ".", "..") or set(weights) & set("/\\:\0"):
         raise FormatError(f"{path} names the weights file {weights!r}: it must be a plain file name in that folder")
-    manifest["commit"] = f"{record_checksum(manifest):08x}"
     if not isinstance(modules, dict) or not all(isinstance(spec, dict) for spec in modules.values()):
         raise FormatError(f"{path}: 'modules' must map names to objects")
+    for name, spec in modules.items():
+        if not isinstance(spec.get("alias_of", ""), str):
+            raise FormatError(f"{path}: module {name!r} is an alias of {spec['alias_of']!r}, which is not a name")
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
         raise FormatError(f"{path}: 'aliases' must map names to names")
     numbers = checksums.values() if isinstance(checksums, dict) else [None]
@@ -301,9 +304,6 @@ def inference_manifest(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{path}: 'checksums' must map names to numbers")
     return manifest
 
-    for name, spec in modules.items():
-        if not isinstance(spec.get("alias_of", ""), str):
-            raise FormatError(f"{path}: module {name!r} is an alias of {spec['alias_of']!r}, which is not a name")
 
 def weights_path(folder: Path, manifest: Mapping[str, Any]) -> Path:
     """Return the file with the weights of a manifest that :func:`inference_manifest` returned."""
