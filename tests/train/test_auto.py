@@ -32,13 +32,13 @@ WIDTH, BATCH, SAMPLES = 64, 8, 96
 
 def dense():
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).double()
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).double()
 
 
 def pairs():
     torch.manual_seed(0)
     layers = []
-    for _ in range(3):
+    for _ in range(2):
         layers += [SKLinear(WIDTH, 256, 4), nn.GELU(), SKLinear(256, WIDTH, 4)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).double()
 
