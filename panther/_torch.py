@@ -55,6 +55,7 @@ __all__ = [
     "operator_name",
     "original_of_compiled",
     "parameters_of",
+    "plain_name",
     "put_forward_pre_hooks",
     "put_parameters",
     "refresh_flat_weights",
@@ -240,6 +241,14 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     order that state dictionaries have.
     """
     return module._modules
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor without the names of torch.compile's and activation checkpointing's wrappers.
+
+    torch.compile's wrapper keeps its name in state dictionaries. There is no public name for either.
+    """
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def unsaved_buffers_of(module: nn.Module) -> set[str]:

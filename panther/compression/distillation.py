@@ -25,10 +25,13 @@ from panther.compression.conversion import Replacement
 from panther.compression.runner import Runner, counted, entries_of, floating_tensor, seed_generators
 from panther.compression.survey import blocks_of
 from panther.compression.targets import replace_modules, swap_modules
+from panther.nn.quantized.state import QuantizedState, train_scales_
 
 
 class Distillation(nn.Module):
     """The original and the compressed model in one module tree; called with the index of a batch, it returns the loss.
+
+    Scales of quantized layers are trained relative to themselves, by ``train_scales_``, until :meth:`write_`.
 
     Indices from ``len(runner.batches)`` on are those of held-out batches. The trained tensors are float32 copies of the
     parameters (of float64 ones in float64), so that parameters of half precision can be trained, and neither the values
@@ -46,6 +49,8 @@ class Distillation(nn.Module):
         self.runner, self.seed, model = runner, seed, runner.model
         self.batches = [*runner.batches, *runner.held_out]
         self._new, self._old = replacement, {new: old for old, new in replacement.items()}
+        self._quantized = [layer for layer in replacement.values() if isinstance(layer, QuantizedState)]
+        train_scales_(self._quantized)
         factors = {parameter for layer in replacement.values() for parameter in layer.parameters()}
         every = config.train == "all"
         with replace_modules(model, replacement):
@@ -104,9 +109,10 @@ class Distillation(nn.Module):
 
     @torch.no_grad()
     def write_(self) -> None:
-        """Write the trained values to the parameters."""
+        """Write the trained values to the parameters, and the scales' factors into the scales."""
         for parameter, value in zip(self.trained.values(), self.values, strict=True):
             parameter.copy_(value)
+        train_scales_(self._quantized, train=False)
 
     def forward(self, index: Tensor) -> Tensor:  # (1,) -> ()
         """Return the loss on a batch."""

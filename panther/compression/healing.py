@@ -4,9 +4,9 @@ The best point by the held-out loss is kept, the one before the first step inclu
 diverges, at a loss that is not finite or a held-out loss above twice the best, and where its time is used up. The
 learning rate falls with the larger of two shares: of the steps, and of the time.
 
-Parameters differ in size by orders of magnitude, scales of quantized weights from norms for example, and AdamW moves
-every entry by about its rate. So each parameter has a rate relative to its size unless the user gives one, as in N.
-Shazeer and M. Stern, "Adafactor", ICML 2018, arXiv:1804.04235.
+Parameters differ in size by orders of magnitude, and AdamW moves every entry by about its rate. So each parameter has a
+rate relative to its size unless the user gives one, as in N. Shazeer and M. Stern, "Adafactor", ICML 2018,
+arXiv:1804.04235. Scales of quantized weights are trained as logarithms, whose rate is relative to the scale already.
 """
 
 __all__ = ["check_ranks", "heal", "shuffled"]
@@ -126,6 +126,9 @@ def _groups(distillation: Distillation, replacement: Replacement, config: HealCo
     }
     groups = []
     for (name, parameter), value in zip(distillation.trained.items(), distillation.values, strict=True):
+        if name.endswith("scale_logs"):
+            groups.append({"params": [value], "lr": _OTHER_RATE})
+            continue
         norm = torch.linalg.vector_norm(value.detach(), dtype=torch.float64).item()
         size = norm / max(value.numel(), 1) ** 0.5
         least = _LEAST_BIAS if name.endswith("bias") or not size > 0 else 0.0

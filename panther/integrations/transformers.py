@@ -11,10 +11,11 @@ __all__ = [
 ]  # fmt: skip
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import panther as pr
@@ -30,6 +31,7 @@ from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair
 from panther.nn.quantized.matrix import QuantizedMatrix
+from panther.nn.quantized.state import STORED_SCALES, inference_state
 
 transformers: Any = require_extra("transformers", "transformers")
 _quantizers: Any = require_extra("transformers.quantizers", "transformers")
@@ -140,6 +142,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             model._resolve_parallel_plans = lambda config: ({}, {}, {})  # type: ignore[assignment]
         if self.pre_quantized:
             self.quantization_config.modules = put_compressed_(model, self.quantization_config.modules or {})
+            _train_saved_scales_(model, kwargs.get("checkpoint_files") or ())
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -154,8 +157,12 @@ class PantherQuantizer(_quantizers.HfQuantizer):
                     module.set_seeded_(seed)
                 if isinstance(module, SKLinear) and specs.get(name, {}).get("packed"):
                     module.pack_()
-            elif isinstance(module, QuantizedMatrix) and module.record.tolist() != module._form:
-                raise FormatError(f"layer {name!r} was saved in another form than config.json says: save it again")
+            elif isinstance(module, QuantizedMatrix):
+                if module.record.tolist() != module._form:
+                    raise FormatError(f"layer {name!r} was saved in another form than config.json says: save it again")
+                # transformers makes tensors float32 that a class names in _keep_in_fp32_modules, as T5 does "wo".
+                if module.scales_dtype() is not STORED_SCALES:
+                    module.to(module.scales_dtype()).hold_scales_(STORED_SCALES)
             elif isinstance(module, InterpolativeLinear):
                 module.check_record()
         check_attention(model)
@@ -185,15 +192,16 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             self.remove_quantization_config(model)
             return None, {}
         set_quantization_config_(model)
-        state, seen = model.state_dict(), set[int]()
+        state, seen = inference_state(model), set[int]()
+        trained = any(isinstance(module, QuantizedMatrix) and module.trains_scales for module in model.modules())
         copies: dict[str, Tensor] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, CompressedModule):
-                for key in (f"{name}.{own}" for own in module.state_dict()):
+                for key in (f"{name}.{own}" for own in module.state_dict() if f"{name}.{own}" in state):
                     if state[key].numel() and state[key].data_ptr() in seen:
                         copies[key] = state[key].clone()
                     seen.add(state[key].data_ptr())
-        return (state | copies if copies else None), {}
+        return (state | copies if copies or trained else None), {}
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Put back dense layers; attention stays linear, and config.json says so."""
@@ -218,7 +226,7 @@ class PantherQuantizer(_quantizers.HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: factors, scales and biases are parameters."""
+        """True: factors and biases are parameters, and scales where ``train_scales_`` was called."""
         return True
 
     @property
@@ -381,6 +389,19 @@ def _renamed(spec: Any, specs: Mapping[str, Any], found: Mapping[str, Any], pref
     if first is None or first in found:
         return spec
     return {"alias_of": first.removeprefix(prefix) if first in specs and first.startswith(prefix) else prefix + first}
+
+
+def _train_saved_scales_(model: nn.Module, files: Iterable[str]) -> None:
+    """Make the scales trainable of layers that were saved by ``save_pretrained`` in training, without the quantizer."""
+    trained = set()
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, "pt") as tensors:
+                names = list(tensors.keys())
+            trained |= {name.rpartition(".")[0] for name in names if name.endswith("scale_logs")}
+    for name, module in model.named_modules() if trained else ():
+        if isinstance(module, QuantizedMatrix) and any(f".{saved}".endswith(f".{name}") for saved in trained):
+            module.train_scales_()
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

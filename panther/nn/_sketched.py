@@ -67,7 +67,7 @@ class CompressedModule(nn.Module):
     size_arguments: tuple[str, ...]
     """Names of those that say how much is stored."""
 
-    integer_names: tuple[str, ...]
+    saved_buffer_names: tuple[str, ...]
     """Names of the buffers that are saved beside the parameters."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class SketchedModule(CompressedModule):
     """Base of sketched layers. A subclass names its factors and sketches; the life cycle is here."""
 
     size_arguments = ("num_terms", "low_rank")
-    integer_names = ("sketch_seed",)
+    saved_buffer_names = ("sketch_seed",)
     factor_names: tuple[str, ...]
     """Names of the trained factors, which are parameters; the first one tells the dtype and device of the sketches."""
 

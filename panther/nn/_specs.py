@@ -3,6 +3,7 @@
 __all__ = [
     "CONFIG_VERSION",
     "QUANTIZATION_METHOD",
+    "TRAINED_SCALES",
     "build_modules",
     "load_modules",
     "model_config",
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from panther._torch import buffers_of, parameters_of
+from panther._torch import buffers_of, parameters_of, plain_name
 from panther._version import __version__
 from panther.errors import FormatError, PerformanceWarning, SketchMismatchError
 from panther.nn._sketched import CompressedModule, SketchedModule, arguments_of
@@ -38,10 +39,11 @@ _CLASSES: dict[str, type[Any]] = {
 }
 _LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
 
-_CHECKPOINTED = "_checkpoint_wrapped_module."
-
 # Of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers reads.
 QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 1
+
+# Of a record in a training checkpoint: the layer has parameters that train its scales. Inference files have no others.
+TRAINED_SCALES = "trained_scales"
 
 
 def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, dict[str, Any]]:
@@ -50,15 +52,15 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
     Attention that :func:`panther.linearize_` converted is among them.
 
     Raises FormatError if the format does not know a module, or it is parametrized or pruned, and SketchMismatchError if
-    a seed is damaged. ``in_training``, scales of quantized layers may be in another dtype than the format's.
+    a seed is damaged. ``in_training``, scales of quantized layers may be in another dtype than the format's, and the
+    records name layers whose scales are trained.
     """
     modules: dict[str, dict[str, Any]] = {}
     first_name: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, CompressedModule):
             continue
-        # As in the state_dict, where torch's activation checkpointing removes what it adds to names.
-        name = f"{name}.".replace(_CHECKPOINTED, "").removesuffix(".")
+        name = plain_name(f"{name}.").removesuffix(".")
         if module in first_name:
             modules[name] = {"alias_of": first_name[module]}
             continue
@@ -75,6 +77,8 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
             "mode": _mode_of(module),
             "dtype": str(_dtype_of(module)).removeprefix("torch."),
         }
+        if in_training and isinstance(module, QuantizedMatrix) and module.trains_scales:
+            modules[name][TRAINED_SCALES] = True
         if getattr(module, "packed", False):  # how signs are held, which does not change the function: optional
             modules[name]["packed"] = True
         if (activations := getattr(module, "activations", None)) is not None:
@@ -266,12 +270,15 @@ def _is_size(value: Any, optional: bool) -> bool:
 def _check_plain(name: str, module: CompressedModule, in_training: bool) -> None:
     module.check_record()
     own = {key for key, tensor in parameters_of(module).items() if tensor is not None}
-    own |= {key for key in module.integer_names if buffers_of(module).get(key) is not None}
+    own |= {key for key in module.saved_buffer_names if buffers_of(module).get(key) is not None}
     dtypes = _dtypes_of(module)
     if len(dtypes) > 1:
         raise FormatError(f"module {name!r} mixes {', '.join(sorted(map(str, dtypes)))}: cast it to one dtype")
-    if isinstance(module, QuantizedMatrix) and not in_training and (wide := module.scales_dtype()) != torch.bfloat16:
-        raise FormatError(f"module {name!r} holds its scales in {wide}: call hold_scales_(torch.bfloat16) first")
+    if isinstance(module, QuantizedMatrix) and not in_training and not module.has_stored_scales():
+        raise FormatError(
+            f"module {name!r} holds its scales in {module.scales_dtype()}, and a file would hold different ones, in "
+            "bfloat16: call hold_scales_(torch.bfloat16) first"
+        )
     extra = sorted(module.state_dict().keys() ^ own)
     if extra:
         raise FormatError(
@@ -292,6 +299,8 @@ def _class_of(module: CompressedModule) -> str:
 
 def _finished(module: CompressedModule, spec: dict[str, Any], old: nn.Module) -> CompressedModule:
     """Freeze, pack and put into training or eval mode as the module in its place, or its record, says."""
+    if spec.get(TRAINED_SCALES) is True and isinstance(module, QuantizedMatrix):
+        module.train_scales_()
     trained = {key: parameter.requires_grad for key, parameter in old.named_parameters(recurse=False)}
     for key, parameter in module.named_parameters():
         parameter.requires_grad_(trained.get(key, trained.get("weight", True)))

@@ -86,7 +86,7 @@ class InterpolativeLinear(CompressedModule):
     dense_class = nn.Linear
     dense_arguments = ("in_features", "out_features", "bias")
     size_arguments = ("low_rank",)
-    integer_names = ("order",)
+    saved_buffer_names = ("order",)
     skeleton: nn.Parameter
     coefficients: nn.Parameter
     order: Tensor

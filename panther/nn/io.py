@@ -30,6 +30,7 @@ from panther.files.tensors import contents_checksum, map_tensors, write_tensors
 from panther.files.writer import Draft
 from panther.nn._specs import load_modules, model_config, module_specs, note_in_config_, place
 from panther.nn.attention.record import attention_as_saved, check_recorded, optional_names
+from panther.nn.quantized.state import inference_state
 
 _FORMAT, _VERSIONS = "panther", range(1, 3)  # all can be read, and the last is written; 1 has no checksums
 _WEIGHTS, INFERENCE_MANIFEST, _CONFIG = "model.safetensors", "panther.json", "config.json"
@@ -240,7 +241,7 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in inference_state(model).items():
         if not isinstance(value, Tensor):
             raise FormatError(f"state_dict entry {name!r} is a {type(value).__name__}: only tensors can be saved")
         if hasattr(value, "full_tensor"):  # a DTensor, known by its method: torch may be built without them

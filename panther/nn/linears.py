@@ -181,8 +181,7 @@ def _plain(module: Any, shared: dict[tuple[int, ...], Sequence[nn.Parameter]]) -
         module.bits is not None or getattr(module, "groups", 1) > 1
     ):
         new: nn.Module = module._to_dense()
-        scales = module.factor_scales if module.bits is None else module.scales
-        new.get_parameter("weight").requires_grad_(scales.requires_grad)
+        new.get_parameter("weight").requires_grad_(_is_trained(module))
         last = new
     else:
         new = _conv_pair(module) if isinstance(module, _CONVOLUTIONS) else _linear_pair(module)
@@ -201,7 +200,7 @@ def _linear_pair(module: SKLinear | QuantizedLinear | InterpolativeLinear) -> Li
     with torch.no_grad():
         if isinstance(module, QuantizedLinear):
             outer, inner = module._factors(module.dtype)
-            trained = module.factor_scales.requires_grad
+            trained = _is_trained(module)
         elif isinstance(module, InterpolativeLinear):
             outer, inner = (factor.clone() for factor in module.factors())
             trained = module.skeleton.requires_grad
@@ -218,6 +217,11 @@ def _linear_pair(module: SKLinear | QuantizedLinear | InterpolativeLinear) -> Li
     second = nn.Linear(rank, module.out_features, bias=module.bias is not None, device="meta")
     first.weight, second.weight = _parameter(inner, trained), _parameter(outer, trained)
     return LinearPair(first, second)
+
+
+def _is_trained(module: QuantizedLinear | QuantizedConv2d) -> bool:
+    """Return whether the plain weight of a quantized layer is trained: unless the layer's parameters are frozen."""
+    return all(parameter.requires_grad for parameter in module.parameters())
 
 
 def _balanced(inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:  # (R, in), (out, R)
@@ -239,7 +243,7 @@ def _conv_pair(module: SKConv1d | SKConv2d | SKConv3d | QuantizedConv2d) -> nn.S
     with torch.no_grad():
         if isinstance(module, QuantizedConv2d):  # without groups
             mix, right = module._factors(module.dtype)
-            kernel, trained = module._unfolded(right), module.factor_scales.requires_grad
+            kernel, trained = module._unfolded(right), _is_trained(module)
         else:
             power, trained = _power(module.scale), module.S.requires_grad
             kernel = module.S * (module.scale / power)

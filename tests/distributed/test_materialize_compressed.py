@@ -1,5 +1,7 @@
 """Compressed models that start without values: their layers are made first, then sharded, then filled."""
 
+import copy
+
 import pytest
 import torch
 from ranks import on_ranks, whole
@@ -158,6 +160,42 @@ def test_layers_are_sharded_before_they_have_values(layout, kind, tmp_path):
                 action, reason = actions[name]
                 assert action == "replicated"
                 assert reason.startswith(f"the form of a {type(model.get_submodule(name)).__name__} is not sharded")
+
+
+def test_trained_scales_are_saved_continued_and_exported(tmp_path):
+    def dense():
+        return nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8))
+
+    torch.manual_seed(0)
+    start = dense()
+    start[0] = QuantizedLinear.from_linear(start[0], 4, group_size=8, low_rank=2).train_scales_()
+    x = torch.randn(6, 24)
+
+    def run():
+        model = data_parallel(copy.deepcopy(start), strategy="fsdp")
+        optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        checkpoint.save(tmp_path / "run", model, optimizer, step=3)
+        checkpoint.export(model, tmp_path / "out")
+        with torch.no_grad():
+            return model(x)
+
+    expected = on_ranks(run, 2)[0]
+    continued = checkpoint.restore_architecture(tmp_path / "run", dense())
+    optimizer = torch.optim.AdamW(continued.parameters(), 0.02)
+    checkpoint.load(tmp_path / "run", continued, optimizer)
+    checkpoint.export(tmp_path / "run", tmp_path / "consolidated")
+    assert continued[0].scale_logs.abs().mean() > 0.01
+    assert not torch.allclose(start(x), expected, atol=1e-3)
+    exported = [pr.load_compressed(tmp_path / name, dense()) for name in ("out", "consolidated")]
+    for model in (continued, *exported):
+        torch.testing.assert_close(model(x), expected)
+    assert [name for name, _ in exported[0][0].named_parameters()] == ["bias"]
+    with pytest.raises(CheckpointError, match="trained_scales is None and was True: call restore_architecture"):
+        checkpoint.load(tmp_path / "run", exported[0])
 
 
 def test_stages_of_a_compressed_model(tmp_path):

@@ -186,6 +186,60 @@ def test_dtype_is_that_which_from_pretrained_is_given(tmp_path):
     assert (logits(loaded, inputs) - expected).abs().max() < 0.05
 
 
+def convolutional():
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], num_labels=5)
+    return transformers.ResNetForImageClassification(config), ("pixel_values",)
+
+
+def test_a_quantized_first_layer_does_not_change_the_dtype_of_the_model(tmp_path):
+    """Its bfloat16 scales were the first floating parameter, so config.json named bfloat16, and images were refused."""
+    model, inputs = compressed(convolutional, ("int8",))
+    assert isinstance(model.resnet.embedder.embedder.convolution, pr.nn.QuantizedConv2d)
+    assert model.dtype is next(model.parameters()).dtype is torch.float32
+    expected = logits(model, inputs)
+    pr.save_compressed(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        loaded = pr.from_pretrained(tmp_path / folder)
+        assert loaded.config.dtype is loaded.dtype is torch.float32
+        assert torch.equal(logits(loaded, inputs), expected)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4+low_rank"])
+def test_layers_that_a_class_keeps_in_float32_load_in_float16(form, tmp_path):
+    """T5 names "wo", so that transformers casts the scales of those layers as well."""
+    model, inputs = compressed(t5, (form,))
+    state = model.state_dict()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    for name, buffer in loaded.named_buffers():
+        if name in state:
+            assert torch.equal(buffer, state[name])
+            assert buffer.dtype is state[name].dtype
+    pr.save_compressed(loaded, tmp_path / "again")
+    assert loaded.encoder.block[0].layer[-1].DenseReluDense.wo.dtype is torch.float32
+    exact = logits(model, inputs)
+    for dtype in (torch.float16, torch.float32):
+        again = logits(pr.from_pretrained(tmp_path / "again", dtype=dtype), inputs)
+        assert (again - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+@pytest.mark.parametrize("quantizer", [False, True])
+def test_scales_that_are_trained_are_saved_and_loaded(quantizer, tmp_path):
+    model, inputs = compressed(bert, ("int8", "int4+low_rank"))
+    if not quantizer:
+        model.hf_quantizer = None
+    for module in model.modules():
+        if isinstance(module, pr.nn.QuantizedLinear):
+            module.train_scales_()
+            torch.nn.init.normal_(module.scale_logs, std=0.1)
+    expected = logits(model, inputs)
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(logits(loaded, inputs), expected)
+
+
 def test_dequantized_model_is_dense_and_saves_as_such(tmp_path):
     model, inputs = compressed(gpt2, ("int8", "low_rank"))
     expected = logits(model, inputs)

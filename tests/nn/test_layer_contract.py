@@ -242,7 +242,7 @@ def test_activation_checkpointing(kind, reentrant):
 def test_half_precision_and_autocast(kind, dtype):
     bound = (3 if "dense" in kind.exempt else 1.5) * KERNEL_RMS[dtype]
     for bias in (True, False):
-        layer = kind.layer(bias=bias)
+        layer = kind.trained(bias=bias)
         for x in kind.memory_formats(kind.x(20)):
             expected = layer(x)
             with torch.autocast("cpu", dtype=dtype):
@@ -304,14 +304,15 @@ def test_an_encoder_layer_runs_the_forward(kind, training, grad, padded, monkeyp
 
 @every_layer()
 def test_training_lowers_the_loss_and_leaves_the_buffers(kind):
-    layer = kind.layer()
-    if hasattr(layer, "hold_scales_"):
-        layer.hold_scales_(torch.float32)
+    layer = kind.trained()
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     x = kind.x(4)
     target = torch.randn(layer(x).shape, generator=torch.Generator().manual_seed(1))
-    learning_rates = {id(parameter): 1e-2 * parameter.detach().abs().mean().item() for parameter in layer.parameters()}
-    optimizer = torch.optim.Adam([{"params": [p], "lr": max(learning_rates[id(p)], 1e-6)} for p in layer.parameters()])
+    sizes = {parameter: parameter.detach().abs().mean().item() for parameter in layer.parameters()}
+    # Logarithms of factors are zero at first.
+    optimizer = torch.optim.Adam(
+        [{"params": [parameter], "lr": 1e-2 * (size or 1)} for parameter, size in sizes.items()]
+    )
     losses = []
     for _ in range(10):
         optimizer.zero_grad()

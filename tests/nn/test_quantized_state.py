@@ -1,5 +1,7 @@
 """What the state of quantized layers adds to the contract of layers: codes, bfloat16 scales, a record of the form."""
 
+import copy
+
 import pytest
 import torch
 from compressed_layers import LAYERS
@@ -8,6 +10,7 @@ from torch import nn
 import panther as pr
 from panther.errors import FormatError
 from panther.nn import QuantizedConv2d, QuantizedLinear, _specs
+from panther.nn.quantized.state import train_scales_
 
 both_kinds = pytest.mark.parametrize(
     "kind", [LAYERS["int3+low_rank"], LAYERS["conv2d int3+low_rank"]], ids=["linear", "conv"]
@@ -24,9 +27,13 @@ def test_golden_codes():
 
 
 @both_kinds
-def test_scales_that_are_held_for_training_are_not_saved(kind, tmp_path):
+def test_scales_that_a_file_would_change_are_not_saved(kind, tmp_path):
     layer = kind.layer().hold_scales_(torch.float32)
-    with pytest.raises(FormatError, match=r"holds its scales in torch\.float32: call hold_scales_"):
+    expected = layer.weight
+    path = pr.save_compressed(layer, tmp_path)  # wider, as casts of other libraries make them, and equal
+    assert torch.equal(pr.load_compressed(path, kind.plain()).weight, expected)
+    layer.scales *= 1.001
+    with pytest.raises(FormatError, match=r"holds its scales in torch\.float32, and a file would hold different ones"):
         pr.save_compressed(layer, tmp_path)
     pr.save_compressed(layer.hold_scales_(torch.bfloat16), tmp_path)
     layer.register_buffer("steps", torch.zeros(()))
@@ -64,12 +71,87 @@ def test_a_layer_that_leaves_the_meta_device_has_its_record(kind):
 def test_casts_change_the_bias_and_its_gradient_alone(kind):
     layer = kind.layer()
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    layer(kind.x(3)).sum().backward()
+    layer.train_scales_()(kind.x(3)).sum().backward()
     layer.double()
     assert layer.dtype is layer.bias.dtype is layer.bias.grad.dtype is torch.float64
-    assert layer.scales.grad.dtype is torch.bfloat16
-    layer.bias = None
+    assert layer.scale_logs.dtype is layer.scale_logs.grad.dtype is torch.float32
+    layer.train_scales_(False).bias = None
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def trained(kind):
+    """A layer whose scales have been changed by 10 %."""
+    layer = kind.layer().train_scales_()
+    for logs in (layer.scale_logs, layer.factor_scale_logs):
+        nn.init.normal_(logs, std=0.1, generator=torch.Generator().manual_seed(3))
+    return layer
+
+
+@both_kinds
+def test_no_parameter_is_in_another_dtype_than_the_layer(kind):
+    """Foreign code takes the dtype of the first floating parameter for that of the model."""
+    for dtype in (torch.float32, torch.float16):
+        layer = kind.layer().to(dtype)
+        assert {parameter.dtype for parameter in layer.parameters()} == {layer.dtype} == {dtype}
+
+
+@both_kinds
+def test_casts_of_parameters_by_other_libraries_lose_nothing(kind):
+    """As PEFT's prepare_model_for_kbit_training and transformers' _keep_in_fp32_modules cast them."""
+    layer = kind.layer().half()
+    before = {name: tensor.clone() for name, tensor in layer.named_buffers()}
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.float()
+    layer.bfloat16().float().half().double()
+    assert {name: tensor.dtype for name, tensor in layer.named_buffers()} == {n: t.dtype for n, t in before.items()}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.named_buffers())
+
+
+@both_kinds
+def test_trained_scales_are_saved_as_they_compute(kind, tmp_path):
+    layer = trained(kind)
+    expected = layer.weight
+    restored = pr.load_compressed(pr.save_compressed(layer, tmp_path), kind.plain())
+    assert torch.equal(restored.weight, expected)
+    assert [name for name, _ in restored.named_parameters()] == ["bias"]
+    assert layer.trains_scales
+
+
+@both_kinds
+@pytest.mark.parametrize("assign", [False, True])
+def test_states_of_training_and_inference_load_into_each_other(kind, assign):
+    layer = trained(kind)
+    again = kind.new().train_scales_()
+    again.load_state_dict(layer.state_dict(), assign=assign)
+    assert torch.equal(again.scale_logs, layer.scale_logs)
+    plain = kind.new()
+    plain.load_state_dict(layer.state_dict(), assign=assign)
+    assert torch.equal(plain.weight, layer.weight)
+    again.load_state_dict(plain.state_dict(), assign=assign)
+    assert torch.equal(again.weight, layer.weight)
+    assert not again.scale_logs.any()
+
+
+def test_new_values_of_scales_end_the_training_of_the_old_ones():
+    layer = trained(LAYERS["int3+low_rank"])
+    layer.set_factors_(layer.left, layer.right, layer.factor_scales)
+    assert layer.scale_logs.any()
+    assert not layer.factor_scale_logs.any()
+    layer.reset_parameters()
+    assert not layer.scale_logs.any()
+
+
+def test_layers_that_share_scales_share_their_training():
+    first = LAYERS["int3+low_rank"].layer()
+    second = copy.deepcopy(first)
+    second.scales, second.factor_scales = first.scales, first.factor_scales
+    train_scales_([first, second])
+    assert first.scale_logs is second.scale_logs
+    nn.init.constant_(first.scale_logs, 0.1)
+    weight = first.weight
+    train_scales_([first, second], train=False)
+    assert first.scales is second.scales
+    assert torch.equal(second.weight, weight)
 
 
 def test_kernels_of_other_shapes_are_refused():

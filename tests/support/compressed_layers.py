@@ -61,10 +61,17 @@ class LayerKind:
         convert = make.from_linear if self.dense is nn.Linear else make.from_conv
         return convert(self.plain(**options), **self.form)
 
+    def trained(self, **options: Any) -> Any:
+        """Return the layer with all the parameters that it can have."""
+        layer = self.layer(**options)
+        return layer.train_scales_() if hasattr(layer, "train_scales_") else layer
+
     def in_float64(self) -> Any:
-        """Return the layer with all of its floating numbers in float64."""
-        layer = self.layer(dtype=torch.float64)
-        return layer.hold_scales_(torch.float64) if hasattr(layer, "hold_scales_") else layer
+        """Return the layer with all of its floating numbers in float64, and trained."""
+        layer = self.trained(dtype=torch.float64)
+        if hasattr(layer, "train_scales_"):
+            layer.hold_scales_(torch.float64).hold_scale_logs_(torch.float64)
+        return layer
 
     def plain(self, **options: Any) -> nn.Module:
         """Return a new layer of torch.nn of the sizes that this layer replaces."""

@@ -1,5 +1,6 @@
 """The trainer in one process: resuming, what is recorded, what stops it."""
 
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -16,10 +17,10 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from panther import load_compressed
+from panther import compress, load_compressed
 from panther.distributed import checkpoint
 from panther.errors import CheckpointError, ConfigError, TrainingError
-from panther.nn import SKLinear
+from panther.nn import QuantizedLinear, SKLinear
 from panther.train import Callback, TrainConfig, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
@@ -194,6 +195,29 @@ def test_models_that_return_their_loss_take_mappings():
     history = Trainer(Own(), config=TrainConfig(epochs=3, learning_rate=0.05)).fit(DataLoader(data, 10))
     assert history.last["loss"] < 1.2
     assert history.last["step"] == 15
+
+
+def test_a_compressed_model_is_fine_tuned_by_the_defaults_and_keeps_what_it_knows():
+    """The target is the original's output. Trained scales turned an error of 0.003 into 0.6, without a warning."""
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8))
+    x = torch.randn(512, 64)
+    y = original(x).detach()
+
+    def error(model):
+        with torch.no_grad():
+            return ((model(x) - y).norm() / y.norm()).item()
+
+    for forms in ("int8", "int4+low_rank"):
+        model = copy.deepcopy(original)
+        compress(model, 0.6, [*x.split(64)], forms=forms, group_size=32, allow_slower=True, measure_speed=False, seed=0)
+        for train_scales in (False, True):
+            tuned = copy.deepcopy(model)
+            for layer in tuned if train_scales else ():
+                if isinstance(layer, QuantizedLinear):
+                    layer.train_scales_()
+            Trainer(tuned, None, nn.MSELoss(), TrainConfig(epochs=3, batch_size=32)).fit(TensorDataset(x, y))
+            assert error(tuned) < 0.01
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -22,9 +22,10 @@ from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
 from panther.errors import CheckpointError
-from panther.nn._specs import model_config
+from panther.nn._specs import TRAINED_SCALES, model_config
 from panther.nn.attention.record import optional_names
 from panther.nn.io import unwrapped, write_folder
+from panther.nn.quantized.state import SCALE_LOGS, STORED_SCALES, fold_scales
 
 
 @dataclass(frozen=True)
@@ -181,19 +182,32 @@ def export(
 def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> None:
     """Write the whole model of a checkpoint in the inference format, in one process."""
     manifest = read_manifest(folder)
-    quantized = [name for name, spec in manifest["modules"].items() if spec.get("mode") == "quantized"]
-    scales = {f"{name}.{key}" if name else key for name in quantized for key in ("scales", "factor_scales")}
+    modules = {
+        name: {key: value for key, value in spec.items() if key != TRAINED_SCALES}
+        for name, spec in manifest["modules"].items()
+    }
+    quantized = [name for name, spec in modules.items() if spec.get("mode") == "quantized"]
+    # The names of scales, each with the name of the factors by which training has changed them.
+    scales = {
+        f"{name}.{key}" if name else key: f"{name}.{logs}" if name else logs
+        for name in quantized
+        for key, logs in SCALE_LOGS.items()
+    }
 
     def rounded(name: str, tensor: Tensor) -> Tensor:
-        return tensor.to(torch.bfloat16) if name in scales else tensor  # in training they may be wider
+        return tensor.to(STORED_SCALES) if name in scales else tensor  # in training they may be wider
 
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     first: dict[str, str] = {}
     aliases: dict[str, str] = {}
+    logs_places: dict[str, str] = {}
     for name, entry in manifest["model"].items():
         if not states.is_tensor(entry):
             raise CheckpointError(f"state_dict entry {name!r} is not a tensor: the inference format holds only tensors")
+        if name in scales.values():
+            logs_places[name] = entry["$tensor"]
+            continue
         place = places[name] = entry["$tensor"]
         if first.setdefault(place, name) == name:
             tensors[name] = rounded(name, empty(manifest["tensors"][place], "meta"))
@@ -205,10 +219,14 @@ def _consolidate(folder: Path, target: Path, model: nn.Module | None = None) -> 
         place = places[name]
         value = empty(manifest["tensors"][place])
         read_tensors(reader, {place: value}, alone=True)
+        if (logs_place := logs_places.get(scales.get(name, ""))) is not None:
+            logs = empty(manifest["tensors"][logs_place])
+            read_tensors(reader, {logs_place: logs}, alone=True)
+            value = fold_scales(value, logs)
         return rounded(name, value)
 
-    config = None if model is None else model_config(model, manifest["modules"])
-    write_folder(target, tensors, value_of, manifest["modules"], aliases, config)
+    config = None if model is None else model_config(model, modules)
+    write_folder(target, tensors, value_of, modules, aliases, config)
 
 
 def restore_architecture(path: str | os.PathLike[str], model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -26,7 +26,7 @@ from panther.distributed.checkpoint._folders import checkpoints, folder_of
 from panther.distributed.checkpoint._reader import Chunk, TensorReader
 from panther.distributed.checkpoint._storage import MANIFEST, read_manifest, read_tensors, reader_of
 from panther.errors import CheckpointError, FormatError
-from panther.nn._specs import QUANTIZATION_METHOD, build_modules, module_specs
+from panther.nn._specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, module_specs
 from panther.nn.attention.record import convert_as_saved_
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
 
@@ -180,7 +180,7 @@ def _differing(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> dict[str
                 found[name] = f"a {type(present[name]).__name__} is not the {saved[name].get('class')} that was saved"
                 continue
             spec, was = own[name], saved.get(name, {})
-            differ = [key for key in ("class", "args", "mode") if spec.get(key) != was.get(key)]
+            differ = [key for key in ("class", "args", "mode", TRAINED_SCALES) if spec.get(key) != was.get(key)]
             if differ:
                 found[name] = "; ".join(f"{key} is {spec.get(key)} and was {was.get(key)}" for key in differ)
     return found

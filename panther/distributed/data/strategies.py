@@ -158,12 +158,12 @@ def fully_shard_(
     """Apply ``"fsdp"`` or ``"replicate"`` to a model that is equal on all ranks already; nothing is sent.
 
     With ``one_block``, its blocks are not sharded one by one. Stages of a pipeline need that: sharded block by block,
-    zero-bubble schedules compute wrong gradients. Scales of quantized layers take the layer's dtype if they are
-    trained: torch takes trained parameters of one dtype, and steps of bfloat16 are coarse for an optimizer anyway.
+    zero-bubble schedules compute wrong gradients. Trained factors of scales take the dtype of their layer, because
+    torch takes trained parameters of one dtype.
     """
     for module in model.modules():
-        if isinstance(module, QuantizedState) and any(parameter.requires_grad for parameter in module.parameters()):
-            module.hold_scales_(module.dtype)
+        if isinstance(module, QuantizedState):
+            module.hold_scale_logs_(module.dtype)
     if strategy == "replicate":
         mesh = with_inner_axis(mesh, ("replicate", "shard"))
     dtype = compute_dtype(mixed_precision)

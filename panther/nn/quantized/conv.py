@@ -52,10 +52,12 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
     Attributes:
         codes: uint8 (out, bytes of a row), see ``pack_codes``; None without Q.
         zeros: uint8 (out, groups of columns); None without Q.
-        scales: A Parameter (out, groups of columns), bfloat16; None without Q.
+        scales: bfloat16 (out, groups of columns); None without Q.
         left: int8 (out, r); None without correction, as are the next two.
         right: int8 (r, in / groups * kernel).
-        factor_scales: A Parameter (r,), bfloat16.
+        factor_scales: bfloat16 (r,).
+        scale_logs: None, or after :meth:`train_scales_` a Parameter (out, groups of columns), float32.
+        factor_scale_logs: None, or after :meth:`train_scales_` a Parameter (r,), float32.
         bias: A Parameter (out,) in ``dtype``, or None.
 
     Raises:
@@ -114,7 +116,9 @@ class QuantizedConv2d(ConvGeometry, QuantizedMatrix):
             return convolve(x, self._unfolded(right), left.mT, *geometry, 1.0, self.padding_mode)
         if self.bits is not None and x.is_cpu and self._is_plain_inference(input):
             bits, group_size = self._code_form()
-            weight = expanded(self.codes, bits, self.scales, self.zeros, group_size, self._columns, x.dtype)
+            weight = expanded(
+                self.codes, bits, self._effective("scales"), self.zeros, group_size, self._columns, x.dtype
+            )
             if self.low_rank:
                 left, right = self._factors(x.dtype)
                 weight.addmm_(left, right)

@@ -1,4 +1,4 @@
-"""The product with a frozen quantized weight, whose gradient expands the weight again in place of keeping it."""
+"""The product with a quantized weight that is not trained; its gradient expands the weight again and keeps nothing."""
 
 __all__ = ["FrozenProduct"]
 
@@ -9,22 +9,24 @@ from torch import Tensor
 
 
 class FrozenProduct(torch.autograd.Function):
-    """The layer's output, with a gradient for the input alone.
+    """The layer's output, with gradients for the input and the bias.
 
     Autograd would keep the expanded weight of every layer from the forward to the backward, which takes the memory of
-    the dense model: just what adapters on a quantized model are to save.
+    the dense model: just what adapters on a quantized model are to save. The bias is an argument only for autograd to
+    see it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
         """Return the output, as without gradients: they are off here."""
         ctx.layer = layer
-        output: Tensor = layer(x.detach())
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        output: Tensor = layer._without_gradients(x, bias)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient at the input; of torch's operations, so that it has derivatives too."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Return the gradients at input and bias; of torch's operations, so that they have derivatives too."""
         (grad,) = grads
         layer, at_input = ctx.layer, None
         if layer.bits is not None:
@@ -33,4 +35,7 @@ class FrozenProduct(torch.autograd.Function):
             left, right = layer._factors(grad.dtype)
             correction = (grad @ left) @ right
             at_input = correction if at_input is None else at_input + correction
-        return at_input, None  # type: ignore[return-value]  # the constructor refuses a layer without either
+        at_bias = None
+        if ctx.needs_input_grad[1]:
+            at_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+        return at_input, at_bias, None  # type: ignore[return-value]  # a layer has codes or factors

@@ -37,9 +37,10 @@ class QuantizedLinear(QuantizedMatrix):
     correction of rank ``low_rank`` whose factors L (out, r) and R (r, in) are int8 with one scale c for each rank-one
     term. Either part may be missing: ``low_rank=0`` is plain quantization, and ``bits=None`` low rank in int8.
 
-    The integers are buffers and never trained. The scales and the bias are parameters, so that a model can be tuned
-    after it was quantized; the scales are stored in bfloat16, which has the range of float32 in 2 bytes, and casts of
-    the layer (``half()``, ``to(torch.float64)``) change the dtype of the computation and of the bias alone.
+    Integers and scales are buffers, and the bias is the only parameter: an optimizer made from ``model.parameters()``
+    leaves the weight as it is. :meth:`train_scales_` makes the scales trainable, relative to their size. Scales are
+    stored in bfloat16, which has the range of float32 in 2 bytes, and casts of the layer (``half()``,
+    ``to(torch.float64)``) change the dtype of the computation and of the bias alone.
 
     A new layer has random weights with nn.Linear's variance; :meth:`from_linear` rounds a dense layer.
 
@@ -63,10 +64,13 @@ class QuantizedLinear(QuantizedMatrix):
     Attributes:
         codes: uint8 (out, bytes of a row), see ``pack_codes``; None without Q.
         zeros: uint8 (out, groups); None without Q.
-        scales: A Parameter (out, groups), bfloat16; None without Q.
+        scales: bfloat16 (out, groups); None without Q.
         left: int8 (out, r); None without correction, as are the next two.
         right: int8 (r, in).
-        factor_scales: A Parameter (r,), bfloat16.
+        factor_scales: bfloat16 (r,).
+        scale_logs: None, or after :meth:`train_scales_` a Parameter (out, groups), float32: logarithms of the factors
+            by which training has changed ``scales``.
+        factor_scale_logs: The same for ``factor_scales``.
         bias: A Parameter (out,) in ``dtype``, or None.
 
     Raises:
@@ -78,7 +82,7 @@ class QuantizedLinear(QuantizedMatrix):
     Cost: That of the dense product, the expansion of the codes, and ``2 r (in + out)`` flops for each row. Expansion
     counts where the batch is small: on a CPU, most layers with codes are slower than nn.Linear there and save memory
     alone; for few rows in bfloat16 see :meth:`hold_packed_`. On a CPU without gradients the weight is expanded block by
-    block, otherwise as a whole; where scales and bias are frozen, the gradient of the input expands it again and keeps
+    block, otherwise as a whole; where the scales are not trained, the gradient of the input expands it again and keeps
     nothing of it. On CUDA up to 256 rows go to a Triton kernel, which no GPU has run yet. With ``activations="int8"``
     integers are multiplied, without gradients, on a CPU with instructions for it (VNNI); elsewhere the same rounded
     numbers are multiplied in floating point, which saves nothing, and derivatives are those without rounding.
@@ -131,16 +135,26 @@ class QuantizedLinear(QuantizedMatrix):
             features = f"{x.shape[-1]} features" if x.dim() else "no dimension"
             raise ShapeError(f"the input has {features} and the layer takes {self.in_features}")
         if self._is_plain_inference(input):
-            if self.activations is not None:
-                if multiplies_integers(x):
-                    return self._by_integers(x, bias)
-            elif self._kernel_takes(x):
-                return self._by_kernel(x, bias)
-            elif x.is_cpu:
-                return self._inferred(x, bias)
-        elif self.activations is None and self._is_frozen(input):
-            product: Tensor = FrozenProduct.apply(x, self)  # type: ignore[no-untyped-call]
+            return self._without_gradients(x, bias)
+        if self.activations is None and self._is_frozen(input):
+            product: Tensor = FrozenProduct.apply(x, bias, self)  # type: ignore[no-untyped-call]
             return product
+        return self._by_expansion(x, bias)
+
+    def _without_gradients(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output by the fastest way that there is for plain tensors."""
+        if self.activations is not None:
+            if multiplies_integers(x):
+                return self._by_integers(x, bias)
+        elif self._kernel_takes(x):
+            return self._by_kernel(x, bias)
+        elif x.is_cpu:
+            return self._inferred(x, bias)
+        return self._by_expansion(x, bias)
+
+    def _by_expansion(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output by operations that are differentiable and can be traced."""
+        dtype = x.dtype
         if self.activations is not None:
             x = rounded_input(x)
         output = None if self.bits is None else F.linear(x, self._multiplied(dtype), bias)
@@ -156,7 +170,8 @@ class QuantizedLinear(QuantizedMatrix):
         if self.activations is None or self._groups == 1:
             return self._expanded(dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        return rounded_weight(self._expanded(wide), self.scales, self.zeros, self._code_form()[0]).to(dtype)
+        weight, scales = self._expanded(wide), self._effective("scales")
+        return rounded_weight(weight, scales, self.zeros, self._code_form()[0]).to(dtype)
 
     def _kernel_takes(self, x: Tensor) -> bool:
         """Return whether the Triton kernel runs; it expands the weight anew for every 64 rows, so not with many."""
@@ -183,10 +198,10 @@ class QuantizedLinear(QuantizedMatrix):
         output = None
         if self.bits is not None:
             bits, group_size = self._code_form()
-            form = self.codes, bits, self.scales, self.zeros, group_size
+            form = self.codes, bits, self._effective("scales"), self.zeros, group_size
             output = integer_matmul(integers, steps, *form, bias, dtype)
         if self.low_rank:
-            inner = int_mm(integers, self.right.mT) * (steps * self.factor_scales)
+            inner = int_mm(integers, self.right.mT) * (steps * self._effective("factor_scales"))
             if output is None:
                 output = F.linear(inner.to(dtype), self.left.to(dtype), bias)
             else:
@@ -197,18 +212,19 @@ class QuantizedLinear(QuantizedMatrix):
     def _inferred(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without expanding the whole weight."""
         rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), self.in_features)
-        if self.packed_copy and PackedCodes.serves(rows, self.codes, self.zeros, self.scales):
+        # The packed copy would be made anew in each call if scales changed: it is not for layers in training.
+        if self.packed_copy and self.scale_logs is None and PackedCodes.serves(rows, *self._code_tensors()):
             output = self._packed_codes().product(rows, bias)
         elif self.bits is not None:
             bits, group_size = self._code_form()
-            output = quantized_matmul(rows, self.codes, bits, self.scales, self.zeros, group_size, bias)
+            output = quantized_matmul(rows, self.codes, bits, self._effective("scales"), self.zeros, group_size, bias)
         if self.low_rank:
             if x.dtype is torch.float16:
                 left, right = self._factors(x.dtype)
                 inner = rows @ right.mT
             else:  # scales take fewer operations on the few numbers between the factors
                 left, right = self.left.to(x.dtype), self.right.to(x.dtype)
-                inner = (rows @ right.mT).mul_(self.factor_scales)
+                inner = (rows @ right.mT).mul_(self._effective("factor_scales"))
             if self.bits is not None:
                 output.addmm_(inner, left.mT)
             else:
@@ -246,8 +262,11 @@ class QuantizedLinear(QuantizedMatrix):
         """Return why :meth:`hold_packed_` refuses this layer; None if it does not."""
         return why_not_packed(self.codes, self.bits, self.group_size, self.in_features)
 
+    def _code_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.codes, self.zeros, self.scales
+
     def _packed_codes(self) -> PackedCodes:
-        tensors = self.codes, self.zeros, self.scales
+        tensors = self._code_tensors()
         packed = self._packed
         if packed is None or not packed.follows(*tensors):
             with torch.inference_mode(False), torch.no_grad():

@@ -15,7 +15,7 @@ from panther.kernels.reference.codes import code_bytes, pack_codes, unpack_codes
 from panther.nn._fitting import fittable, leading_factors
 from panther.nn.quantized.form import checked_form
 from panther.nn.quantized.grid import MAXIMUM_CODE, quantization_grid, quantize, round_factors, spread
-from panther.nn.quantized.state import QuantizedState
+from panther.nn.quantized.state import STORED_SCALES, QuantizedState
 
 _ROUNDS = 4  # of a fit with a correction: the error falls by 1 % in the second round and by 0.1 % in the fourth
 _FACTOR_UNIT = 1 / 128  # factors are multiplied as L 128 diag(c) (R / 128), within the range of float16
@@ -55,19 +55,18 @@ class QuantizedMatrix(QuantizedState):
             else:
                 self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
 
-        def parameter(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
-            tensor = None if shape is None else nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-            self.register_parameter(name, tensor)
-
         rank, groups = self.low_rank, self._groups
         buffer("codes", None if bits is None else (rows, code_bytes(columns, bits)), torch.uint8)
         buffer("zeros", None if bits is None else (rows, groups), torch.uint8)
         buffer("left", (rows, rank) if rank else None, torch.int8)
         buffer("right", (rank, columns) if rank else None, torch.int8)
         buffer("record", (len(self._form),), torch.int32)
-        parameter("scales", None if bits is None else (rows, groups), torch.bfloat16)
-        parameter("factor_scales", (rank,) if rank else None, torch.bfloat16)
-        parameter("bias", (rows,) if bias else None, self._dtype)
+        buffer("scales", None if bits is None else (rows, groups), STORED_SCALES)
+        buffer("factor_scales", (rank,) if rank else None, STORED_SCALES)
+        self.register_parameter("scale_logs", None)
+        self.register_parameter("factor_scale_logs", None)
+        empty_bias = nn.Parameter(torch.empty(rows, dtype=self._dtype, device=device)) if bias else None
+        self.register_parameter("bias", empty_bias)
         self.reset_parameters()
 
     def _code_form(self) -> tuple[int, int]:  # torch.jit.trace reads properties, also of layers without codes
@@ -85,6 +84,7 @@ class QuantizedMatrix(QuantizedState):
     def reset_parameters(self) -> None:
         """Draw codes, factors and bias from torch's generator, with nn.Linear's variance; a correction starts at 0."""
         self._write_record()
+        self._forget_training()
         fan_in = self._columns
         if self.bits is not None:
             levels = 2**self.bits
@@ -109,16 +109,18 @@ class QuantizedMatrix(QuantizedState):
         work = torch.float32 if dtype is torch.float16 else dtype
         bits, group_size = self._code_form()
         codes = unpack_codes(self.codes, bits, self._columns).to(work)
+        held = self._effective("scales")
         if is_exporting():
-            scales, zeros = self.scales.to(work), self.zeros.to(work)
+            scales, zeros = held.to(work), self.zeros.to(work)
             return _by_groups(codes, scales, zeros, group_size, self._columns).to(dtype)
-        zeros, scales = (spread(t, group_size, self._columns) for t in (self.zeros.to(work), self.scales.to(work)))
+        zeros, scales = (spread(t, group_size, self._columns) for t in (self.zeros.to(work), held.to(work)))
         return ((codes - zeros) * scales).to(dtype)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (out, r), (r, in)
         """Return L diag(c) and R as numbers, scaled so that the products with neither leave the range of float16."""
-        wide = torch.promote_types(self.factor_scales.dtype, torch.float32)  # float64 where scales are held so
-        left = self.left * (self.factor_scales.to(wide) / _FACTOR_UNIT)
+        held = self._effective("factor_scales")
+        wide = torch.promote_types(held.dtype, torch.float32)  # float64 where scales are held so
+        left = self.left * (held.to(wide) / _FACTOR_UNIT)
         return left.to(dtype), self.right.to(dtype) * _FACTOR_UNIT
 
     @property
@@ -142,11 +144,14 @@ class QuantizedMatrix(QuantizedState):
         return self._is_plain(x) and not (torch.is_grad_enabled() and (x.requires_grad or self._is_trained()))
 
     def _is_frozen(self, x: Tensor) -> bool:
-        """Return whether the input alone has a gradient, nothing is traced, and the input is a strided tensor."""
-        return self._is_plain(x) and torch.is_grad_enabled() and x.requires_grad and not self._is_trained()
+        """Return whether the input has a gradient and the weight none, nothing is traced, and the input is strided."""
+        return self._is_plain(x) and torch.is_grad_enabled() and x.requires_grad and not self._is_weight_trained()
 
     def _is_trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters())
+
+    def _is_weight_trained(self) -> bool:
+        return any(logs is not None and logs.requires_grad for logs in (self.scale_logs, self.factor_scale_logs))
 
     @staticmethod
     def _is_plain(x: Tensor) -> bool:
@@ -219,6 +224,7 @@ class QuantizedMatrix(QuantizedState):
         self.codes.copy_(pack_codes(codes, self.bits))
         self.zeros.copy_(zeros)
         self.scales.copy_(scales)
+        self._forget_training("scale_logs")
         return self
 
     @torch.no_grad()
@@ -249,6 +255,7 @@ class QuantizedMatrix(QuantizedState):
         self.left.copy_(left)
         self.right.copy_(right)
         self.factor_scales.copy_(factor_scales)
+        self._forget_training("factor_scale_logs")
         return self
 
 

@@ -1,30 +1,42 @@
-"""What a quantized layer saves and loads: its integers as they are, and a record of the form they are read by."""
+"""What a quantized layer saves and loads: its integers and scales as they are, and a record of their form.
 
-__all__ = ["QuantizedState"]
+Scales are buffers, as in other libraries' quantized layers: an optimizer that is made from ``model.parameters()`` does
+not see them, and the first floating parameter of a model has the dtype in which the model computes. An int8 scale is
+about 1e-3 and the scale of a factor 1e-7, so one step of Adam at any usual rate would be as large as the scale or ten
+thousand times as large. Training, which the user asks for by ``train_scales_``, is of the *logarithms* of factors.
+"""
 
-from collections.abc import Callable
+__all__ = ["SCALE_LOGS", "STORED_SCALES", "QuantizedState", "fold_scales", "inference_state", "train_scales_"]
+
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from panther._torch import buffers_of, parameters_of
-from panther.errors import check_floating
+from panther._torch import buffers_of, parameters_of, plain_name
+from panther.errors import check_flag, check_floating
 from panther.nn._sketch_record import has_values
 from panther.nn._sketched import CompressedModule
 
+STORED_SCALES = torch.bfloat16  # the dtype of scales in files, with the range of float32
+SCALE_LOGS = {"scales": "scale_logs", "factor_scales": "factor_scale_logs"}
+
 
 class QuantizedState(CompressedModule):
-    """Base of a layer whose integers are saved beside its scales and its bias, and are never cast."""
+    """Base of a layer whose integers and scales are buffers, which no cast changes."""
 
-    integer_names = ("codes", "zeros", "left", "right", "record")
+    saved_buffer_names = ("codes", "zeros", "scales", "left", "right", "factor_scales", "record")
     # None where the form has none; told so by `bits` and `low_rank`.
     codes: Tensor
     zeros: Tensor
-    scales: nn.Parameter
+    scales: Tensor
     left: Tensor
     right: Tensor
-    factor_scales: nn.Parameter
+    factor_scales: Tensor
+    # None unless the scales are trained.
+    scale_logs: nn.Parameter | None
+    factor_scale_logs: nn.Parameter | None
     bias: nn.Parameter | None
     record: Tensor
     bits: int | None
@@ -38,11 +50,10 @@ class QuantizedState(CompressedModule):
         return self._dtype if self.bias is None else self.bias.dtype
 
     def hold_scales_(self, dtype: torch.dtype) -> Self:
-        """Hold ``scales`` and ``factor_scales`` in another dtype, as new parameters: make an optimizer after that.
+        """Hold ``scales`` and ``factor_scales`` in another dtype, for scales that bfloat16 cannot represent.
 
-        bfloat16, in which they are stored, has steps of 0.4 to 0.8 %, larger than most of an optimizer's. Train them in
-        float32 and round them at the end; the step of an optimizer such as Adam must be small beside a scale, which is
-        about as large as a step between two weights, or smaller.
+        Files hold bfloat16, and a layer whose scales would change by that is not saved. To train the scales, call
+        :meth:`train_scales_`.
 
         Raises:
             DTypeError: If ``dtype`` is not floating.
@@ -58,12 +69,79 @@ class QuantizedState(CompressedModule):
         for name in ("scales", "factor_scales"):
             scales = getattr(self, name)
             if scales is not None and scales.dtype is not dtype:
-                setattr(self, name, nn.Parameter(scales.detach().to(dtype), requires_grad=scales.requires_grad))
+                setattr(self, name, scales.to(dtype))
         return self
 
+    def train_scales_(self, train: bool = True) -> Self:
+        """Make the scales trainable, relative to themselves: make an optimizer after that.
+
+        The layer gets parameters ``scale_logs`` and ``factor_scale_logs``, float32 zeros, and multiplies its scales by
+        their exponentials. A step of 0.001 changes a scale by 0.1 %, whatever the size of the scale is, so a learning
+        rate that suits other parameters suits these too. The product is rounded to the dtype of the scales in each
+        call, and derivatives pass through the rounding: the layer that is trained is the layer that is saved. bfloat16
+        has steps of 0.4 to 0.8 %, so a scale changes once the sum of several small steps is as large as that.
+
+        Args:
+            train: False multiplies the scales by the trained factors and removes the parameters. Outputs stay equal.
+                :func:`panther.save_compressed` writes such scales without being told to.
+
+        Example:
+            >>> import torch
+            >>> from panther.nn import QuantizedLinear
+            >>> layer = QuantizedLinear(64, 48).train_scales_()
+            >>> [name for name, _ in layer.named_parameters()]
+            ['bias', 'scale_logs']
+            >>> [name for name, _ in layer.train_scales_(False).named_parameters()]
+            ['bias']
+        """
+        check_flag("train", train)
+        train_scales_([self], train)
+        return self
+
+    @property
+    def trains_scales(self) -> bool:
+        """Whether :meth:`train_scales_` was called; the parameters may be frozen nevertheless."""
+        return self.scale_logs is not None or self.factor_scale_logs is not None
+
+    def hold_scale_logs_(self, dtype: torch.dtype) -> Self:
+        """Hold ``scale_logs`` and ``factor_scale_logs``, if there are any, in a dtype; they become new parameters."""
+        for name in SCALE_LOGS.values():
+            logs = getattr(self, name)
+            if logs is not None and logs.dtype is not dtype:
+                setattr(self, name, nn.Parameter(logs.detach().to(dtype), requires_grad=logs.requires_grad))
+        return self
+
+    @torch.no_grad()
+    def _forget_training(self, *names: str) -> None:
+        """Make trained factors 1, all of them unless names of parameters are given."""
+        for name in names or SCALE_LOGS.values():
+            logs = getattr(self, name)
+            if logs is not None:
+                logs.zero_()
+
+    def _effective(self, name: str) -> Tensor:
+        """Return ``scales`` or ``factor_scales`` with the trained factors, rounded to the dtype of the scales.
+
+        With gradients, the rounding's derivative is 1 and the result is of a wider dtype that holds the same numbers.
+        """
+        scales: Tensor = getattr(self, name)
+        logs: Tensor | None = getattr(self, SCALE_LOGS[name])
+        if logs is None:
+            return scales
+        if not torch.is_grad_enabled():
+            return fold_scales(scales, logs)
+        exact = _product(scales, logs)
+        rounded = exact.detach().to(scales.dtype).to(exact.dtype)
+        return exact + (rounded - exact.detach())  # exactly `rounded`, as the difference is exact
+
     def scales_dtype(self) -> torch.dtype:
-        """Return the dtype in which the scales are held, bfloat16 unless :meth:`hold_scales_` changed it."""
+        """Return the dtype in which the scales are held: bfloat16, unless :meth:`hold_scales_` changed it."""
         return (self.factor_scales if self.bits is None else self.scales).dtype
+
+    def has_stored_scales(self) -> bool:
+        """Return whether files hold the scales as the layer does, with trained factors multiplied in."""
+        scales = [getattr(self, name) for name in SCALE_LOGS]
+        return all(each is None or each.is_meta or _is_stored_exactly(each) for each in scales)
 
     def stored_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that the weight is computed from."""
@@ -93,7 +171,8 @@ class QuantizedState(CompressedModule):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load everything or nothing."""
+        """Load everything or nothing; trained factors of scales are new, or multiplied in, where one side has none."""
+        state_dict = self._with_own_logs(state_dict, prefix)
         state = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
         own = {**parameters_of(self), **buffers_of(self)}
         expected = {name: tensor for name, tensor in own.items() if tensor is not None}
@@ -118,6 +197,20 @@ class QuantizedState(CompressedModule):
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _with_own_logs(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """Return a copy of a state that holds trained factors of scales if, and only if, this layer does."""
+        state_dict = dict(state_dict)
+        for name, logs_name in SCALE_LOGS.items():
+            logs, key = getattr(self, logs_name), prefix + logs_name
+            scales = state_dict.get(prefix + name)
+            if not isinstance(scales, Tensor) or (logs is None) == (key not in state_dict):
+                continue
+            if logs is not None:
+                state_dict[key] = torch.zeros_like(scales, dtype=logs.dtype)
+            elif isinstance(state_dict[key], Tensor) and state_dict[key].shape == scales.shape:
+                state_dict[prefix + name] = fold_scales(scales, state_dict.pop(key))
+        return state_dict
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn``, but let casts change the dtype of the computation and of the bias alone."""
         was_meta = self.record.is_meta
@@ -134,3 +227,68 @@ class QuantizedState(CompressedModule):
         if was_meta and not self.record.is_meta:
             self._write_record()
         return self
+
+
+@torch.no_grad()
+def train_scales_(layers: Iterable[QuantizedState], train: bool = True) -> None:
+    """Call ``train_scales_`` of layers; scales that several layers share stay shared."""
+    # A list keeps all tensors alive, so that each has an id of its own.
+    changed = [
+        (layer, name, getattr(layer, name), getattr(layer, SCALE_LOGS[name]))
+        for layer in layers
+        for name in SCALE_LOGS
+        if getattr(layer, name) is not None and (getattr(layer, SCALE_LOGS[name]) is None) == train
+    ]
+    new_tensors: dict[tuple[int, int], tuple[Tensor, nn.Parameter | None]] = {}
+    for layer, name, scales, logs in changed:
+        key = id(scales), id(logs)
+        if key not in new_tensors and logs is None:
+            new_tensors[key] = scales, nn.Parameter(torch.zeros_like(scales, dtype=torch.float32))
+        elif key not in new_tensors:
+            new_tensors[key] = fold_scales(scales, logs), None
+        new_scales, new_logs = new_tensors[key]
+        setattr(layer, name, new_scales)
+        setattr(layer, SCALE_LOGS[name], new_logs)
+
+
+@torch.no_grad()
+def fold_scales(scales: Tensor, logs: Tensor) -> Tensor:
+    """Return scales times the exponentials of the logarithms, in the dtype of the scales."""
+    return _product(scales, logs).to(scales.dtype)
+
+
+def _product(scales: Tensor, logs: Tensor) -> Tensor:
+    wide = torch.promote_types(torch.promote_types(scales.dtype, logs.dtype), torch.float32)
+    return scales.to(wide) * logs.to(wide).exp()
+
+
+@torch.no_grad()
+def inference_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state_dict of a model with the scales of quantized layers as files hold them.
+
+    Trained factors are multiplied in, and scales that a foreign cast made wider, as parameters named in transformers'
+    ``_keep_in_fp32_modules`` are, get their dtype back. Scales that would change by that stay as they are, and
+    ``module_specs`` refuses them.
+    """
+    state: dict[str, Any] = {plain_name(name): value for name, value in model.state_dict().items()}
+    folded: dict[tuple[int, int], Tensor] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, QuantizedState):
+            continue
+        prefix = plain_name(f"{module_name}.") if module_name else ""
+        for name, logs_name in SCALE_LOGS.items():
+            scales, logs = getattr(module, name), getattr(module, logs_name)
+            key = prefix + name
+            if scales is None or key not in state:
+                continue
+            if logs is not None:
+                state.pop(prefix + logs_name, None)
+                scales = folded.setdefault((id(scales), id(logs)), fold_scales(scales, logs))
+                state[key] = scales
+            if scales.dtype is not STORED_SCALES and _is_stored_exactly(scales):  # also after a foreign cast
+                state[key] = folded.setdefault((id(scales), 0), scales.to(STORED_SCALES))
+    return state
+
+
+def _is_stored_exactly(scales: Tensor) -> bool:
+    return scales.dtype is STORED_SCALES or bool(torch.equal(scales.to(STORED_SCALES).to(scales.dtype), scales))
