@@ -28,6 +28,7 @@ from panther.linalg._operand import (
     check_finite,
     check_number,
     driver,
+    tensor_of,
     times_two_to,
 )
 from panther.linalg._preconditioner import Preconditioner, Spectral, from_columns, from_rows
@@ -89,8 +90,9 @@ def sketch_lstsq(
     columns of A depend on each other, to :math:`4 \sqrt n\, \epsilon` of the largest singular value, x has least norm.
 
     Args:
-        A: A tensor (m, n) of any floating dtype, a sparse tensor, a NumPy or scipy.sparse array, or anything with
-            ``.shape``, ``@`` and ``.T``. Half precision is computed, and returned, in float32.
+        A: A tensor (m, n) of any floating dtype, a sparse tensor, a NumPy or scipy.sparse array, a table with
+            ``to_numpy``, or anything with ``.shape``, ``@`` and ``.T``. Half precision is computed, and returned, in
+            float32.
         b: One right-hand side (m,), or p of them (m, p), with A's dtype and device.
         ridge: Weight of the penalty, 0 or more.
         tol: Stop once the fitted values are within ``tol`` of their optimum, relative to the root of the objective:
@@ -156,7 +158,7 @@ def sketch_lstsq(
 
 
 def _right_hand_side(b: Any, operand: Operand) -> Tensor:
-    b = as_dense("b", b)
+    is_tensor, b = isinstance(b, Tensor), as_dense("b", b)
     m = operand.shape[0]
     if b.ndim not in (1, 2) or b.shape[0] != m:
         raise ShapeError(
@@ -164,7 +166,9 @@ def _right_hand_side(b: Any, operand: Operand) -> Tensor:
             f"{tuple(operand.shape)}: reshape or transpose it"
         )
     if not b.dtype.is_floating_point or torch.promote_types(b.dtype, torch.float32) != operand.dtype:
-        raise DTypeError(f"b is {b.dtype} and A is computed in {operand.dtype}: use b.to({operand.dtype})")
+        name = str(operand.dtype).removeprefix("torch.")
+        fix = f"b.to({operand.dtype})" if is_tensor else f"b.astype({name!r})"
+        raise DTypeError(f"b is {b.dtype} and A is computed in {operand.dtype}: use {fix}, or cast A")
     if b.device != operand.device:
         raise DTypeError(f"b is on {b.device} and A on {operand.device}: use b.to({str(operand.device)!r})")
     check_finite("b", b)
@@ -181,7 +185,7 @@ def _explicit(operand: Operand) -> Operand:
         return operand
     coo = A.tocoo()
     index = torch.as_tensor(np.stack((coo.row, coo.col)), dtype=torch.int64)
-    return _like(operand, torch.sparse_coo_tensor(index, torch.as_tensor(coo.data), coo.shape, check_invariants=False))
+    return _like(operand, torch.sparse_coo_tensor(index, tensor_of(coo.data), coo.shape, check_invariants=False))
 
 
 def _like(operand: Operand, A: Any) -> Operand:

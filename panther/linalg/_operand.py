@@ -9,6 +9,7 @@ __all__ = [
     "check_number",
     "driver",
     "summed_product",
+    "tensor_of",
     "times_two_to",
 ]
 
@@ -122,7 +123,9 @@ class Operand:
             return X.new_zeros(*X.shape[:-2], rows, X.shape[-1])
         if isinstance(A, Tensor):
             return A @ X
-        Y = torch.as_tensor(A @ X.to(self._own_dtype)).to(self.device, self.dtype)
+        product = A @ X.to(self._own_dtype)
+        Y = tensor_of(product) if isinstance(product, np.ndarray) else torch.as_tensor(product)
+        Y = Y.to(self.device, self.dtype)
         if Y.shape != (*X.shape[:-2], rows, X.shape[-1]):
             raise ShapeError(
                 f"the product of A, of shape {tuple(self.shape)}, with a matrix of shape {tuple(X.shape)} must have "
@@ -179,6 +182,8 @@ def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
         raise TypeError(
             f"{name} must be a tensor or have .shape, @ and .T, not {type(A).__name__}: use torch.as_tensor({name})"
         )
+    if isinstance(A, Tensor) and A.layout in (torch.sparse_bsr, torch.sparse_bsc):  # torch has few of their products
+        A = A.to_sparse_coo()
     if len(A.shape) < 2:
         raise ShapeError(f"{name}, of shape {tuple(A.shape)}, must have two dimensions or more: use {name}[:, None]")
     if len(A.shape) > 2 and (not batched or not isinstance(A, Tensor) or A.layout != torch.strided):
@@ -186,7 +191,8 @@ def as_operand(A: Any, name: str = "A", *, batched: bool = True) -> Operand:
         raise ShapeError(f"{what}, of shape {tuple(A.shape)}, must have two dimensions: pass one matrix at a time")
     dtype = _dtype_of(A)
     if not dtype.is_floating_point:
-        fix = "pass its real and imaginary parts" if dtype.is_complex else f"use {name}.double()"
+        cast = "double()" if isinstance(A, Tensor) else "astype(float)"
+        fix = "pass its real and imaginary parts" if dtype.is_complex else f"use {name}.{cast}"
         raise DTypeError(f"{name} is {dtype} and must be real and floating: {fix}")
     return Operand(A, dtype, torch.device(getattr(A, "device", None) or torch.get_default_device()))
 
@@ -234,17 +240,42 @@ def times_two_to(A: Tensor, powers: list[int]) -> Tensor:
     return A
 
 
+class _Writable:
+    """The memory of an array, as if it might be written.
+
+    torch warns of arrays that are read-only, as most are that pandas 3 and np.memmap return. No driver writes its
+    operands, and to filter the warning would change the filters of all threads.
+    """
+
+    def __init__(self, A: np.ndarray[Any, Any]) -> None:
+        self.array = A  # which keeps the memory alive
+        self.__array_interface__ = A.__array_interface__ | {"data": (A.__array_interface__["data"][0], False)}
+
+
 def _from_array(name: str, A: Any) -> Any:
-    """Return a NumPy array as a tensor, copied where torch cannot share its memory, and anything else unchanged."""
+    """Return an array or a table as a tensor, copied where torch cannot share its memory, and anything else unchanged.
+
+    A table has a method ``to_numpy``, as the frames of pandas and polars have.
+    """
     if not isinstance(A, np.ndarray):
-        return A
+        if isinstance(A, Tensor) or not callable(getattr(A, "to_numpy", None)):
+            return A
+        A = A.to_numpy()
     if isinstance(A, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, and all of its entries would count: fill it with {name}.filled(0)")
     if A.dtype.newbyteorder("=") not in (np.float64, np.float32, np.float16):
         raise DTypeError(
             f"{name} is a NumPy array of {A.dtype} and must be real and floating: use {name}.astype(float)"
         )
-    return torch.as_tensor(np.require(A, A.dtype.newbyteorder("="), ["C", "W"]))
+    return tensor_of(A)
+
+
+def tensor_of(A: np.ndarray[Any, Any]) -> Tensor:
+    """Return an array as a tensor that shares its memory, which nobody may write; copied where torch cannot share."""
+    is_shareable = A.dtype.isnative and A.flags.aligned and all(s >= 0 and s % A.itemsize == 0 for s in A.strides)
+    if not is_shareable:
+        return torch.from_numpy(np.array(A, A.dtype.newbyteorder("="), order="C"))
+    return torch.from_numpy(A if A.flags.writeable else np.asarray(_Writable(A)))
 
 
 def _dtype_of(A: Any) -> torch.dtype:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from panther.errors import DTypeError, ShapeError, check_size
-from panther.linalg._operand import Operand, as_operand, check_number, driver
+from panther.linalg._operand import Operand, as_operand, check_number, driver, tensor_of
 from panther.sketch import GaussianSketch
 
 # No driver draws from this stream, so the same seed can be used here.
@@ -175,7 +175,7 @@ def _multiply(approximation: Any, X: Tensor, operand: Operand) -> Tensor:
 def _factor(part: Any, operand: Operand) -> Tensor:
     if not isinstance(part, Tensor | np.ndarray):
         raise TypeError(f"factors must be tensors or NumPy arrays, not {type(part).__name__}: use torch.as_tensor")
-    factor = torch.as_tensor(part)
+    factor = tensor_of(part) if isinstance(part, np.ndarray) else part
     if not factor.is_floating_point():
         raise DTypeError(f"a factor is {factor.dtype} and must be real and floating: use (U, S, V) or (Q, B)")
     _check_device(factor.device, operand)

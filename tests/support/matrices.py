@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import pandas
 import torch
 from hypothesis import strategies as st
 from tolerances import factorisation
@@ -115,7 +116,7 @@ def _twice(A):
 
 def _compressed(convert):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CS[RC] tensor support is in beta", UserWarning)
+        warnings.filterwarnings("ignore", "Sparse [CB]S[RC] tensor support is in beta", UserWarning)
         return convert()
 
 
@@ -126,10 +127,15 @@ LAYOUTS = {
     "requires_grad": lambda A: A.clone().requires_grad_(),
     "numpy": lambda A: A.numpy(),
     "numpy, fortran": lambda A: np.asfortranarray(A.numpy()),
+    "numpy, read-only": lambda A: np.frombuffer(A.numpy().tobytes(), A.numpy().dtype).reshape(A.shape),
+    "numpy, backwards": lambda A: np.ascontiguousarray(A.numpy()[:, ::-1])[:, ::-1],
+    "pandas": lambda A: pandas.DataFrame(A.numpy()),
     "coo": lambda A: A.to_sparse_coo(),
     "coo, uncoalesced": _twice,
     "csr": lambda A: _compressed(A.to_sparse_csr),
     "csc": lambda A: _compressed(A.to_sparse_csc),
+    "bsr": lambda A: _compressed(lambda: A.to_sparse_bsr((1, 1))),
+    "bsc": lambda A: _compressed(lambda: A.to_sparse_bsc((1, 1))),
     "matrix-free": lambda A: MatrixFree(A),
 }
 

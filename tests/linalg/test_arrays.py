@@ -1,0 +1,118 @@
+"""Arrays and tables that people have: their memory is shared, nothing is written, and errors name a fix that exists.
+
+pandas 3 returns read-only arrays and columns that are contiguous; a copy of one twice as large as memory is the end.
+"""
+
+import numpy as np
+import pandas
+import pytest
+import scipy.sparse
+import torch
+
+from panther.errors import DTypeError, ShapeError
+from panther.linalg import cqrrpt, estimate_error, qb, randomized_svd, rangefinder, sketch_lstsq
+from panther.linalg._operand import as_dense, as_operand
+
+A = np.random.default_rng(0).standard_normal((60, 8))
+
+
+def read_only(array):
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+SHARED = {
+    "C order": lambda path: A.copy(),
+    "read-only": lambda path: read_only(A),
+    "Fortran order": lambda path: np.asfortranarray(A),
+    "read-only, Fortran order": lambda path: read_only(np.asfortranarray(A)),
+    "transpose": lambda path: A.T.copy().T,
+    "columns of a wider one": lambda path: np.hstack((A, A))[:, :8],
+    "every second row": lambda path: np.repeat(A, 2, 0)[::2],
+    "bytes": lambda path: np.frombuffer(A.tobytes()).reshape(A.shape),
+    "memory map": lambda path: np.memmap(path, mode="r", shape=A.shape, dtype=A.dtype),
+    "one row for all": lambda path: np.broadcast_to(A[:1], A.shape),
+}
+COPIED = {
+    "backwards": lambda array: array[::-1, ::-1],
+    "another byte order": lambda array: array.astype(array.dtype.newbyteorder()),
+    "unaligned": lambda array: np.frombuffer(b"x" + array.tobytes(), offset=1).reshape(array.shape),
+}
+
+
+@pytest.mark.parametrize("hold", SHARED)
+def test_memory_is_shared(hold, tmp_path):
+    A.tofile(tmp_path / "A")
+    array = SHARED[hold](tmp_path / "A")
+    for tensor in (as_operand(array).dense, as_dense("A", array)):
+        assert tensor.data_ptr() == array.__array_interface__["data"][0]
+        assert np.array_equal(tensor.numpy(), array)
+    before = array.copy()
+    randomized_svd(array, 3, seed=0)
+    sketch_lstsq(array, read_only(array[:, 0].copy()), seed=0)
+    cqrrpt(array, seed=0)
+    assert np.array_equal(array, before)
+    assert array.flags.writeable == before.flags.writeable or hold not in ("C order", "Fortran order")
+
+
+@pytest.mark.parametrize("hold", COPIED)
+def test_what_torch_cannot_share_is_copied(hold):
+    array = COPIED[hold](A)
+    assert np.array_equal(as_operand(array).dense.numpy(), array)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_tables_are_matrices(dtype):
+    table, expected = pandas.DataFrame(A.astype(dtype)), torch.from_numpy(A.astype(dtype))
+    found, wanted = randomized_svd(table, 3, seed=0), randomized_svd(expected, 3, seed=0)
+    torch.testing.assert_close(found.S, wanted.S)
+    torch.testing.assert_close(rangefinder(table, 3, seed=0), rangefinder(expected, 3, seed=0))
+    b = pandas.Series(A.sum(1).astype(dtype))
+    torch.testing.assert_close(sketch_lstsq(table, b, seed=0).x, torch.ones(8, dtype=expected.dtype), atol=1e-5, rtol=0)
+    assert cqrrpt(table, seed=0).R.dtype is expected.dtype
+    Q, B = qb(table, 8, seed=0)
+    assert estimate_error(table, (read_only(Q.numpy()), read_only(B.numpy())), seed=0).relative < 1e-5
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse_bsr, torch.Tensor.to_sparse_bsc])
+@pytest.mark.filterwarnings("ignore:Sparse BS[RC] tensor support:UserWarning")
+def test_blocked_sparse_tensors_are_matrices(convert):
+    dense = torch.randn(40, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    dense[:10] = 0
+    blocked = convert(dense, (10, 5))
+    torch.testing.assert_close(randomized_svd(blocked, 3, seed=0).S, randomized_svd(dense, 3, seed=0).S)
+    assert rangefinder(blocked, 3, seed=0).shape == (40, 3)
+    torch.testing.assert_close(sketch_lstsq(blocked, dense.sum(1), seed=0).x, torch.ones(20, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((scipy.sparse.eye_array(9, format="csr", dtype=np.int64), 2), r"A is torch.int64 .* use A.astype\(float\)"),
+        ((torch.eye(9, dtype=torch.int64), 2), r"use A.double\(\)"),
+        ((np.eye(9, dtype=np.int32), 2), r"array of int32 .* use A.astype\(float\)"),
+        ((pandas.DataFrame(np.eye(9, dtype=np.int64)), 2), r"array of int64 .* use A.astype\(float\)"),
+        ((pandas.DataFrame({"x": [1.0, 2.0], "y": ["a", "b"]}), 1), "NumPy array of object"),
+    ],
+)
+def test_what_is_not_floating_is_refused_with_a_fix_that_exists(arguments, words):
+    with pytest.raises(DTypeError, match=words):
+        randomized_svd(*arguments, seed=0)
+
+
+def test_one_column_of_a_table_is_no_matrix():
+    with pytest.raises(ShapeError, match="two dimensions"):
+        randomized_svd(pandas.Series([1.0, 2.0]), 1, seed=0)
+
+
+def test_dtypes_of_least_squares_are_told_as_their_libraries_cast():
+    narrow = A.astype(np.float32)
+    with pytest.raises(
+        DTypeError, match=r"b is torch.float64 and A is computed in torch.float32: use b.astype\('float32'\)"
+    ):
+        sketch_lstsq(narrow, A[:, 0], seed=0)
+    with pytest.raises(DTypeError, match=r"use b.to\(torch.float32\), or cast A"):
+        sketch_lstsq(torch.from_numpy(narrow), torch.from_numpy(A[:, 0].copy()), seed=0)
+    with pytest.raises(DTypeError, match="array of int64"):
+        sketch_lstsq(narrow, np.arange(60), seed=0)
