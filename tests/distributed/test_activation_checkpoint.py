@@ -179,8 +179,8 @@ def test_what_three_sharded_blocks_of_a_trainer_send_and_keep(make, calls, saved
         kept.append(some)
         return recorded
 
-    def rank(kind):
-        monkeypatch.setattr(activation_checkpoint, "inner_product_policy", policy)
+    def trained(kind):
+        kept.clear()
         torch.manual_seed(0)
         model = nn.Sequential(*(Feedforward(make) for _ in range(3)))
         config = TrainConfig(max_steps=2, batch_size=ROWS, strategy="tp", activation_checkpointing=kind)
@@ -190,7 +190,11 @@ def test_what_three_sharded_blocks_of_a_trainer_send_and_keep(make, calls, saved
         loss = [p.detach().to_local() for p in trainer.model.parameters()]
         return traffic.calls_by_operation["all_reduce"], sum(t.nbytes for some in kept for t in some), loss
 
-    found = {kind: on_ranks(rank, 2, kind, fresh=True)[0] for kind in calls}
+    def rank():
+        monkeypatch.setattr(activation_checkpoint, "inner_product_policy", policy)
+        return {kind: trained(kind) for kind in calls}
+
+    found = on_ranks(rank, 2, fresh=True)[0]
     assert {kind: one[0] for kind, one in found.items()} == {kind: 2 * count for kind, count in calls.items()}
     assert {kind: one[1] for kind, one in found.items()} == {"none": 0, "selective": 2 * 4 * ROWS * saved, "full": 0}
     for _, _, parameters in found.values():
@@ -201,7 +205,7 @@ def test_hybrid_parallelism_recomputes_blocks_too():
     """The layers of a pair are blocks of their own here: they are sharded first, and then wrapped."""
     x, y = batch().flatten(0, 1), torch.zeros(ROWS, 24, dtype=torch.float64)
 
-    def rank(kind, sizes):
+    def trained(kind, sizes):
         torch.manual_seed(0)
         layers = [SKLinear(24, 48, R), nn.GELU(), SKLinear(48, 24, R), nn.Tanh(), Feedforward(sketched)]
         config = {**sizes, "activation_checkpointing": kind}
@@ -211,10 +215,12 @@ def test_hybrid_parallelism_recomputes_blocks_too():
         modules = [module for module in trainer.model.modules() if isinstance(module, CheckpointWrapper)]
         return losses, len(modules), trainer.report and [entry.action for entry in trainer.report.placements]
 
-    expected, _, _ = on_ranks(rank, 1, "none", {})[0]
+    def rank(kinds, sizes):
+        return [trained(kind, sizes) for kind in kinds]
+
+    [[(expected, _, _)]] = on_ranks(rank, 1, ["none"], {})
     for sizes, wrapped in (({"tensor_parallel_size": 2}, [3, 3]), ({"pipeline_parallel_size": 2}, [2, 1])):
-        for kind in ("selective", "full"):
-            found = on_ranks(rank, 2, kind, sizes)
+        for found in zip(*on_ranks(rank, 2, ["selective", "full"], sizes), strict=True):
             assert [count for _, count, _ in found] == wrapped
             for losses, _, actions in found:
                 assert losses == pytest.approx(expected, rel=1e-12)

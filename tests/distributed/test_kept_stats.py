@@ -30,7 +30,13 @@ SIZES = {"hidden": 12, "heads": 6, "ffn": 20, "vocab": 31, "sequence": 5}
 pytestmark = pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")
 
 
-@pytest.mark.parametrize(("layers", "sketch", "tp"), half_of([1, 3], [None, 2], [1, 2, 3]))
+@pytest.mark.parametrize(
+    ("layers", "sketch", "tp"),
+    [
+        *half_of([3], [None, 2], [1, 2, 3]),
+        *(pytest.param(1, *case, marks=pytest.mark.slow) for case in product([None, 2], [1, 2, 3])),
+    ],
+)
 def test_layers_have_the_figures_of_the_first(layers, sketch, tp):
     found = ModelStats.transformer(**SIZES, layers=layers, sketch=sketch).shard(tp)
     with torch.device("meta"):

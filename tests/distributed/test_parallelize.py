@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from covering import half_of
 from fake import fake_group
 from ranks import on_ranks, take_steps, weights_of
 from torch import nn
@@ -61,8 +62,7 @@ def train(model, x, y):
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("sketched", [True, False])
+@pytest.mark.parametrize(("n", "sketched"), half_of([1, 2, 3], [True, False]))
 def test_ten_steps_are_those_of_one_process(n, sketched):
     x, y = data()
 
