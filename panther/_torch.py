@@ -11,6 +11,7 @@ first needs them.
 __all__ = [
     "ASSERT_TENSOR_METADATA",
     "COLLECTIVE_NAMESPACES",
+    "FLAT_WEIGHTS",
     "MODULE_DICTIONARIES",
     "OVERRIDDEN_METHODS",
     "BaseFuture",
@@ -50,6 +51,7 @@ __all__ = [
     "is_mutable_operator",
     "is_this_host",
     "is_view",
+    "load_hooks_of",
     "local_offsets",
     "number_of_entries",
     "operator_name",
@@ -138,6 +140,9 @@ OVERRIDDEN_METHODS = {
 
 MODULE_DICTIONARIES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 """Attributes of a module that a shallow copy shares with the original. ``copy.deepcopy`` would copy the weights too."""
+
+FLAT_WEIGHTS = "_flat_weights"
+"""Attribute of nn.LSTM and similar modules; see :func:`refresh_flat_weights`."""
 
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of torch's collectives, in place and functional. A mode sees an operator only under its full name."""
@@ -275,6 +280,15 @@ def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def put_forward_pre_hooks(module: nn.Module, hooks: Any) -> None:
     """Replace a module's dictionary of forward pre-hooks. There is no public way."""
     module._forward_pre_hooks = hooks
+
+
+def load_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the functions that a module's ``load_state_dict`` calls before and after it.
+
+    There is no public fallback; without them a load would be undone from a copy of the model every time.
+    """
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    return [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps those before it
 
 
 def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:

@@ -42,7 +42,7 @@ LEVELS = {
         "advisor": 4,
         "": 5,
     },
-    "compression": {"moments": 0, "forms": 1, "linearization": 2, "": 3},
+    "compression": {"calibration": 0, "moments": 1, "forms": 2, "linearization": 3, "": 4},
     "tuning": {"spaces": 0, "search": 1, "runners": 2, "": 3},
 }  # fmt: skip
 MAXIMUM_FILES = 14

@@ -4,6 +4,7 @@ __all__ = ["compress", "sketch_layers_"]
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from panther.compression.forms.timing import timed_layers
 from panther.compression.install import install_layers
 from panther.compression.measurement import Measured, measure
 from panther.compression.report import CompressionReport
-from panther.compression.runner import Loss, Runner, calibrating
+from panther.compression.runner import Loss, Runner
 from panther.compression.survey import survey_targets
 from panther.compression.targets import Selector, replace_modules, select_targets
 from panther.errors import NumericalWarning, check_size
@@ -32,6 +33,8 @@ from panther.sketch import check_seed
 
 # Times the predicted error from which on the batches are doubted.
 _FAR = 10.0
+# Relative difference of two outputs of one model up to which they are called the same: GPUs sum in varying order.
+_SAME = 1e-5
 
 
 def compress(
@@ -186,11 +189,17 @@ def compress(
         from panther.compression import healing  # here, because it loads the Trainer and torch.distributed's engines
 
         healing.check_ranks(group)
-    with torch.inference_mode(False), torch.enable_grad():
-        runner = Runner(model, calibration, forward_fn, mask_fn, group, progress, loss_fn)
+    # torch.set_default_device is for the model's forward. Panther's own small tensors are on the CPU.
+    default_device = torch.get_default_device()
+    forward_device = None if default_device.type == "cpu" else default_device
+    on_cpu = nullcontext() if forward_device is None else torch.device("cpu")
+    with torch.inference_mode(False), torch.enable_grad(), on_cpu:
+        runner = Runner(
+            model, calibration, forward_fn, mask_fn, group, progress, loss_fn, forward_device=forward_device
+        )
         seed = runner.agreed(check_seed(seed))
         healed, write_ = None, None
-        with calibrating(model, seed):
+        with runner.calibrating(seed):
             linear_only = {INT8_LOW_RANK, INTERPOLATIVE}.intersection(known.names) or known.widths
             smallest = known.smallest_bytes if linear_only else None
             survey = select_targets(model, include, exclude, seeded=method == "random", smallest=smallest).check()
@@ -246,6 +255,7 @@ def compress(
                 notes.append(
                     f"{wish.setting} was met when forms were chosen, and missed when the model was timed again"
                 )
+            notes += _self_differences(runner)
             notes += (doubts := _doubts(fits, allocation, measured))
             if doubts:
                 warnings.warn("; ".join(doubts), NumericalWarning, stacklevel=2)
@@ -257,7 +267,19 @@ def compress(
         elif heal is not None:
             notes.append("nothing was compressed, so there is nothing to heal")
         return install_layers(
-            model, survey, fits, allocation, replacement, measured, healed, write_, notes, method, seed, allow_slower
+            model,
+            survey,
+            fits,
+            allocation,
+            replacement,
+            measured,
+            healed,
+            write_,
+            notes,
+            method,
+            seed,
+            allow_slower,
+            output=runner.output_name,
         )
 
 
@@ -308,6 +330,16 @@ def sketch_layers_(
     return install_layers(
         model, survey, Fits(), allocation, replacement, Measured(), None, None, notes, config.init, seed
     )
+
+
+def _self_differences(runner: Runner) -> list[str]:
+    """Return that the model differs from itself, where it does."""
+    if runner.difference is None or runner.difference <= _SAME:
+        return []
+    return [
+        f"two outputs of the original model for one batch differ by {runner.difference:.2g}, with the same random "
+        "numbers of torch, NumPy and Python: the measured errors contain this difference"
+    ]
 
 
 def _doubts(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:

@@ -56,15 +56,18 @@ def convert_in_sequence(runner: Runner, survey: Survey, fits: Fits, choice: Choi
     """Make the new layers, each fitted to its input in the model whose earlier layers are replaced already."""
     seeds = survey.seeds(seed)
     new: Replacement = {}
-    for number, several in enumerate(survey.inputs):
+    for number, several in enumerate(fits.inputs):
         chosen = [(target, option) for target in several if (option := choice[target]).form != DENSE]
         if not chosen:
             continue
         compressed = partial(replace_modules, runner.model, dict(new))
-        description = f"sequential {number + 1}/{len(survey.inputs)}"
-        drift = gather_drift(runner, several, fits.moments, survey.calls[several[0]], compressed, description)
+        description = f"sequential {number + 1}/{len(fits.inputs)}"
+        drift = gather_drift(runner, several, fits.moments, compressed, description)
         for target, option in chosen:
-            metric, own = metric_of(target, fits.moments[target], drift[target], fits.ridge), seeds[target]
+            metric, own = (
+                metric_of(target, fits.moments[target], drift[target] if drift else None, fits.ridge),
+                seeds[target],
+            )
             rank, dtype = option.rank or 0, wide_dtype(target)
             quantized, wanted = None, rank
             if option.bits is not None:

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import parameters_of, refresh_flat_weights
+from panther.compression.calibration.batches import entries_of
+from panther.compression.calibration.masks import Masks, counted
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
-from panther.compression.runner import Runner, counted, entries_of, floating_tensor, seed_generators
+from panther.compression.runner import Runner, floating_tensor
 from panther.compression.survey import blocks_of
 from panther.compression.targets import replace_modules, swap_modules
 from panther.nn.quantized.state import QuantizedState, train_scales_
@@ -117,19 +119,19 @@ class Distillation(nn.Module):
     def forward(self, index: Tensor) -> Tensor:  # (1,) -> ()
         """Return the loss on a batch."""
         batch = self.batches[int(index)]
-        mask = self.runner.mask(batch)
+        masks = self.runner.mask(batch)
         with nullcontext() if self._autocast else torch.autocast(self.runner.device.type, enabled=False):
             (target,), *targets = self._wanted(int(index))
             # It stays until the next call, because layers under activation checkpointing run again in backward.
             self.place(student=True)
             (output,), *outputs = self._observe(batch)
             matched = [
-                lost_variance(state, wanted, mask).to(output.device)
-                for states, wanteds in zip(outputs, targets, strict=True)
+                lost_variance(state, wanted, masks, block).to(output.device)
+                for block, states, wanteds in zip(self._block_modules(), outputs, targets, strict=True)
                 if [state.shape for state in states] == [wanted.shape for wanted in wanteds]  # not so under routing
                 for state, wanted in zip(states, wanteds, strict=True)
             ]
-            loss = lost_variance(output, target, mask)
+            loss = lost_variance(output, target, masks)
             return loss + torch.stack(matched).mean() if matched else loss
 
     @torch.no_grad()
@@ -150,11 +152,12 @@ class Distillation(nn.Module):
         self._kept[index] = [[state.clone() for state in states] for states in found]
         return self._kept[index]
 
+    def _block_modules(self) -> list[nn.Module]:
+        return [parent.get_submodule(name) for parent, name in self._blocks]
+
     def _observe(self, batch: Any) -> list[list[Tensor]]:
         """Return the output, and the output of each call of each block."""
-        # Both models must draw the same, dropout that stays on in eval mode for example.
-        seed_generators(self.runner.model, self.seed)
-        blocks = [parent.get_submodule(name) for parent, name in self._blocks]
+        blocks = self._block_modules()
         seen: dict[nn.Module, list[Tensor]] = {block: [] for block in blocks}
 
         def observe(module: nn.Module, _: Any, output: Any) -> None:
@@ -172,15 +175,20 @@ def _bytes(found: list[list[Tensor]]) -> int:
     return sum(state.nbytes for states in found for state in states)
 
 
-def lost_variance(state: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
+def lost_variance(state: Tensor, wanted: Tensor, masks: Masks | None, module: nn.Module | None = None) -> Tensor:
     """Return the mean square of the difference over the variance of ``wanted``, at the positions that count.
+
+    ``module`` is the block whose output both are; None for the model.
 
     The variance is that over positions, averaged over the features: a value that all positions share does not count.
     """
-    if wanted.dim() > 3 and (mask is None or wanted.shape[:2] != mask.shape):  # (N, C, ...)
+    if wanted.dim() > 3 and (masks is None or masks.rows(wanted, module) is None):  # (N, C, ...)
         state, wanted = state.movedim(1, -1), wanted.movedim(1, -1)
     dtype = torch.promote_types(wanted.dtype, torch.float32)
-    state, wanted = counted(state, mask).to(dtype), counted(wanted, mask).to(dtype)  # (positions, features)
+    state, wanted = (
+        counted(state, masks, module).to(dtype),
+        counted(wanted, masks, module).to(dtype),
+    )  # (positions, features)
     positions, features = wanted.shape
     count = max(positions * features, 1)
     centred = wanted - (wanted.mean(0) if positions > 1 else wanted.mean())

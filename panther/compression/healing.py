@@ -29,13 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from panther._random_state import preserved_generators
 from panther.compression.config import HealConfig
 from panther.compression.conversion import Replacement
 from panther.compression.distillation import Distillation
 from panther.compression.memory import KEPT
 from panther.compression.report import HealResult
-from panther.compression.runner import Runner, calibrating
+from panther.compression.runner import Runner
 from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
@@ -70,13 +69,13 @@ def heal(
     outputs and hidden states of all batches: up to a gigabyte, and at most half of what is free.
     """
     began = time.perf_counter()
-    # Before `calibrating` turns off the flags by which it chooses what to train.
+    # Before the calibration turns off the flags by which it chooses what to train.
     distillation = Distillation(runner, replacement, config, seed)
     held_out = max(gather_objects(len(runner.held_out), None))
     settings = config.train_config(seed=seed, progress=runner.show, scaled=distillation.scaled, held_out=held_out)
     # The Trainer moves what it trains to the current GPU.
     gpu = torch.cuda.device(runner.device) if runner.device.type == "cuda" else nullcontext()
-    with calibrating(runner.model, seed), preserved_generators(), gpu:
+    with runner.calibrating(seed), gpu:
         training, total = len(runner.batches), len(distillation.batches)
         # Without a batch size, because an index stands for a whole batch.
         batches = DataLoader(_Stream(shuffled(training, config.max_steps, seed)), batch_size=None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from panther.compression.calibration.model_state import deferred_interrupts
 from panther.compression.conversion import Replacement, inherit_flags
 from panther.compression.forms.allocation import Allocation, model_bytes
 from panther.compression.forms.fitting import Fits
@@ -21,21 +22,17 @@ from panther.nn._specs import note_in_config_
 def install_layers(
     model: nn.Module, survey: Survey, fits: Fits, allocation: Allocation, replacement: Replacement, measured: Measured,
     healed: HealResult | None, write_: Callable[[], None] | None, notes: list[str], method: str, seed: int,
-    allow_slower: bool | None = None,
+    allow_slower: bool | None = None, *, output: str = "",
 ) -> CompressionReport:  # fmt: skip
     """Put the new layers into the model, and return the report."""
-    # With nested tensors torch would read `weight` of a sketched layer, which forms the dense matrix.
-    encoders = {
-        name: module
+    notes += [
+        f"torch reads the dense weights of {name + '.' if name else ''}layers.0 where padding is masked, and they are "
+        f"computed anew for each forward: use_nested_tensor=False of {name or 'the model'} avoids that, and changes "
+        "the outputs at padded positions"
         for name, module in model.named_modules()
         if isinstance(module, nn.TransformerEncoder)
         and module.use_nested_tensor
-        and not replacement.keys().isdisjoint(module.modules())
-    }
-    notes += [
-        f"use_nested_tensor is off in {repr(name) if name else 'the model'}: with it torch reads the dense weight of "
-        "sketched layers where padding is masked"
-        for name in encoders
+        and not replacement.keys().isdisjoint(module.layers[0].modules())
     ]
     with replace_modules(model, replacement):
         bytes_after = model_bytes(model)
@@ -56,6 +53,7 @@ def install_layers(
         passes=fits.passes,
         memory=fits.memory,
         seed=seed,
+        output=output,
     )
     slow = {layer.names[0]: layer.speedup or 0.0 for layer in report.slower}
     if not allow_slower and any(speedup < SLOWER for speedup in slow.values()):
@@ -68,11 +66,10 @@ def install_layers(
             stacklevel=3,
         )
     # Last, and only assignments: any earlier failure, also a warning turned into an error, leaves the model unchanged.
-    if write_ is not None:
-        write_()
-    inherit_flags(replacement)
-    swap_modules(model, replacement)
-    for encoder in encoders.values():
-        encoder.use_nested_tensor = False
-    note_in_config_(model)
+    with deferred_interrupts():
+        if write_ is not None:
+            write_()
+        inherit_flags(replacement)
+        swap_modules(model, replacement)
+        note_in_config_(model)
     return report

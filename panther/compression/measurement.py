@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther._torch import tree_leaves
+from panther.compression.calibration.batches import copy_batch
+from panther.compression.calibration.masks import counted
 from panther.compression.conversion import Replacement
 from panther.compression.forms.timing import compared
-from panther.compression.runner import Runner, counted, relative_error, squares
+from panther.compression.runner import Runner, relative_error, squares
 from panther.compression.survey import hooked
 from panther.compression.targets import Target, replace_modules
 from panther.errors import CompressionError
@@ -86,9 +89,9 @@ def _measure_layers(
 
     def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> None:
         new = replacement[module]
-        rows = mask if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
-        sums_of[target][0] += squares(counted(new(x) - output, rows))
-        sums_of[target][1] += squares(counted(output, rows))
+        of = masks if not isinstance(module, nn.Conv2d) else None  # a mask is of sequences, not of images
+        sums_of[target][0] += squares(counted(new(x) - output, of, module))
+        sums_of[target][1] += squares(counted(output, of, module))
         if speed and target not in timings:
             # `forward`, because calling the module would call this hook again.
             old_s, speedup = compared(lambda: module.forward(x), lambda: new(x), x.device)
@@ -96,7 +99,7 @@ def _measure_layers(
 
     with hooked(targets, hook):
         for batch in runner.over(runner.held_out, "layers' errors"):
-            mask = runner.mask(batch)
+            masks = runner.mask(batch)
             runner.output(batch)
     runner.sum_([sums])
     figures = zip(targets, sums.tolist(), strict=True)
@@ -109,13 +112,27 @@ def model_speed(runner: Runner, replacement: Replacement) -> tuple[float, float]
 
     Both are means over the ranks of the group.
     """
-    batch = runner.held_out[0]
+    before = runner.held_out[0]
+    batch = copy_batch(before)
+    runner.plain_output(batch)
+    # A copy for each run takes time, so that only forwards that write their batch get one.
+    writes = not _is_same(batch, before)
 
     def run() -> None:
-        runner.output(batch)
+        runner.plain_output(copy_batch(before) if writes else batch)
 
-    figures = compared(run, run, runner.device, _MODEL_S, partial(replace_modules, runner.model, replacement))
+    with runner.fast_paths():
+        figures = compared(run, run, runner.device, _MODEL_S, partial(replace_modules, runner.model, replacement))
     table = torch.tensor(figures, dtype=torch.float64)
     runner.mean_([table])
     dense_s, speedup = table.tolist()
     return dense_s, speedup
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Return whether a batch has the same tensors in the same places as its copy."""
+    leaves, other_leaves = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(other_leaves) and all(
+        not isinstance(leaf, Tensor) or (leaf.shape == other.shape and torch.equal(leaf, other))
+        for leaf, other in zip(leaves, other_leaves, strict=True)
+    )

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from panther._torch import TorchDispatchMode, storage_key, tree_leaves
+from panther.compression.calibration.batches import entries_of
 from panther.compression.config import HealConfig
 from panther.compression.fits import wide_dtype
 from panther.compression.forms.options import Forms
 from panther.compression.moments.batch import Call, run_batch
 from panther.compression.moments.gather import moments_bytes
 from panther.compression.moments.sums import Shifted, input_rows
-from panther.compression.runner import Runner, entries_of, floating_tensor, resident_bytes
+from panther.compression.runner import Runner, floating_tensor, resident_bytes
 from panther.compression.survey import blocks_of
 from panther.compression.targets import Survey, Target
 

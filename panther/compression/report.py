@@ -147,6 +147,8 @@ class CompressionReport:
     """Seconds that the compressed model takes for it."""
     passes: int = 0
     """Passes over the calibration batches that the moments took."""
+    output: str = ""
+    """The tensor of the model's output that was compared, as an expression; empty without calibration."""
     memory: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Predicted peak memory of each phase, in bytes over what was held before: ``"moments"`` of the
     batches, ``"fits"`` of the weights, the ``"choice"`` among forms and ``"healing"``. What the model itself takes was
@@ -205,7 +207,8 @@ class CompressionReport:
         errors = [("predicted", self.predicted_error), ("measured", self.measured_error), ("healed", self.healed_error)]
         if any(error is not None for _, error in errors):
             found = ", ".join(f"{name} {error:.3g}" for name, error in errors if error is not None)
-            lines.append(f"relative error of the output  {found}")
+            place = "" if self.output in ("", "the output") else f" ({self.output})"
+            lines.append(f"relative error of the output{place}  {found}")
         if self.measured_speedup is not None:
             slower = f", slower layers: {len(self.slower)} of {len(self.layers)}" if self.slower else ""
             latency = "" if self.measured_latency_s is None else f", {1e3 * self.measured_latency_s:.3g} ms a batch"

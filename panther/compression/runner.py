@@ -1,14 +1,22 @@
-"""Running a model on calibration batches: its arguments, the output that is compared, and the positions that count."""
+"""Running a model on calibration batches: its arguments, the output that is compared, and the positions that count.
+
+The model belongs to somebody else. Its forward may write its input in place, draw random numbers, keep state in buffers
+or attributes, or return a dictionary with a loss first. So each forward gets its own copy of the batch, the same random
+numbers as every other forward of this batch, and the same state of the model.
+"""
 
 __all__ = [
-    "Loss", "Runner", "calibrating", "check_calibration", "counted", "entries_of", "floating_tensor", "free_bytes",
-    "main_output", "relative_error", "resident_bytes", "rows_of", "seed_generators", "squares",
+    "Loss", "Runner", "floating_tensor", "free_bytes", "main_output", "relative_error",
+    "resident_bytes", "squares",
 ]  # fmt: skip
 
+import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +26,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from panther._torch import buffers_of, is_dynamo_loaded, tree_leaves, tree_map_only
+from panther._random_state import preserved_generators, seed_cpu_generators
+from panther._torch import is_dynamo_loaded
+from panther.compression.calibration.batches import check_calibration, copy_batch, describe_batch, read_batches
+from panther.compression.calibration.masks import MASK_NAMES, Masks, Places, Shapes, counted, find_places
+from panther.compression.calibration.model_state import ModelState, deferred_interrupts
 from panther.errors import CompressionError
 
 _Item = TypeVar("_Item")
 Loss = Callable[[Tensor, Any], Tensor]
 
-_OUTPUTS = ("logits", "last_hidden_state")
+_OUTPUTS = ("logits", "sentence_embedding", "last_hidden_state")
 _HELD_OUT = 5  # every fifth batch
 # Limit and use of a container's memory, which /proc/meminfo does not know: control groups of version 2 and 1.
 _CONTAINERS = (
@@ -34,22 +46,55 @@ _CONTAINERS = (
 
 
 def floating_tensor(output: Any) -> Tensor | None:
-    """Return the first floating tensor of an output, of a mapping ``logits`` or ``last_hidden_state`` before others."""
-    if isinstance(output, Mapping):
-        output = (*map(output.get, _OUTPUTS), *output.values())
-    parts = output if isinstance(output, (tuple, list)) else (output,)
-    return next((part for part in parts if isinstance(part, Tensor) and part.is_floating_point()), None)
+    """Return the tensor of :func:`main_output`, or None if there is none."""
+    return _named_tensor(output)[1]
 
 
-def main_output(output: Any) -> Tensor:
-    """Return the tensor that stands for the output of a model, or raise CompressionError if there is none."""
-    found = floating_tensor(output)
-    if found is None:
+def main_output(output: Any) -> tuple[str, Tensor]:
+    """Return the tensor that stands for the output of a model, and where it stands in the output.
+
+    It is the first floating tensor with a dimension, because a number is a loss; of a mapping, ``logits``,
+    ``sentence_embedding`` or ``last_hidden_state`` goes before others.
+
+    Raises:
+        CompressionError: If there is none, or it is nested or sparse.
+    """
+    name, tensor = _named_tensor(output)
+    advice = "pass forward_fn=, a function of the model and a batch that returns the tensor to keep"
+    if tensor is None:
         raise CompressionError(
-            f"the model returned a {type(output).__name__} without a floating tensor: pass forward_fn=, a function of "
-            "the model and a batch that returns the tensor to keep"
+            f"the model returned {_describe_output(output)}, and a floating tensor with at least one dimension is "
+            f"needed: {advice}"
         )
-    return found
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else "sparse"
+        dense = "torch.nested.to_padded_tensor(output, 0.0)" if tensor.is_nested else "output.to_dense()"
+        raise CompressionError(f"{name} of the model is a {kind} tensor, and a dense one is needed: {advice}: {dense}")
+    return name, tensor
+
+
+def _named_tensor(output: Any) -> tuple[str, Tensor | None]:
+    entries: list[tuple[str, Any]] = []
+    if isinstance(output, Tensor):
+        entries = [("the output", output)]
+    elif isinstance(output, Mapping):
+        keys = sorted(output, key=lambda key: _OUTPUTS.index(key) if key in _OUTPUTS else len(_OUTPUTS))
+        entries = [(f"output[{key!r}]", output[key]) for key in keys]
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        names = [field.name for field in dataclasses.fields(output)]
+        entries = [(f"output.{name}", getattr(output, name, None)) for name in names]
+    elif isinstance(output, (tuple, list)):
+        entries = [(f"output[{index}]", entry) for index, entry in enumerate(output)]
+    for name, entry in entries:
+        if isinstance(entry, Tensor) and entry.is_floating_point() and (entry.is_nested or entry.dim() > 0):
+            return name, entry
+    return "", None
+
+
+def _describe_output(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return "a single number" if output.dim() == 0 else f"a tensor of {output.dtype}"
+    return f"a {type(output).__name__} without such a tensor"
 
 
 class Runner:
@@ -60,6 +105,9 @@ class Runner:
         held_out: Batches that errors are measured on.
         show: Whether progress is shown.
         resident_bytes: What the process held before anything ran.
+        output_name: Where the tensor that is compared stands in the model's output, once the model has run.
+        difference: Relative difference of two outputs of the model for one batch, once an error was measured. It is
+            not zero for a model that draws from a generator that is not seeded here.
     """
 
     def __init__(
@@ -71,12 +119,23 @@ class Runner:
         group: dist.ProcessGroup | None,
         progress: bool | None,
         loss_fn: Loss | None = None,
+        forward_device: torch.device | None = None,
     ) -> None:
-        self.model, self.forward_fn, self.mask_fn, self.loss_fn, self.group = model, forward_fn, mask_fn, loss_fn, group
+        self.model, self.forward_fn, self.mask_fn, self.group = model, forward_fn, mask_fn, group
+        self.loss_fn = loss_fn
         self.show = sys.stderr.isatty() if progress is None else progress
         self.resident_bytes = resident_bytes()
         self.batches: list[Any] = []
         self.held_out: list[Any] = []
+        self.output_name = ""
+        self.difference: float | None = None
+        self.seed = 0  # of the random numbers of forwards
+        self._state: ModelState | None = None
+        self._places: Places | None = None
+        self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
+        # The indices of the GPUs that hold parameters.
+        self._gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._forward_device = forward_device  # the default device within forwards; None leaves it as it is
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), torch.device("cpu"))
         if calibration is None:
@@ -89,52 +148,167 @@ class Runner:
                 )
         check_calibration(calibration)
         # On the device at once: each pass reads them again.
-        every = [_to(batch, self.device) for batch in calibration]
-        if len(every) < 2:
+        batches = read_batches(calibration, self.device)
+        if len(batches) < 2:
             raise CompressionError(
-                f"calibration has {len(every)} batch{'' if len(every) == 1 else 'es'} and needs at least 2, because "
-                "one is held out: give more, or split it into smaller ones"
+                f"calibration has {len(batches)} batch{'' if len(batches) == 1 else 'es'} and needs at least 2, "
+                "because one is held out: give more, or split it into smaller ones"
             )
-        count = max(1, len(every) // _HELD_OUT)
+        count = max(1, len(batches) // _HELD_OUT)
         # Evenly over the batches: these can be sorted.
-        held = {(index + 1) * len(every) // count - 1 for index in range(count)}
-        self.batches = [batch for index, batch in enumerate(every) if index not in held]
-        self.held_out = [batch for index, batch in enumerate(every) if index in held]
+        held = {(index + 1) * len(batches) // count - 1 for index in range(count)}
+        self.batches = [batch for index, batch in enumerate(batches) if index not in held]
+        self.held_out = [batch for index, batch in enumerate(batches) if index in held]
+
+    @contextmanager
+    def calibrating(self, seed: int) -> Iterator[None]:
+        """Run the model in eval mode, uncompiled, without gradients of parameters, and put everything back at the end.
+
+        Within it each forward of a batch starts from the same state of the model and the same random numbers, and
+        attention takes no fast path, which would read weights without calling their layers. Buffers, attributes, flags
+        and hooks are put back as objects, also after Ctrl-C.
+        """
+        model, before = self.model, (self._state, self.seed, self._has_fast_path)
+        state = ModelState(model)
+        self._has_fast_path = torch.backends.mha.get_fastpath_enabled()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
+        # A compiled model would be compiled again for every layer that is replaced for a while. Without its module
+        # nothing is compiled, and loading it for that takes a second and 40 MB.
+        eager = torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
+        is_restored = False
+
+        def restore() -> None:
+            nonlocal is_restored
+            torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            state.restore()
+            self._state, self.seed, self._has_fast_path = before
+            is_restored = True
+
+        with preserved_generators(), torch.random.fork_rng(self._gpus), eager:
+            try:
+                self._state, self.seed = state, seed
+                self._seed_generators(seed)
+                torch.backends.mha.set_fastpath_enabled(False)
+                model.eval()
+                for parameter in trained:
+                    parameter.requires_grad_(False)
+                yield
+            finally:
+                try:
+                    with deferred_interrupts():
+                        restore()
+                finally:
+                    if not is_restored:  # interrupted before the interrupts could be deferred
+                        restore()
+
+    @contextmanager
+    def fast_paths(self) -> Iterator[None]:
+        """Let attention take the fast paths that it takes where the caller runs the model."""
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(self._has_fast_path)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+
+    def _seed_generators(self, seed: int) -> None:
+        """Seed the generators of the CPU and of the model's GPUs; torch.manual_seed would seed every GPU."""
+        seed_cpu_generators(seed % 2**63)
+        for index in self._gpus:
+            torch.cuda.default_generators[index].manual_seed(seed % 2**63)
 
     def output(self, batch: Any) -> Tensor:
-        """Return the output of the model for a batch."""
-        model = self.model
+        """Return the output of the model for a batch. The forward gets a copy of it."""
+        number = next((n for n, stored in enumerate(chain(self.batches, self.held_out)) if stored is batch), 0)
+        self._seed_generators(self.seed + number)
+        if self._state is not None:
+            self._state.restore_before_forward()  # not after a forward: backward reads what the forward has saved
+        return self.plain_output(copy_batch(batch))
+
+    def plain_output(self, batch: Any) -> Tensor:
+        """Return the output for a batch that the forward may change, with the generators and the state as they are."""
         try:
-            if self.forward_fn is not None:
-                return main_output(self.forward_fn(model, batch))
-            if isinstance(batch, Mapping):
-                return main_output(model(**batch))
-            if isinstance(batch, (tuple, list)):
-                return main_output(model(*batch))
-            return main_output(model(batch))
+            with self._forward_device or nullcontext():
+                output = self._call(batch)
         except CompressionError:
             raise
         except Exception as error:
             raise CompressionError(
-                f"the model does not run on a calibration batch ({_shape(batch)}): {type(error).__name__}: {error}: "
-                "pass batches that hold only the arguments of forward, without labels, or use forward_fn=lambda model, "
-                "batch: model(batch[0])"
+                f"{type(error).__name__}: {error}: the model raised this for a calibration batch "
+                f"({describe_batch(batch)}){self._advice(batch)}"
             ) from error
+        self.output_name, tensor = main_output(output)
+        return tensor
 
-    def mask(self, batch: Any) -> Tensor | None:
-        """Return which positions of a batch count: (N, T) of booleans, or None for all."""
-        if self.mask_fn is not None:
-            mask = self.mask_fn(batch)
-        else:
-            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if mask is None or (self.mask_fn is None and mask.dim() != 2):
-            return None
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
-            raise CompressionError(
-                f"mask_fn must return a tensor (N, T) of booleans, or None for all positions, not one of {shown}"
+    def _call(self, batch: Any) -> Any:
+        if self.forward_fn is not None:
+            return self.forward_fn(self.model, batch)
+        if isinstance(batch, Mapping):
+            return self.model(**batch)
+        if isinstance(batch, (tuple, list)):
+            return self.model(*batch)
+        return self.model(batch)
+
+    def _advice(self, batch: Any) -> str:
+        """Return what to do where the batch does not fit the arguments of forward; nothing where it does."""
+        if self.forward_fn is not None:
+            return ""
+        arguments = [] if isinstance(batch, Mapping) else [*batch] if isinstance(batch, (tuple, list)) else [batch]
+        try:
+            inspect.signature(self.model.forward).bind(*arguments, **(batch if isinstance(batch, Mapping) else {}))
+        except TypeError as error:
+            call = "model(batch['x'])" if isinstance(batch, Mapping) else "model(batch[0])"
+            return (
+                f", which does not fit the arguments of forward ({error}): pass batches that hold only these, or use "
+                f"forward_fn=lambda model, batch: {call}"
             )
-        return mask.to(self.device, torch.bool)
+        except ValueError:  # a forward without a signature
+            pass
+        return ""
+
+    def loss(self, output: Tensor, batch: Any) -> Any:
+        """Return the result of ``loss_fn``, which gets a copy of the batch."""
+        assert self.loss_fn is not None
+        return self.loss_fn(output, copy_batch(batch))
+
+    def mask(self, batch: Any) -> Masks:
+        """Return which positions of a batch count."""
+        if self.mask_fn is not None:
+            mask = self.mask_fn(copy_batch(batch))
+            if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+                shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+                raise CompressionError(
+                    f"mask_fn must return a tensor (N, T) of booleans, or None for all positions, not one of {shown}"
+                )
+            return Masks((None if mask is None else mask.to(self.device, torch.bool),))
+        values = [batch.get(name) if isinstance(batch, Mapping) else None for name in MASK_NAMES]
+        masks = [mask if isinstance(mask, Tensor) and mask.dim() == 2 else None for mask in values]
+        if all(mask is None or bool(mask.all()) for mask in masks):
+            return Masks(())
+        if self._places is None:
+            first = next((each for each in self.batches if isinstance(each, Mapping)), batch)
+            self._places = find_places(first, self._shapes)
+        return Masks(tuple(None if mask is None else mask.to(self.device, torch.bool) for mask in masks), self._places)
+
+    @torch.no_grad()
+    def _shapes(self, batch: Any) -> Shapes:
+        """Return the shape of the first output of each module, and of the model's."""
+        shapes: Shapes = {}
+
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            if (tensor := floating_tensor(output)) is not None and not tensor.is_nested:
+                shapes.setdefault(module, tensor.shape)
+
+        handles = []
+        try:
+            handles += [module.register_forward_hook(note) for module in self.model.modules()]
+            shapes[None] = self.output(batch).shape
+        finally:
+            for handle in handles:
+                handle.remove()
+        return shapes
 
     def over(self, batches: Collection[_Item], description: str) -> Iterable[_Item]:
         """Return batches or other items, under a progress bar if progress is shown and tqdm is installed."""
@@ -193,22 +367,26 @@ class Runner:
         It is measured on the held-out batches unless others are given.
         """
         sums = torch.zeros(len(variants) + 1, dtype=torch.float64)
-        for batch in self.over(batches or self.held_out, description):
-            mask = self.mask(batch)
-            exact = counted(self.output(batch), mask)
-            sums[-1] += squares(exact)
-            for index, variant in enumerate(variants):
-                with variant():
-                    sums[index] += squares(counted(self.output(batch), mask) - exact)
+        with self.fast_paths():
+            for batch in self.over(batches or self.held_out, description):
+                mask = self.mask(batch)
+                exact = counted(self.output(batch), mask)
+                if self.difference is None:
+                    repeated = counted(self.output(batch), mask)
+                    self.difference = relative_error(squares(repeated - exact), squares(exact))
+                sums[-1] += squares(exact)
+                for index, variant in enumerate(variants):
+                    with variant():
+                        sums[index] += squares(counted(self.output(batch), mask) - exact)
         self.sum_([sums])
-        *lost, whole = sums.tolist()
-        if not isfinite(whole):
+        *lost, total = sums.tolist()
+        if not isfinite(total):
             place = "a calibration batch" if batches else f"the held-out batches, 1 in {_HELD_OUT}"
             raise CompressionError(
                 f"the model's output is NaN or infinite on {place}: check the batches and the model, or return a "
                 "finite part of the output in forward_fn"
             )
-        return [relative_error(each, whole) for each in lost]
+        return [relative_error(each, total) for each in lost]
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -216,14 +394,14 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    found = []
+    free = []
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found = [1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])]
+        free = [1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])]
     for limit, used in _CONTAINERS:
         with suppress(OSError, ValueError):  # "max" where there is no limit
-            found.append(max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0))
-    return min(found, default=None)
+            free.append(max(int(Path(limit).read_text()) - int(Path(used).read_text()), 0))
+    return min(free, default=None)
 
 
 def resident_bytes() -> int:
@@ -240,113 +418,8 @@ def squares(x: Tensor) -> float:
     return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
 
 
-def relative_error(lost: float, whole: float) -> float:
+def relative_error(lost: float, total: float) -> float:
     """Return the root of the ratio of two squared norms; 0 if nothing is lost, also where both are zero."""
     if lost == 0:
         return 0.0
-    return (lost / whole) ** 0.5 if whole > 0 and isfinite(lost) else inf
-
-
-def rows_of(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return a mask (N, T) as x has its positions: x begins with (N, T) or (T, N), or has N T rows; None if neither."""
-    if mask is None:
-        return None
-    if x.dim() > 2 and x.shape[:2] == mask.shape:
-        return mask
-    if x.dim() > 2 and x.shape[:2] == mask.shape[::-1]:
-        return mask.mT
-    return mask.flatten() if x.dim() == 2 and len(x) == mask.numel() != len(mask) else None
-
-
-def counted(x: Tensor, mask: Tensor | None) -> Tensor:  # (*, n) -> (rows, n)
-    """Return the rows that count."""
-    if x.dim() < 2:
-        return x.reshape(1, -1)
-    rows = rows_of(x, mask)
-    return (x if rows is None else x[rows]).flatten(0, -2)
-
-
-def _gpus_of(model: nn.Module) -> list[int]:
-    """Return the indices of the GPUs that hold parameters."""
-    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-
-
-def seed_generators(model: nn.Module, seed: int) -> None:
-    """Seed the generators of the CPU and of the model's GPUs; torch.manual_seed would seed every GPU."""
-    torch.default_generator.manual_seed(seed)
-    for index in _gpus_of(model):
-        torch.cuda.default_generators[index].manual_seed(seed)
-
-
-@contextmanager
-def calibrating(model: nn.Module, seed: int) -> Iterator[None]:
-    """Run a model in eval mode, uncompiled, without gradients of parameters, and put everything back at the end.
-
-    Within it the model's generators start from ``seed``, and attention takes no fast path. What is put back includes
-    buffers, such as counters that forwards increase.
-    """
-    training = {module: module.training for module in model.modules()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not is_lazy(parameter)]
-    buffers = [
-        (buffers_of(module), name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in buffers_of(module).items()
-        if buffer is not None and not is_lazy(buffer)
-    ]
-    # A compiled model would be compiled again for every layer that is replaced for a while. Without its module nothing
-    # is compiled, and loading it for that takes a second and 40 MB.
-    eager = torch.compiler.set_stance("force_eager") if is_dynamo_loaded() else nullcontext()
-    with torch.random.fork_rng(_gpus_of(model)), eager:
-        try:
-            seed_generators(model, seed)
-            torch.backends.mha.set_fastpath_enabled(False)  # its outputs have other lengths where batches are padded
-            model.eval()
-            for parameter in trained:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            for module, flag in training.items():
-                module.training = flag
-            for parameter in trained:
-                parameter.requires_grad_(True)
-            for owner, name, buffer, value in buffers:
-                owner[name] = buffer  # a forward may have put another tensor there
-                with torch.no_grad():
-                    buffer.copy_(value)
-
-
-def entries_of(batch: Any) -> int:
-    """Return the entries of all tensors of a batch."""
-    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
-def check_calibration(calibration: Any) -> None:
-    """Raise CompressionError unless the batches can be read, more than once."""
-    if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
-        kind = type(calibration).__name__
-        fix = "for one tensor use calibration=list(tensor.split(32))"
-        if not isinstance(calibration, Tensor):
-            fix = "each batch is the model's input: a tensor, a dict or a tuple"
-        raise CompressionError(f"calibration must be a list or a DataLoader of batches, not a {kind}: {fix}")
-    if isinstance(calibration, Iterator):
-        raise CompressionError(
-            f"calibration is a {type(calibration).__name__}, which can be read only once: pass a list of its batches "
-            "(list(itertools.islice(batches, 32))) or a DataLoader"
-        )
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    batch = dict(batch) if isinstance(batch, Mapping) else batch  # BatchEncoding of transformers is not a dict
-    return tree_map_only(Tensor, lambda x: x.to(device), batch)
-
-
-def _shape(batch: Any) -> str:
-    if isinstance(batch, Tensor):
-        return f"a tensor of shape {tuple(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return f"a dict of {', '.join(map(str, batch))}"
-    if isinstance(batch, (tuple, list)):
-        return f"a {type(batch).__name__} of {len(batch)}, passed as separate arguments"
-    return f"of type {type(batch).__name__}"
+    return (lost / total) ** 0.5 if total > 0 and isfinite(lost) else inf

@@ -1,4 +1,4 @@
-"""A survey of the layers on one batch: which are called, which share an input, and which affect the output."""
+"""A survey of the layers: which are called, which share an input, and which affect the output."""
 
 __all__ = ["Receive", "Watch", "blocks_of", "hooked", "input_key", "send_gradients", "survey_targets", "watched"]
 
@@ -10,59 +10,120 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther._torch import children_of, version_of
-from panther.compression.runner import Runner, rows_of
+from panther.compression.runner import Runner
 from panther.compression.targets import GEOMETRY, SkippedLayer, Survey, Target
 from panther.errors import CompressionError, NumericalWarning
 
 
 def survey_targets(runner: Runner, survey: Survey, *, gradients: bool) -> Survey:
-    """Run the first batch, and skip the layers that the batches say nothing about.
+    """Run batches until each layer was called, and skip the layers that the batches say nothing about.
+
+    Cost: a forward and backward of the first batch, which calls all layers of most models. Where it does not, a forward
+    of the next ones until each layer was called, and a backward of those that call a further layer.
 
     Warns:
         NumericalWarning: If gradients are wanted, and the output has none.
     """
+    keys: dict[Target, list[Any]] = {}  # what the inputs of a target's calls are recognised by, in its first batch
+    reached: set[Target] = set()
+    notes = list(survey.notes)
+    for number, batch in enumerate(runner.batches):
+        pending = [target for target in survey.targets if target not in keys]
+        if not pending:
+            break
+        if number and not _calls_any(runner, batch, pending):
+            continue
+        batch_keys, has_gradient = _survey_batch(runner, batch, pending, reached, gradients=gradients)
+        keys |= {target: [(number, *key) for key in places] for target, places in batch_keys.items()}
+        if number == 0 and gradients and not has_gradient:
+            gradients = False
+            notes.append("the output has no gradient, so G is the identity and ranks are uniform (method 'activation')")
+            warnings.warn(f"method='two_sided' is not possible: {notes[-1]}", NumericalWarning, stacklevel=3)
+    groups = _agreed_groups(runner, survey.targets, keys, reached, gradients=gradients)
+    reasons: dict[Target, str] = {}
+    inputs: dict[Any, list[Target]] = {}
+    for target, (group, is_reached) in groups.items():
+        if group is None:
+            reasons[target] = "is not called on any calibration batch"
+        elif not is_reached:
+            reasons[target] = (
+                f"has no gradient: {runner.output_name}, which is compared, does not depend on it, or only through "
+                "no_grad, detach, zeros or reentrant checkpointing"
+            )
+        else:
+            inputs.setdefault(group, []).append(target)
+    return Survey(
+        # In the order in which they run, which is that of `keys`; the layers of other ranks come last.
+        targets=tuple(target for target in survey.targets if target not in reasons),
+        skipped=(*survey.skipped, *(SkippedLayer(t.name, t.kind, reason) for t, reason in reasons.items())),
+        inputs=tuple(map(tuple, inputs.values())),
+        gradients=gradients,
+        notes=tuple(notes),
+    )
+
+
+def _survey_batch(
+    runner: Runner, batch: Any, targets: Sequence[Target], reached: set[Target], *, gradients: bool
+) -> tuple[dict[Target, list[Any]], bool]:
+    """Run one batch: return the keys of the inputs of the targets' calls, and whether the output has a gradient.
+
+    Targets with a gradient that is not zero are added to ``reached``.
+    """
     keys: dict[Target, list[Any]] = {}  # in the order of the first calls
     alive = []  # so that an address is not used again by the next tensor
-    reached: set[Target] = set()
 
     def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
         alive.append(x)
         keys.setdefault(target, []).append(input_key(module, x))
         return lambda gradient: reached.update([target] if gradient.any() else [])
 
-    batch, notes = runner.batches[0], list(survey.notes)
-    with watched(survey.targets, note) as watch, torch.set_grad_enabled(gradients):
+    with watched(targets, note, runner.model) as watch, torch.set_grad_enabled(gradients):
         output = runner.output(batch)
         alive.clear()
-        if gradients and not output.requires_grad:
-            gradients = False
-            notes.append("the output has no gradient, so G is the identity and ranks are uniform (method 'activation')")
-            warnings.warn(f"method='two_sided' is not possible: {notes[-1]}", NumericalWarning, stacklevel=3)
-        if gradients:
+        if gradients and output.requires_grad:
             send_gradients(runner, output, batch, watch, 0)
-    reasons: dict[Target, str] = {}
-    for target in survey.targets:
-        if target not in keys:
-            reasons[target] = "is not called on the first calibration batch"
-        elif gradients and target not in reached:
-            reasons[target] = (
-                "has no gradient: the output does not depend on it, or only through no_grad, detach or zeros"
-            )
-    inputs: dict[Any, list[Target]] = {}
+    return keys, output.requires_grad
+
+
+def _calls_any(runner: Runner, batch: Any, targets: Sequence[Target]) -> bool:
+    """Return whether a batch calls one of the targets."""
+    called = []
+    with torch.no_grad(), watched(targets, lambda target, module, x: called.append(target)):
+        runner.output(batch)
+    return bool(called)
+
+
+def _agreed_groups(
+    runner: Runner, targets: Sequence[Target], keys: dict[Target, list[Any]], reached: set[Target], *, gradients: bool
+) -> dict[Target, tuple[Any, bool]]:
+    """Return for each target what is equal for targets of one input, or None without calls, and if it has a gradient.
+
+    The same on all ranks of a group: targets share an input if they do on each rank.
+    """
+    numbers = {target: number for number, target in enumerate(targets)}
+    first: dict[Any, int] = {}
     for target, places in keys.items():
-        if target not in reasons:
-            inputs.setdefault(tuple(places), []).append(target)
-    return Survey(
-        targets=tuple(target for target in survey.targets if target not in reasons),
-        skipped=(*survey.skipped, *(SkippedLayer(t.name, t.kind, reason) for t, reason in reasons.items())),
-        inputs=tuple(map(tuple, inputs.values())),
-        calls={target: len(places) for target, places in keys.items()},
-        gradients=gradients,
-        notes=tuple(notes),
-    )
+        first.setdefault(tuple(places), numbers[target])
+    group_of = [first[tuple(keys[target])] if target in keys else -1 for target in targets]
+    table = torch.tensor([group_of, [target in reached or not gradients for target in targets]], device=runner.device)
+    tables = [table]
+    if runner.group is not None:
+        tables = [torch.empty_like(table) for _ in range(dist.get_world_size(runner.group))]
+        dist.all_gather(tables, table, group=runner.group)
+    groups = torch.stack([each[0] for each in tables], 1).tolist()
+    is_reached = torch.stack([each[1] for each in tables]).any(0).tolist()
+    order = [*keys, *(target for target in targets if target not in keys)]
+    if runner.group is not None:  # the order of the calls can differ where the ranks call different layers
+        order = list(targets)
+    agreed: dict[Target, tuple[Any, bool]] = {}
+    for target in order:
+        group, has_gradient = groups[numbers[target]], is_reached[numbers[target]]
+        agreed[target] = (tuple(group) if max(group) >= 0 else None), has_gradient
+    return agreed
 
 
 Receive = Callable[[Tensor], None]
@@ -97,28 +158,64 @@ class Watch:
         anchor: Where it begins.
         tapped: Whether any gradient is to be received.
         over: Whether the forward is over: what runs then is the second forward of activation checkpointing.
+        untracked: The calls that ran without gradients, with a copy of the input. Reentrant checkpointing runs a block
+            so, and runs it again with gradients in backward.
     """
 
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     tapped: bool = False
     over: bool = False
+    untracked: list[tuple[nn.Module, Tensor, Receive]] = field(default_factory=list)
+
+    def receive_again(self, module: nn.Module, x: Tensor) -> Receive:
+        """Return what receives the gradient of a call in backward; nothing does if the first call had one."""
+        for index, (called, first, receive) in enumerate(self.untracked):
+            if called is module and first.shape == x.shape and torch.equal(first, x):
+                del self.untracked[index]
+                return receive
+        return _ignore
+
+
+def _ignore(gradient: Tensor) -> None:
+    pass
 
 
 @contextmanager
-def watched(targets: Sequence[Target], note: Callable[[Target, nn.Module, Tensor], Receive | None]) -> Iterator[Watch]:
-    """Call ``note`` with every input of the targets, and what it returns with the gradient at the layer's output."""
+def watched(
+    targets: Sequence[Target],
+    note: Callable[[Target, nn.Module, Tensor], Receive | None],
+    model: nn.Module | None = None,
+) -> Iterator[Watch]:
+    """Call ``note`` with every input of the targets, and what it returns with the gradient at the layer's output.
+
+    With ``model`` the outputs of its embeddings have gradients, as they have in training: reentrant checkpointing
+    computes none for a block whose input has none, and parameters have none here.
+    """
     watch = Watch()
 
     def hook(target: Target, module: nn.Module, x: Tensor, output: Tensor) -> Tensor | None:
         if watch.over:
-            return output.clone() if torch.is_grad_enabled() else None  # the same operations as in the first forward
+            # The same operations as in the first forward, because non-reentrant checkpointing counts what they save.
+            if not torch.is_grad_enabled():
+                return None
+            return _Tap.apply(output, watch.anchor, watch.receive_again(module, x.detach()))
         receive = note(target, module, x.detach())
-        if receive is None or not torch.is_grad_enabled():
+        if receive is None:
+            return None
+        if not torch.is_grad_enabled():
+            watch.untracked.append((module, x.detach().clone(), receive))
             return None
         watch.tapped = True
         return _Tap.apply(output, watch.anchor, receive)
 
-    with hooked(targets, hook):
+    def start(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        tracked = isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad
+        return _Tap.apply(output, watch.anchor, _ignore) if tracked else None
+
+    embeddings = [] if model is None else [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    with hooked(targets, hook), ExitStack() as hooks:
+        for embedding in embeddings:
+            hooks.callback(embedding.register_forward_hook(start).remove)
         yield watch
 
 
@@ -131,8 +228,16 @@ def hooked(
         for target in targets:
             for module in target.modules:
 
-                def call(module: nn.Module, args: Any, kwargs: Any, output: Tensor, target: Target = target) -> Any:
-                    return hook(target, module, next(iter((*args, *kwargs.values()))), output)
+                def call(module: nn.Module, args: Any, kwargs: Any, output: Any, target: Target = target) -> Any:
+                    x = next(iter((*args, *kwargs.values())), None)
+                    if not isinstance(output, Tensor) or not isinstance(x, Tensor):
+                        kind = type(x if isinstance(output, Tensor) else output).__name__
+                        verb = "takes" if isinstance(output, Tensor) else "returns"
+                        raise CompressionError(
+                            f"layer {target.name!r} ({target.kind}) {verb} a {kind}, and a new layer takes and returns "
+                            "one tensor: exclude the layer"
+                        )
+                    return hook(target, module, x, output)
 
                 hooks.callback(module.register_forward_hook(call, with_kwargs=True).remove)
         yield
@@ -142,7 +247,7 @@ def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, see
     """Run backward from the loss, or from the output times a normal vector; what was tapped is received on the way."""
     watch.over = True
     if runner.loss_fn is not None:
-        loss = runner.loss_fn(output, batch)
+        loss = runner.loss(output, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise CompressionError(
@@ -150,14 +255,22 @@ def send_gradients(runner: Runner, output: Tensor, batch: Any, watch: Watch, see
                 f"{shown}{'' if getattr(loss, 'requires_grad', False) else ' and no gradient'}: end it with .mean(), "
                 "and remove .detach() and .item() from it"
             )
-        torch.autograd.grad(loss, watch.anchor, allow_unused=True)
+        _send(loss, None, watch)
         return
     # Drawn on the CPU, so that every device gets the same directions.
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
-    rows = rows_of(output, runner.mask(batch))
+    rows = runner.mask(batch).rows(output)
     if rows is not None:
         direction[~rows] = 0
-    torch.autograd.grad(output, watch.anchor, direction, allow_unused=True)
+    _send(output, direction, watch)
+
+
+def _send(output: Tensor, direction: Tensor | None, watch: Watch) -> None:
+    if watch.untracked:
+        # Reentrant checkpointing refuses torch.autograd.grad. No parameter of the model requires a gradient here.
+        output.backward(direction)
+    else:
+        torch.autograd.grad(output, watch.anchor, direction, allow_unused=True)
 
 
 def input_key(module: nn.Module, x: Tensor) -> Any:
@@ -175,7 +288,7 @@ def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module,
     stack has several elements of one class, each with some of the layers inside.
     """
     inside = {id(module) for module in model.modules() if any(child in layers for child in module.modules())}
-    found: list[tuple[nn.Module, str]] = []
+    places: list[tuple[nn.Module, str]] = []
 
     def is_stack(module: nn.Module) -> bool:
         kinds = Counter(type(child) for child in module.children() if id(child) in inside and child not in layers)
@@ -187,9 +300,9 @@ def blocks_of(model: nn.Module, layers: set[nn.Module]) -> list[tuple[nn.Module,
                 continue
             within = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList)
             if within and (is_stack(module) or not any(map(is_stack, child.modules()))):
-                found.append((module, name))
+                places.append((module, name))
             else:
                 visit(child)
 
     visit(model)
-    return found
+    return places

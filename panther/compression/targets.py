@@ -8,7 +8,7 @@ __all__ = [
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from panther._torch import children_of, has_hooks, has_packed_weights, parameters_of
+from panther._torch import buffers_of, children_of, has_hooks, has_packed_weights, parameters_of, storage_key
 from panther.errors import CompressionError
 from panther.nn._sketched import CompressedModule, SketchedModule
 
@@ -123,7 +123,6 @@ class Survey:
         targets: The layers to compress, in the order of the model.
         skipped: Those that are kept dense.
         inputs: Sets of targets that read the same input, in the order in which they run; empty without calibration.
-        calls: How often each target runs in a batch.
         gradients: Whether the output has gradients that are used.
         notes: Deviations from the arguments, with reasons.
     """
@@ -131,7 +130,6 @@ class Survey:
     targets: tuple[Target, ...]
     skipped: tuple[SkippedLayer, ...]
     inputs: tuple[tuple[Target, ...], ...] = ()
-    calls: Mapping[Target, int] = field(default_factory=dict)
     gradients: bool = False
     notes: tuple[str, ...] = ()
 
@@ -190,17 +188,18 @@ def select_targets(
         elif _holds_matrix(module) and not isinstance(module, ParametrizationList):
             reasons[module] = _refusal(module, places, wanted, unwanted)
 
-    # A weight that several layers share becomes one target, so that it is compressed once and stays shared.
-    owners: dict[Tensor, dict[nn.Module, None]] = {}
+    # A weight that several layers share becomes one target, so that it is compressed once and stays shared. They share
+    # it also with a Parameter each on the same memory, as after `b.weight.data = a.weight.data`.
+    owners: dict[Any, dict[nn.Module, None]] = {}
     for module in names:
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, {})[module] = None
+            owners.setdefault(_memory_of(parameter), {})[module] = None
     targets = []
-    found = [module.get_parameter("weight") for module, reason in reasons.items() if reason is None]
-    for sharing in dict.fromkeys(tuple(owners[weight]) for weight in found):
+    weights = [module.get_parameter("weight") for module, reason in reasons.items() if reason is None]
+    for sharing in dict.fromkeys(tuple(owners[_memory_of(weight)]) for weight in weights):
         sound = [module for module in sharing if reasons.get(module, "") is None]
-        alike = len(sound) == len(sharing) and len({type(module) for module in sharing}) == 1
-        if len(sharing) > 1 and not (alike and isinstance(sound[0], nn.Linear)):
+        is_uniform = len(sound) == len(sharing) and len({type(module) for module in sharing}) == 1
+        if len(sharing) > 1 and not (is_uniform and isinstance(sound[0], nn.Linear)):
             for module in sound:  # an owner that is not compressed itself is the better explanation
                 owner = next(m for m in sorted(sharing, key=sound.__contains__) if m is not module)
                 reasons[module] = f"shares its weight with {names[owner][0]!r} ({type(owner).__name__})"
@@ -231,6 +230,13 @@ def select_targets(
             "choose all ranks together, compress the original model"
         )
     return Survey(tuple(targets), tuple(skipped), notes=tuple(notes))
+
+
+def _memory_of(parameter: Tensor) -> Any:
+    """Return what is equal for parameters that are the same numbers in memory."""
+    if is_lazy(parameter) or parameter.is_meta or parameter.layout is not torch.strided or not parameter.numel():
+        return id(parameter)
+    return storage_key(parameter), parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype
 
 
 def _selectors(role: str, given: Any, default: tuple[Selector, ...]) -> tuple[Selector, ...]:
@@ -279,10 +285,15 @@ def _refusal(
     if hasattr(module, "parametrizations"):
         return "is parametrized: remove the parametrizations first"
     if "weight" not in parameters_of(module):
+        held = "a buffer" if "weight" in buffers_of(module) else "a plain tensor" if "weight" in vars(module) else ""
+        if held and not any(name.startswith("weight_") for name in parameters_of(module)):
+            return f"has a weight that is {held}: register it as an nn.Parameter first"
         return "has a weight that is computed (by pruning or weight_norm): make it permanent first"
     weight = parameters_of(module)["weight"]
     if weight is None or is_lazy(weight):
         return "has no weight yet: run the model once first"
+    if weight.layout is not torch.strided:
+        return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
     if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
     if not any(_matches(one, names, module) for one in wanted):

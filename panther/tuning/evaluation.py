@@ -19,7 +19,7 @@ from panther._random_state import preserved_generators, seed_generators
 from panther.compression.conversion import Replacement
 from panther.compression.forms.allocation import model_bytes
 from panther.compression.measurement import model_speed
-from panther.compression.runner import Runner, calibrating
+from panther.compression.runner import Runner
 from panther.errors import TuningError
 from panther.tuning.goal import Figures, Goal
 from panther.tuning.hashing import difference, fingerprint
@@ -93,7 +93,7 @@ class Evaluator:
         before = fingerprint(model)
         latency = None
         if self.goal.timed:
-            with calibrating(model, self.seed):
+            with self.runner.calibrating(self.seed):
                 latency, _ = model_speed(self.runner, {})
         began = time.perf_counter()
         values = []
@@ -206,7 +206,7 @@ class Evaluator:
             return None
         assert self.unchanged is not None
         assert self.unchanged.latency is not None
-        with calibrating(self.runner.model, self.seed):
+        with self.runner.calibrating(self.seed):
             return self.unchanged.latency / model_speed(self.runner, replacement)[1]
 
     def _objective(

@@ -28,7 +28,7 @@ from panther.compression.forms.timing import timed_layers
 from panther.compression.install import install_layers
 from panther.compression.measurement import measure
 from panther.compression.report import CompressionReport, HealResult
-from panther.compression.runner import Runner, calibrating
+from panther.compression.runner import Runner
 from panther.compression.survey import survey_targets
 from panther.compression.targets import Survey, Target, replace_modules, select_targets, swap_modules
 from panther.errors import CompressionError, TrainingError, TuningError
@@ -138,7 +138,7 @@ class Prepared:
         if budget in self.allocations:
             return self.allocations[budget]
         kind = "global" if self.survey.gradients else "uniform"
-        with calibrating(self.model, self.seed):
+        with self.runner.calibrating(self.seed):
             limit = budget * self.dense
             found = allocated(self.runner, self.survey, self.fits, kind, limit, None, self.seed, self.cost)
         self.allocations[budget] = found
@@ -243,7 +243,7 @@ class Prepared:
         """Return a model of its own with the new layers, and the report of every layer."""
         choice = self.choice_of(plan)
         replacement, healed = self.replacement(plan)
-        with calibrating(self.model, self.seed):
+        with self.runner.calibrating(self.seed):
             measured = measure(self.runner, self.targets, replacement, speed=False)
         model = another(self.model, self.model_fn)
         for module, training in zip(model.modules(), self.training, strict=True):
@@ -303,7 +303,7 @@ def prepare(
             model, runner, Survey((), ()), Fits(), {}, BYTES, seed, time.perf_counter() - began, training, attention,
             model_fn,
         )  # fmt: skip
-    with calibrating(model, seed):
+    with runner.calibrating(seed):
         survey = select_targets(model, settings.include, settings.exclude, smallest=forms.smallest_bytes).check()
         if runner.batches:
             survey = survey_targets(runner, survey, gradients=True).check()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from panther.compression.moments import Moments, gather_drift, gather_moments, moments_bytes, split_passes
-from panther.compression.runner import Runner, calibrating, free_bytes, main_output
+from panther.compression.runner import Runner, free_bytes, main_output
 from panther.compression.survey import survey_targets
 from panther.compression.targets import replace_modules, select_targets
 from panther.errors import CompressionError
@@ -17,10 +17,10 @@ from panther.errors import CompressionError
 def run(model, batches, gradients=True, **kwargs):
     runner = Runner(model, batches, kwargs.pop("forward_fn", None), kwargs.pop("mask_fn", None), None, False)
     selection = select_targets(model)
-    with calibrating(model, 0):
+    with runner.calibrating(0):
         found = survey_targets(runner, selection, gradients=True)
         options = {"gradients": gradients, "seed": 5, "description": "", "keep": gradients}
-        moments, energy = gather_moments(runner, found.inputs, **options)
+        moments, energy, _ = gather_moments(runner, found.inputs, **options)
     return runner, selection.targets, found, {target.name: moments[target] for target in moments}, energy
 
 
@@ -143,11 +143,11 @@ def test_a_layer_used_twice_and_layers_never_used():
 
     model, x = Model(), torch.randn(8, 16)
     runner = Runner(model, [x, x, x], None, None, None, False)
-    with calibrating(model, 0):
+    with runner.calibrating(0):
         found = survey_targets(runner, select_targets(model), gradients=True)
-        moments, _ = gather_moments(runner, found.inputs, gradients=True, seed=0, description="")
+        moments, _, _ = gather_moments(runner, found.inputs, gradients=True, seed=0, description="")
     reasons = {entry.name: entry.reason for entry in found.skipped}
-    assert reasons["idle"] == "is not called on the first calibration batch"
+    assert reasons["idle"] == "is not called on any calibration batch"
     assert reasons["blind"].startswith("has no gradient")
     (twice,) = found.targets
     h = torch.relu(model.twice(x)).detach().double()
@@ -182,7 +182,8 @@ def test_flags_and_random_state_are_put_back():
     model[0].weight.requires_grad_(False)
     model[1].eval()
     before, state = model[2].running_mean.clone(), torch.get_rng_state()
-    with contextlib.suppress(KeyError), calibrating(model, 3):
+    runner = Runner(model, None, None, None, None, False)
+    with contextlib.suppress(KeyError), runner.calibrating(3):
         assert not model.training
         assert not any(parameter.requires_grad for parameter in model.parameters())
         model(torch.randn(5, 8))
@@ -195,12 +196,15 @@ def test_flags_and_random_state_are_put_back():
 
 def test_which_output_counts():
     x, y = torch.zeros(2), torch.ones(3)
-    assert main_output({"loss": x, "logits": y}) is y
-    assert main_output({"last_hidden_state": y, "other": x}) is y
-    assert main_output((torch.tensor(1), [x], y)) is y
+    loss = torch.tensor(0.5)
+    assert main_output({"loss": x, "logits": y}) == ("output['logits']", y)
+    assert main_output({"last_hidden_state": y, "other": x}) == ("output['last_hidden_state']", y)
+    assert main_output({"token_embeddings": x, "sentence_embedding": y}) == ("output['sentence_embedding']", y)
+    assert main_output({"loss": loss, "pred": y}) == ("output['pred']", y)
+    assert main_output((torch.tensor(1), [x], loss, y)) == ("output[3]", y)
     with pytest.raises(CompressionError, match="pass forward_fn="):
         main_output(torch.tensor([1]))
-    with pytest.raises(CompressionError, match="returned a NoneType without a floating tensor"):
+    with pytest.raises(CompressionError, match="returned a NoneType without such a tensor"):
         main_output(None)
 
 
@@ -256,12 +260,12 @@ def test_the_drift_of_inputs_with_a_large_mean():
     model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 8))
     runner = Runner(model, list((torch.randn(600, 40) + 1000).split(100)), None, None, None, False)
     first = nn.Linear(40, 30)
-    with calibrating(model, 0):
+    with runner.calibrating(0):
         found = survey_targets(runner, select_targets(model), gradients=True)
         compressed = partial(replace_modules, model, {model[0]: first})
         (target,) = found.inputs[1]
-        plain = {target: Moments(torch.zeros(0), torch.zeros(0), None, 400)}
-        own = gather_drift(runner, [target], plain, 1, compressed, "")[target]
+        plain = {target: Moments(torch.zeros(0), torch.zeros(0), None, 400, calls=(1,) * len(runner.batches))}
+        own = gather_drift(runner, [target], plain, compressed, "")[target]
     with torch.no_grad():  # batch by batch, because other sizes round in another way
         before, after = (torch.cat([layer(x) for x in runner.batches]).double() for layer in (model[0], first))
     cross = own.cross[0] - before.mean(0)[:, None] * own.mean[0]

@@ -321,7 +321,7 @@ def test_a_cluster_by_its_address(head, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys; sys.path += [{str(Path(__file__).parent)!r}, {str(Path(waits.__file__).parent)!r}]
 import ray, torch
 from panther.integrations.ray import RayTrainer
 from test_ray import network, samples, settings

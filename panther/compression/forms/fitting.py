@@ -37,6 +37,7 @@ class Fits:
         comparable: Whether losses are in units of the output's squared norm.
         doubts: Why the batches say too little about some layers.
         ridge: Of the metrics.
+        inputs: Sets of targets that read the same input in every batch, in the order in which they run.
     """
 
     fits: Mapping[Target, Fit] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Fits:
     comparable: bool = False
     doubts: tuple[str, ...] = ()
     ridge: float = RIDGE
+    inputs: tuple[tuple[Target, ...], ...] = ()
 
 
 def fit_targets(
@@ -80,6 +82,7 @@ def fit_targets(
     kept: dict[Target, Moments] = {}
     positions: dict[Target, float] = {}
     constant: set[Target] = set()
+    shared: list[Sequence[Target]] = []
 
     def fit(found: dict[Target, Moments | None], energy: float) -> None:
         linear = [target for target in found if forms.quantizes(target)]
@@ -109,9 +112,10 @@ def fit_targets(
 
     for number, inputs in enumerate(split):
         description = f"moments {number + 1}/{len(split)}"
-        found, energy = gather_moments(
+        found, energy, groups = gather_moments(
             runner, inputs, gradients=survey.gradients, seed=seed, description=description, keep=keep
         )
+        shared += groups
         positions |= {target: own.positions for target, own in found.items()}
         constant |= {target for target, own in found.items() if own.constant}
         fit(found, energy)  # type: ignore[arg-type]  # which empties it
@@ -120,7 +124,7 @@ def fit_targets(
     doubts = check_calibration(positions, constant)
     return Fits(
         fits, quantized, options, kept, forms.group_size, forms.activations, len(split), stated, comparable,
-        doubts, ridge,
+        doubts, ridge, tuple(map(tuple, shared)),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from panther.compression.linearization.report import LinearizationReport, Linear
 from panther.compression.linearization.samples import Recorder, record, split_layers
 from panther.compression.linearization.survey import Found, find_attention, make_attention
 from panther.compression.measurement import model_speed
-from panther.compression.runner import Runner, calibrating
+from panther.compression.runner import Runner
 from panther.compression.targets import Selector, SkippedLayer, replace_modules, swap_modules
 from panther.errors import CompressionError, check_size
 from panther.nn import LearnedLinearAttention
@@ -130,7 +130,7 @@ def linearize_(
     if calibration is not None:
         with torch.inference_mode(False), torch.enable_grad():
             runner = Runner(model, calibration, forward_fn, mask_fn, None, progress)
-            with calibrating(model, seed):
+            with runner.calibrating(seed):
                 options = FitConfig(steps, learning_rate)
                 results = _learn(runner, replacement, new, options, max_error, samples_memory_bytes, window, seed)
                 for name in results.reasons:

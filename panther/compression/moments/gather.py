@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from panther.compression.calibration.masks import counted
 from panther.compression.moments.batch import Call, gradient_rows, run_batch
 from panther.compression.moments.sums import Shifted, Sums, add_products, add_squares, input_rows, square_zeros
-from panther.compression.runner import Runner, counted, squares
+from panther.compression.runner import Runner, squares
 from panther.compression.survey import Receive, send_gradients, watched
 from panther.compression.targets import Target
 from panther.errors import CompressionError
@@ -52,6 +53,7 @@ class Moments:
             them, (groups, inner, inner).
         roots: Roots of the weights of the positions, in the order of the batches, (groups, positions); None if all
             count alike.
+        calls: How often the layer is called in each batch.
     """
 
     A: Tensor
@@ -60,6 +62,7 @@ class Moments:
     positions: float
     cross: Tensor | None = None
     roots: Tensor | None = None
+    calls: tuple[int, ...] = ()
 
     @property
     def constant(self) -> bool:
@@ -129,21 +132,43 @@ def gather_moments(
     seed: int,
     description: str,
     keep: bool = False,
-) -> tuple[dict[Target, Moments], float]:
-    """Pass over the batches once: return the moments, and the output's squares.
+) -> tuple[dict[Target, Moments], float, Sequence[Sequence[Target]]]:
+    """Pass over the batches once: return the moments, the output's squares, and the targets that share their inputs.
 
     Without gradients, targets of one input share its moments. With ``keep`` they have the weights of the positions.
+    Targets that shared their inputs in the survey and do not share them in each batch, because the model branches, have
+    moments of their own; the batches are read again for them.
     """
+    while True:
+        result, energy, separate = _gather_once(
+            runner, inputs, gradients=gradients, seed=seed, description=description, keep=keep
+        )
+        if not any(separate):
+            return result, energy, inputs
+        inputs = [
+            group
+            for targets, is_separate in zip(inputs, separate, strict=True)
+            for group in ([[target] for target in targets] if is_separate else [targets])
+        ]
+
+
+def _gather_once(
+    runner: Runner, inputs: Sequence[Sequence[Target]], *, gradients: bool, seed: int, description: str, keep: bool
+) -> tuple[dict[Target, Moments], float, list[bool]]:
+    """Return what :func:`gather_moments` does, and which of ``inputs`` are not shared in each batch on each rank."""
     sums: dict[Target, Sums] = {}
     for several in inputs:
         for together in [[target] for target in several] if gradients else [several]:
             sums |= dict.fromkeys(together, Sums(together, gradients, runner.device, keep=keep))
-    # Sharing was seen on the first batch only; a model that branches could break it on a later one.
+    # Sharing was seen on one batch only.
     compared = {target for several in inputs if len(several) > 1 for target in several}
     levels = _levels(runner, list(sums), seed) if gradients else {}
     energy = torch.zeros(1, dtype=torch.float64)
+    separate = torch.zeros(len(inputs), dtype=torch.float64)
+    calls = {target: [0] * len(runner.batches) for several in inputs for target in several}
 
     def add(target: Target, call: Call, slope: Tensor | None) -> None:
+        calls[target][call.place[0]] += 1
         roots: Tensor | float | None = _EVEN**0.5 if gradients else None
         if slope is not None:
             if not add_squares(sums[target].G[target], slope):
@@ -160,13 +185,13 @@ def gather_moments(
             runner, batch, list(sums), compared, add, number=number, seed=seed + number, gradients=gradients
         )
         energy += size
-        for several in inputs:
-            for other in several[1:]:
-                if seen.get(several[0]) != seen.get(other):
-                    raise CompressionError(
-                        f"layers {several[0].name!r} and {other.name!r} read the same input in the first batch and "
-                        f"different ones in batch {number}: exclude one of them"
-                    )
+        for index, several in enumerate(inputs):
+            separate[index] += any(seen.get(several[0]) != seen.get(other) for other in several[1:])
+        if separate.any():
+            break
+    runner.sum_([separate])
+    if separate.any():
+        return {}, 0.0, (separate > 0).tolist()
     runner.sum_([energy])
     result: dict[Target, Moments] = {}
     for several in inputs:
@@ -187,34 +212,44 @@ def gather_moments(
                 G /= positions
             own.roots.sort(key=lambda entry: entry[0])  # of calls in the order of the forwards, as drift has them
             roots = torch.cat([roots for _, roots in own.roots], 1) if own.roots else None
-            result[target] = Moments(own.A, mean, own.G.get(target), positions, roots=roots)
-    return result, energy.item()
+            result[target] = Moments(own.A, mean, own.G.get(target), positions, roots=roots, calls=tuple(calls[target]))
+    return result, energy.item(), [False] * len(inputs)
 
 
 def _levels(runner: Runner, targets: Sequence[Target], seed: int) -> dict[Target, float]:
     """Return the mean squares of the gradients at the targets' outputs in the first batch; 1 where there are none.
 
-    In a run of its own: weights of positions are relative to them, and no gradient is kept until all are known.
+    Of layers that the first batch does not call, in the first batch that calls them. In a run of its own: weights of
+    positions are relative to them, and no gradient is kept until all are known.
     """
-    batch = runner.batches[0]
-    mask = runner.mask(batch)
     sums = torch.zeros(len(targets), 2, dtype=torch.float64)
     sums_of = dict(zip(targets, sums, strict=True))
-
-    def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
-        def receive(gradient: Tensor) -> None:
-            rows = gradient_rows(module, gradient, mask, target)
-            sums_of[target] += torch.tensor([squares(rows), rows.shape[0] * rows.shape[1]], dtype=torch.float64)
-
-        return receive
-
-    with watched(targets, note) as watch:
-        output = runner.output(batch)
-        if watch.tapped:
-            send_gradients(runner, output, batch, watch, seed)
+    for batch in runner.batches:
+        pending = [target for target in targets if not sums_of[target][1]]
+        if not pending:
+            break
+        _add_levels(runner, batch, pending, sums_of, seed)
     runner.sum_([sums])
     means = {target: total / max(number, 1.0) for target, (total, number) in zip(targets, sums.tolist(), strict=True)}
     return {target: mean if 0 < mean < inf else 1.0 for target, mean in means.items()}
+
+
+def _add_levels(
+    runner: Runner, batch: Any, targets: Sequence[Target], sums_of: Mapping[Target, Tensor], seed: int
+) -> None:
+    masks = runner.mask(batch)
+
+    def note(target: Target, module: nn.Module, x: Tensor) -> Receive:
+        def receive(gradient: Tensor) -> None:
+            rows = gradient_rows(module, gradient, masks, target)
+            sums_of[target].add_(torch.tensor([squares(rows), rows.shape[0] * rows.shape[1]], dtype=torch.float64))
+
+        return receive
+
+    with watched(targets, note, runner.model) as watch:
+        output = runner.output(batch)
+        if output.requires_grad and (watch.tapped or watch.untracked):
+            send_gradients(runner, output, batch, watch, seed)
 
 
 def _roots(gradients: Tensor, level: float) -> Tensor:  # (groups, rows, outer) -> (groups, rows)
@@ -231,13 +266,13 @@ def gather_drift(
     runner: Runner,
     several: Sequence[Target],
     moments: Mapping[Target, Moments],
-    calls: int,
     compressed: Callable[[], Any],
     description: str,
-) -> dict[Target, Moments]:
+) -> dict[Target, Moments] | None:
     """Compare the input that targets share in the original and under ``compressed``, which replaces layers.
 
-    Positions have the weights that they had in the targets' ``moments``.
+    Positions have the weights that they had in the targets' ``moments``. None if a batch has other positions there
+    under ``compressed``, as behind a router that chooses by what the replaced layers compute.
     """
     sums, crosses, originals, starts = {}, {}, {}, dict.fromkeys(several, 0)
     for target in several:
@@ -245,27 +280,32 @@ def gather_drift(
         crosses[target] = square_zeros(target.groups, target.inner, runner.device)
         originals[target] = Shifted(target.groups, target.inner, runner.device)
 
-    def read(batch: Any) -> list[Tensor]:
+    def read(batch: Any, left: int) -> list[Tensor]:
         found: list[Tensor] = []
-        mask, left = runner.mask(batch), calls
+        masks = runner.mask(batch)
 
         def note(target: Target, module: nn.Module, x: Tensor) -> None:
             nonlocal left
-            rows = x if isinstance(module, nn.Conv2d) else counted(x, mask)
+            rows = x if isinstance(module, nn.Conv2d) else counted(x, masks, module)
             found.extend(input_rows(module, rows, target.groups))
             left -= 1
             if left == 0:
                 raise _Stop
 
-        with watched(several[:1], note), suppress(_Stop):
-            runner.output(batch)
+        if left:
+            with watched(several[:1], note), suppress(_Stop):
+                runner.output(batch)
         return found
 
+    unpaired = torch.zeros(1, dtype=torch.float64)
     with torch.no_grad():
-        for batch in runner.over(runner.batches, description):
-            before = read(batch)
+        for number, batch in enumerate(runner.over(runner.batches, description)):
+            before = read(batch, moments[several[0]].calls[number])
             with compressed():
-                after = read(batch)
+                after = read(batch, len(before))
+            if [x.shape for x in before] != [z.shape for z in after]:
+                unpaired += 1
+                break
             for x, z in zip(before, after, strict=True):
                 for target in several:
                     start = starts[target]
@@ -275,6 +315,9 @@ def gather_drift(
                     weighted = sums[target].inputs.add(z, roots)
                     add_squares(sums[target].A, weighted)
                     add_products(crosses[target], originals[target].add(x, roots), weighted)
+    runner.sum_([unpaired])
+    if unpaired:
+        return None
     drift = {}
     for target in several:
         own, cross = sums[target], crosses[target]

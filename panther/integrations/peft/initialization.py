@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from panther._text import counted, format_table
 from panther.compression.moments import check_calibration, gather_moments, split_passes
-from panther.compression.runner import Runner, calibrating
+from panther.compression.runner import Runner
 from panther.compression.survey import survey_targets
 from panther.compression.targets import Survey, Target
 from panther.errors import ConfigError, require_extra
@@ -207,15 +207,15 @@ def init_corda_(
     done: dict[Target, InitializedLayer] = {}
     positions: dict[Target, float] = {}
     constant: list[Target] = []
-    with calibrating(model, seed):
+    with runner.calibrating(seed):
         survey = survey_targets(runner, Survey(targets, ()), gradients=False)
     if not survey.targets:
         raise ConfigError("no layer with an adapter is called on the first calibration batch: give other batches")
     passes = split_passes(survey.inputs, False, runner.spare_bytes(_MOMENTS_BYTES))
     for number, inputs in enumerate(passes):
         label = f"moments, pass {number + 1} of {len(passes)}"
-        with calibrating(model, seed):  # not around what follows: it puts buffers back as they were
-            moments, _ = gather_moments(runner, inputs, gradients=False, seed=seed, description=label)
+        with runner.calibrating(seed):  # not around what follows: it puts buffers back as they were
+            moments, _, _ = gather_moments(runner, inputs, gradients=False, seed=seed, description=label)
         positions |= {target: moment.positions for target, moment in moments.items()}
         constant += [target for target, moment in moments.items() if moment.constant]
         check_calibration(positions, constant)  # before anything is changed

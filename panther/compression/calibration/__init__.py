@@ -1,0 +1,11 @@
+"""What calibration has to know of a model that somebody else wrote, and of its batches.
+
+``batches`` copies a batch for each forward, ``masks`` finds the positions that count, and ``model_state`` puts back
+what forwards change in the model.
+"""
+
+__all__ = ["Masks", "ModelState", "copy_batch", "counted"]
+
+from panther.compression.calibration.batches import copy_batch
+from panther.compression.calibration.masks import Masks, counted
+from panther.compression.calibration.model_state import ModelState

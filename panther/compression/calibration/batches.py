@@ -1,0 +1,131 @@
+"""Calibration batches: checked, moved to a device, and copied for each forward, which may change what it is given."""
+
+__all__ = ["check_calibration", "copy_batch", "describe_batch", "entries_of", "place_batch", "read_batches"]
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from panther._torch import tree_leaves
+from panther.errors import CompressionError
+
+# What a forward cannot change, or what is not a part of the batch although a batch refers to it.
+_SHARED = (
+    str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType, nn.Module, torch.Size, torch.dtype,
+    torch.device,
+)  # fmt: skip
+
+
+def check_calibration(calibration: Any) -> None:
+    """Raise CompressionError unless the batches can be read, more than once."""
+    if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
+        kind = type(calibration).__name__
+        fix = "for one tensor use calibration=list(tensor.split(32))"
+        if not isinstance(calibration, Tensor):
+            fix = "each batch is the model's input: a tensor, a dict or a tuple"
+        raise CompressionError(f"calibration must be a list or a DataLoader of batches, not a {kind}: {fix}")
+    if isinstance(calibration, Iterator):
+        raise CompressionError(
+            f"calibration is a {type(calibration).__name__}, which can be read only once: pass a list of its batches "
+            "(list(itertools.islice(batches, 32))) or a DataLoader"
+        )
+
+
+def read_batches(calibration: Iterable[Any], device: torch.device) -> list[Any]:
+    """Return all batches on a device.
+
+    Batches of a list stay the caller's tensors if they are on the device already, so that they take no further memory.
+    Any other iterable may write each batch into the memory of the one before, so its tensors are copied.
+    """
+    read = place_batch if isinstance(calibration, (Sequence, DataLoader)) else copy_batch
+    return [read(batch, device) for batch in calibration]
+
+
+def place_batch(batch: Any, device: torch.device) -> Any:
+    """Return a batch whose tensors are on a device; what is there already is not copied."""
+    return _rebuilt(batch, lambda x: x.to(device), {}, top=True)
+
+
+def copy_batch(batch: Any, device: torch.device | None = None) -> Any:
+    """Return a copy of a batch whose tensors and containers a forward may change.
+
+    Tensors, arrays, generators, containers and the attributes of other objects, such as a cache of keys and values, are
+    copied; two references to one object stay two references to one copy. Modules, functions and classes are not copied.
+
+    Cost: the bytes of the tensors and arrays.
+    """
+
+    def copied(x: Tensor) -> Tensor:
+        moved = x.detach() if device is None else x.detach().to(device)
+        same_memory = moved.device == x.device
+        # The flag is that of the caller's tensor: a leaf, as a forward expects it.
+        return (moved.clone() if same_memory else moved).requires_grad_(x.requires_grad)
+
+    return _rebuilt(batch, copied, {}, top=True)
+
+
+def _rebuilt(value: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any], *, top: bool = False) -> Any:
+    """Return a value in which ``convert`` was applied to each tensor; ``copies`` has what was made, by address."""
+    if value is None or isinstance(value, _SHARED):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, Tensor):
+        result: Any = convert(value)
+    elif isinstance(value, np.ndarray):
+        result = value.copy()
+    elif isinstance(value, torch.Generator):
+        result = value.clone_state()
+    elif top and isinstance(value, Mapping):
+        # The keywords of the forward. A BatchEncoding of transformers is a mapping and not a dictionary.
+        result = {key: _rebuilt(entry, convert, copies) for key, entry in value.items()}
+    elif isinstance(value, tuple):
+        entries = [_rebuilt(entry, convert, copies) for entry in value]
+        result = value._make(entries) if hasattr(value, "_make") else type(value)(entries)
+    else:
+        return _rebuilt_object(value, convert, copies)
+    copies[id(value)] = result
+    return result
+
+
+def _rebuilt_object(value: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any]) -> Any:
+    try:
+        result = copy.copy(value)
+    except Exception:  # an object that cannot be copied, such as an open file, is passed on
+        return value
+    copies[id(value)] = result  # before its contents, which can refer to it
+    if result is value:
+        return value
+    if isinstance(result, list):
+        result[:] = [_rebuilt(entry, convert, copies) for entry in value]
+    elif isinstance(result, dict):
+        for key, entry in value.items():
+            result[key] = _rebuilt(entry, convert, copies)
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    for name in [*getattr(value, "__dict__", ()), *slots]:
+        if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+            # Past the object's own __setattr__, which a frozen dataclass does not have.
+            object.__setattr__(result, name, _rebuilt(getattr(value, name), convert, copies))
+    return result
+
+
+def entries_of(batch: Any) -> int:
+    """Return the entries of all tensors of a batch."""
+    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def describe_batch(batch: Any) -> str:
+    """Return what a batch is, for messages."""
+    if isinstance(batch, Tensor):
+        return f"a tensor of shape {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {', '.join(map(repr, batch))}" if batch else "an empty dict"
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {len(batch)}, passed as separate arguments"
+    return f"an object of type {type(batch).__name__}"

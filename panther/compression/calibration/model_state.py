@@ -1,0 +1,192 @@
+"""What a forward may change in a model, and how it is put back: as the same objects with the same values.
+
+A forward may write its buffers, assign attributes, append to a list, or draw from a generator of its own. Each forward
+of a calibration starts from the same state, and after the calibration the model is as it was.
+"""
+
+__all__ = ["ModelState", "deferred_interrupts"]
+
+import copy
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from panther._torch import FLAT_WEIGHTS, buffers_of, parameters_of, storage_key, version_of
+from panther.nn._sketched import CompressedModule
+
+# Attributes of nn.Module itself, such as the dictionaries of hooks and the training flag, and a list of weights that
+# torch derives from the parameters. Calibration changes them on purpose from one forward to the next.
+_OF_MODULES = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
+_MISSING = object()
+
+
+class _Contents:
+    """The values of a tensor that is not a parameter, and its layout."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._geometry = _geometry(tensor)
+        self._storage = tensor.untyped_storage() if _has_storage(tensor) else None
+        # Of a tensor that is expanded, or one of several views of its memory, the memory is saved and not the values.
+        self._saves_memory = self._storage is not None and self._storage.nbytes() <= tensor.nbytes
+        self._saved = (_bytes(self._storage, tensor.device) if self._saves_memory else tensor.detach()).clone()
+        self.count_writes()
+
+    def count_writes(self) -> None:
+        # Tensors of inference mode count no writes.
+        self._writes = None if self.tensor.is_inference() else version_of(self.tensor)
+
+    def restore(self, *, thorough: bool) -> None:
+        """Put the values back; ``thorough`` finds writes that autograd does not count, to ``tensor.data``."""
+        tensor = self.tensor
+        moved = _geometry(tensor) != self._geometry
+        if not moved and not thorough and self._writes is not None and version_of(tensor) == self._writes:
+            return
+        with torch.no_grad():
+            if self._storage is not None and moved:
+                if self._saves_memory and self._storage.nbytes() != self._saved.numel():
+                    self._storage.resize_(self._saved.numel())
+                alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                tensor.data = alias.set_(self._storage, *self._geometry[1:])
+            present = _bytes(self._storage, tensor.device) if self._saves_memory else tensor.detach()
+            # Compared first, because the memory of a file that is mapped may not be written.
+            if not _are_equal(present, self._saved):
+                present.copy_(self._saved)
+        self.count_writes()
+
+
+def _geometry(x: Tensor) -> tuple[Any, ...]:
+    return (storage_key(x), x.storage_offset(), x.shape, x.stride()) if _has_storage(x) else ()
+
+
+def _has_storage(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested and type(x) in (Tensor, nn.Parameter, nn.Buffer)
+
+
+def _bytes(storage: Any, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    # NaN differs from itself: the tensor is written once more, which does no harm.
+    return _has_storage(first) and first.shape == second.shape and torch.equal(first, second)
+
+
+class ModelState:
+    """The buffers, attributes and generators of a model's modules, as they are when this object is made.
+
+    Of attributes that are lists, dictionaries, sets or deques the entries are noted too. Parameters are not copied, and
+    neither are the codes of compressed layers, which no forward writes. While this object is in use, parameters and
+    buffers that were made in inference mode are normal tensors of the same memory, because autograd refuses others.
+
+    Cost: a copy of all buffers, and of tensors that are plain attributes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes = {module: dict(vars(module)) for module in model.modules()}
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        tensors: dict[int, Tensor] = {}
+        for module, attributes in self._attributes.items():
+            writable = [] if isinstance(module, CompressedModule) else [*buffers_of(module).values()]
+            for name, value in attributes.items():
+                entries = [value]
+                if isinstance(value, (list, dict, set, deque)):
+                    self._containers.append((name, value, copy.copy(value)))
+                    entries = [*value.values()] if isinstance(value, dict) else [*value]
+                if name not in _OF_MODULES:
+                    writable += [entry for entry in entries if isinstance(entry, Tensor)]
+                    self._generators += [(e, e.get_state()) for e in entries if isinstance(e, torch.Generator)]
+            tensors |= {id(tensor): tensor for tensor in writable if tensor is not None and _is_written(tensor)}
+        aliases = self._use_normal_tensors()
+        self._contents = [_Contents(aliases.get(key, tensor)) for key, tensor in tensors.items()]
+        self._present_buffers = {module: dict(buffers_of(module)) for module in self._attributes}
+
+    def _use_normal_tensors(self) -> dict[int, Tensor]:
+        """Put normal tensors in the place of parameters and buffers of inference mode; return them by the old ones."""
+        aliases: dict[int, Tensor] = {}
+        for module in self._attributes:
+            for tensors in (parameters_of(module), buffers_of(module)):
+                for name, tensor in tensors.items():
+                    if tensor is None or is_lazy(tensor) or not tensor.is_inference() or not _has_storage(tensor):
+                        continue
+                    if id(tensor) not in aliases:
+                        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        aliases[id(tensor)] = nn.Parameter(alias, requires_grad=False) if is_parameter else alias
+                    tensors[name] = aliases[id(tensor)]  # type: ignore[assignment]
+        return aliases
+
+    def restore_before_forward(self) -> None:
+        """Put back what the last forward changed, not what calibration itself changes, such as hooks and flags."""
+        for module, attributes in self._attributes.items():
+            _refill(buffers_of(module), self._present_buffers[module])
+            _refill(vars(module), attributes, leave=_OF_MODULES)
+        self._restore_values(thorough=False)
+
+    def restore(self) -> None:
+        """Put everything back, as it was when this object was made."""
+        for module, attributes in self._attributes.items():
+            _refill(vars(module), attributes)
+        self._restore_values(thorough=True)
+
+    def _restore_values(self, *, thorough: bool) -> None:
+        for name, container, saved in self._containers:
+            if not thorough and name in _OF_MODULES:
+                continue
+            if isinstance(container, dict):
+                _refill(container, saved)
+            elif len(container) != len(saved) or any(a is not b for a, b in zip(container, saved, strict=True)):
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(saved)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for contents in self._contents:
+            contents.restore(thorough=thorough)
+
+
+def _is_written(x: Tensor) -> bool:
+    """Return whether a forward could write to a tensor."""
+    return not (x.is_meta or is_lazy(x) or isinstance(x, nn.Parameter))
+
+
+def _refill(present: dict[Any, Any], saved: Mapping[Any, Any], leave: frozenset[str] = frozenset()) -> None:
+    """Let a dictionary have the saved entries again, in their order; the keys of ``leave`` stay as they are."""
+    same = all(present.get(key, _MISSING) is value for key, value in saved.items() if key not in leave)
+    if same and all(key in saved or key in leave for key in present):
+        return
+    entries = {key: present[key] if key in leave and key in present else value for key, value in saved.items()}
+    entries |= {key: value for key, value in present.items() if key in leave}
+    present.clear()
+    present.update(entries)
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the end of the block, so that what it changes is changed as a whole.
+
+    Only the main thread gets signals; in other threads there is nothing to wait for.
+    """
+    received: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(handler := signal.getsignal(number)):
+                    handlers[number] = handler
+                    signal.signal(number, lambda number, frame: received.append((number, frame)))
+        yield
+    finally:
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
+    for signal_number, frame in received:
+        handlers[signal_number](signal_number, frame)
