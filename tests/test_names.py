@@ -24,7 +24,7 @@ LIMITS = {
     "panther": 27,
     "panther/cli": 64,
     "panther/compression": 180,
-    "panther/distributed": 311,
+    "panther/distributed": 308,
     "panther/integrations": 60,
     "panther/linalg": 17,
     "panther/nn": 53,

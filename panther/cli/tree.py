@@ -62,7 +62,7 @@ def _read(model: str, depth: int | None) -> "ModuleTree":
 def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
     """Return the tree of a folder's files: no weight is read, and no class of the model is needed."""
     from panther.distributed.checkpoint._folders import folder_of
-    from panther.distributed.checkpoint._storage import MANIFEST
+    from panther.distributed.checkpoint._manifest import MANIFEST
     from panther.tuning._tree import tree_of_tensors
 
     files = sorted(folder.glob("*.safetensors"))
@@ -79,7 +79,8 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
 
 
 def _read_checkpoint(folder: Path, depth: int | None) -> "ModuleTree":
-    from panther.distributed.checkpoint._storage import empty, read_manifest
+    from panther.distributed.checkpoint._manifest import read_manifest
+    from panther.distributed.checkpoint._storage import empty
     from panther.tuning._tree import tree_of_tensors
 
     manifest = read_manifest(folder)

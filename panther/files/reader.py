@@ -6,8 +6,9 @@ import json
 import os
 import stat
 from collections import Counter
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 from panther.errors import PantherError
 
@@ -32,7 +33,7 @@ def describe_kind(mode: int) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
-def open_file(path: str | os.PathLike[str], buffer_bytes: int = -1) -> BinaryIO:
+def open_file(path: str | os.PathLike[str], buffer_bytes: int = -1) -> BufferedReader:
     """Open a regular file for reading.
 
     Links are followed, because the files in the cache of the Hugging Face hub are links to regular files.
@@ -49,7 +50,7 @@ def open_file(path: str | os.PathLike[str], buffer_bytes: int = -1) -> BinaryIO:
     descriptor = os.open(path, _READ_FLAGS)
     try:
         _check_regular(path, os.fstat(descriptor).st_mode)
-        return os.fdopen(descriptor, "rb", buffer_bytes)
+        return cast(BufferedReader, os.fdopen(descriptor, "rb", buffer_bytes))
     except BaseException:
         os.close(descriptor)
         raise

@@ -15,6 +15,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -119,7 +120,7 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     try:
         return open_file(path)
     except FileNotFoundError:

@@ -4,7 +4,16 @@ The contents go to a draft: a new file in the same folder, under a temporary nam
 they are on the disk, one rename gives the draft the name of the file.
 """
 
-__all__ = ["Draft", "new_file", "remove_abandoned", "sync_folder", "write_json", "write_text"]
+__all__ = [
+    "Draft",
+    "hold_lock",
+    "new_file",
+    "remove_abandoned",
+    "sync_folder",
+    "unlocked_file",
+    "write_json",
+    "write_text",
+]
 
 import json
 import os
@@ -59,7 +68,7 @@ class Draft:
             except OSError as error:  # with the name that the caller knows
                 raise type(error)(error.errno, error.strerror, str(self.target)) from None
             self.file: BinaryIO = os.fdopen(descriptor, "wb")
-            _lock(descriptor)
+            hold_lock(descriptor)
             # Between the two lines above another writer may have taken the draft for abandoned, and removed it.
             if os.fstat(descriptor).st_nlink:
                 break
@@ -146,24 +155,42 @@ def remove_abandoned(folder: Path, names: Iterable[str]) -> None:
 
     Where the system or the file system has no locks, nothing is removed: nobody knows then who is still writing.
     """
-    if fcntl is None:
-        return
     draft = re.compile(f"(?:{'|'.join(re.escape(_prefix(name)) for name in names)})[0-9a-f]{{16}}\\.tmp")
     for path in [folder / name for name in os.listdir(folder) if draft.fullmatch(name)]:
-        with suppress(OSError):  # a writer holds its lock, or has just renamed it
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
+        with unlocked_file(path) as is_abandoned:
+            if is_abandoned:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def unlocked_file(path: Path) -> Iterator[bool]:
+    """Return whether nobody holds the lock of a file, and hold it meanwhile; False where there are no locks."""
+    if fcntl is None:
+        yield False
+        return
+    try:
+        # For writing too, because some network file systems lock only such files.
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # it has been renamed or removed, or is of another user
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_abandoned = True
+    except OSError:
+        is_abandoned = False
+    try:
+        yield is_abandoned
+    finally:
+        os.close(descriptor)
 
 
 def _prefix(name: str) -> str:
     return f".{name[:_LONGEST_PREFIX]}."
 
 
-def _lock(descriptor: int) -> None:
+def hold_lock(descriptor: int) -> None:
+    """Take the lock of an open file, which ends with the process, where there are locks."""
     if fcntl is not None:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

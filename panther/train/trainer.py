@@ -223,12 +223,20 @@ class Trainer:
             if found:
                 raise ConfigError(f"resume='never', but {directory} has checkpoints ({found[-1]}): use another one")
         elif resume == "auto":
+            reasons = []
             for path in reversed(found):
                 try:
                     self._load(path, feed)
                     break
                 except FormatError as error:
                     warnings.warn(f"{path} is skipped: {error}", UserWarning, stacklevel=4)
+                    reasons.append(str(error))
+            else:
+                if reasons:
+                    raise CheckpointError(
+                        f"every checkpoint in {directory} is damaged, and none was removed; of the latest, "
+                        f"{reasons[0]}: copy a sound one there, or name another checkpoint_dir to begin anew"
+                    )
         else:
             self._load(Path(resume), feed)
             if found and int(found[-1].stem.removeprefix("step-")) > self.step:
@@ -246,27 +254,33 @@ class Trainer:
             raise CheckpointError(
                 f"{path} was not written by a Trainer: use panther.distributed.checkpoint.load and a new run"
             )
-        self.step = loaded.step
-        for name in _SAVED:
-            setattr(self, name, extra[name])
-        self.history = History(json.loads(bytes(extra["history"].numpy())))
+        try:
+            progress = {name: extra[name] for name in _SAVED}
+            history = History(json.loads(bytes(extra["history"].numpy())))
+            saved = [name for name, _ in extra["callbacks"]]
+            samples, scaler = int(extra["samples"]), extra["scaler"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"{path} is damaged: it does not say how far the run was ({error!r})") from None
+        self.step, self.history = loaded.step, history
+        for name, value in progress.items():
+            setattr(self, name, value)
         # So that a run that ends at once does not write the same checkpoint again.
         self._saved_at = (self.step, self.epoch, len(self.history))
-        if extra["scaler"]:
-            self._engine.scaler.load_state_dict(extra["scaler"])
+        if scaler:
+            self._engine.scaler.load_state_dict(scaler)
         if loaded.per_rank_extra is not None:
             feed.load_state_dict(loaded.per_rank_extra["feed"])
         load_hook_state(self.model, (loaded.per_rank_extra or {}).get("hook"))
-        if feed.window_samples and extra["samples"]:
+        if feed.window_samples and samples:
             # Windows may have another size now. Rounding down repeats some samples and leaves none out.
-            self._windows_done = self._windows_done * extra["samples"] // feed.window_samples
-        saved, found = extra["callbacks"], [type(one).__name__ for one in self._stateful()]
-        if [name for name, _ in saved] != found:
+            self._windows_done = self._windows_done * samples // feed.window_samples
+        found = [type(one).__name__ for one in self._stateful()]
+        if saved != found:
             raise CheckpointError(
-                f"{path} has states of the callbacks {[name for name, _ in saved]}, but the run has {found}: pass the "
-                "same callbacks in the same order"
+                f"{path} has states of the callbacks {saved}, but the run has {found}: pass the same callbacks in the "
+                "same order"
             )
-        for callback, (_, state) in zip(self._stateful(), saved, strict=True):
+        for callback, (_, state) in zip(self._stateful(), extra["callbacks"], strict=True):
             callback.load_state_dict(state)
         if get_rank() == 0:
             _log.info("resuming from step %d (%s)", self.step, path)

@@ -458,6 +458,30 @@ def test_the_latest_sound_checkpoint_is_taken(tmp_path):
     assert all(map(torch.equal, trainer.model.state_dict().values(), expected.model.state_dict().values()))
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_none(tmp_path):
+    with pytest.raises(BrokenError):
+        run("shuffled", tmp_path, [Breaks(8)], checkpoint_every_n_steps=3)
+    folders = checkpoint.checkpoints(tmp_path)
+    last = folders[-1] / "rank-00000.safetensors"
+    content = last.read_bytes()
+    for folder in folders:
+        file = folder / "rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-20])
+    with (
+        pytest.warns(UserWarning, match="is skipped"),
+        pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged, and none was removed; of the latest"),
+    ):
+        run("shuffled", tmp_path)
+    assert checkpoint.checkpoints(tmp_path) == folders
+    last.write_bytes(content)
+    # The damaged ones are neither removed nor counted among those that are kept.
+    assert run("shuffled", tmp_path, checkpoint_every_n_steps=3, keep_checkpoints=1).step == 10
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
+        *(p.name for p in folders[:-1]),
+        "step-00000010",
+    ]
+
+
 def test_where_a_run_begins(tmp_path):
     run("shuffled", tmp_path / "a", max_steps=4, schedule="constant")
     with pytest.raises(ConfigError, match=r"resume='never', but .* has checkpoints"):

@@ -1,22 +1,28 @@
 """The folders of a directory of checkpoints: their names, their order, and how they appear and disappear.
 
-A folder is written under a name that ends in ``.tmp``, and renamed once it is completely on the disk.
+A folder is written under a name that ends in ``.tmp``, and renamed once it is completely on the disk. As long as it is
+written, a file beside it is locked, so that processes which save to one directory leave each other's folders alone.
 """
 
-__all__ = ["begin", "checkpoints", "folder_of", "latest", "publish", "remove", "tidy"]
+__all__ = ["begin", "checkpoints", "folder_of", "latest", "note_damage", "publish", "remove", "tidy"]
 
+import errno
 import os
 import re
+import secrets
 import shutil
 import warnings
-from itertools import chain, count
+from contextlib import suppress
 from pathlib import Path
 
-from panther.distributed.checkpoint._storage import MANIFEST, damage, read_manifest
+from panther.distributed.checkpoint._manifest import MANIFEST, damage, read_manifest
 from panther.errors import FormatError
-from panther.files import sync_folder
+from panther.files import sync_folder, write_text
+from panther.files.writer import hold_lock, unlocked_file
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_LOCK, _NOTE = ".lock", "damaged.txt"
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
@@ -31,12 +37,15 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
         ...     checkpoints(directory)
         []
     """
-    found = []
-    for path in Path(directory).iterdir() if Path(directory).is_dir() else ():
-        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
-            # A step that was saved again has a number, by which its folders are in the order of writing.
-            found.append((int(match[1]), int(match[2] or 0), path))
-    return [path for _, _, path in sorted(found)]
+    paths = Path(directory).iterdir() if Path(directory).is_dir() else ()
+    # A step that was saved again has a number, by which its folders are in the order of writing.
+    return sorted((path for path in paths if _FOLDER.fullmatch(path.name) and path.is_dir()), key=_step_and_number)
+
+
+def _step_and_number(path: Path) -> tuple[int, int]:
+    """Return what the name of a checkpoint's folder says; -1 for a different name."""
+    match = _FOLDER.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -78,43 +87,124 @@ def folder_of(path: Path) -> Path:
     return found
 
 
-def begin(directory: Path, step: int) -> tuple[Path, Path]:
-    """Make a temporary folder and choose its final name; remove the folders that killed processes left."""
+def begin(directory: Path, step: int) -> Path:
+    """Make a temporary folder, which nobody else writes to, and remove the folders that killed processes left."""
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob("step-*.tmp"):
-        remove(leftover)
-    # A step can be saved again, after resuming from an earlier one; its first folder stays until then.
-    name, taken = f"step-{step:08d}", {path.name for path in directory.iterdir()}
-    names = chain([name], (f"{name}.{again}" for again in count(1)))
-    final = directory / next(name for name in names if name not in taken)
-    temporary = final.with_name(final.name + ".tmp")
-    temporary.mkdir()
-    return temporary, final
+    _remove_abandoned(directory)
+    name = f"step-{step:08d}.{secrets.token_hex(8)}"
+    lock = _new_lock(directory / f"{name}{_LOCK}")
+    temporary = directory / f"{name}.tmp"
+    try:
+        temporary.mkdir()
+    except BaseException:
+        _release(directory / f"{name}{_LOCK}", lock)
+        raise
+    _locks[temporary] = lock
+    return temporary
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name, such that after a crash of the machine all of it is there or nothing."""
+def publish(temporary: Path) -> Path:
+    """Give a finished folder its name, such that after a crash of the computer all of it is there or nothing.
+
+    A step can be saved again, after resuming from an earlier one, or by two runs at the same time. Its folders then
+    have numbers, the latest the highest.
+    """
     sync_folder(temporary)
-    temporary.rename(final)
+    name = temporary.name.partition(".")[0]
+    while True:
+        numbers = [
+            number for step, number in map(_step_and_number, temporary.parent.iterdir()) if step == int(name[5:])
+        ]
+        final = temporary.with_name(f"{name}.{max(numbers) + 1}" if numbers else name)
+        try:
+            temporary.rename(final)
+            break
+        except OSError as error:  # another process was faster
+            if error.errno not in _TAKEN or not final.exists():
+                raise
     sync_folder(final.parent)
+    _end_writing(temporary)
+    return final
 
 
 def tidy(final: Path, keep: int | None) -> None:
-    """Remove earlier checkpoints of the step of a new one, and the oldest ones beyond ``keep``."""
-    step = final.name.partition(".")[0]
+    """Remove earlier checkpoints of the step of a new one, and the oldest ones beyond ``keep``.
+
+    A damaged checkpoint is not removed and not counted: a part of it may be all that is left of a run.
+    """
+    step, number = _step_and_number(final)
     for folder in checkpoints(final.parent):
-        if folder != final and folder.name.partition(".")[0] == step:
+        if (step, -1) < _step_and_number(folder) < (step, number) and _is_sound(folder):
             remove(folder)
-    for folder in checkpoints(final.parent)[: -keep if keep else 0]:
+    sound = [folder for folder in checkpoints(final.parent) if folder == final or _is_sound(folder)]
+    for folder in sound[: -keep if keep else 0]:
         if folder != final:
             remove(folder)
 
 
 def remove(folder: Path) -> None:
     """Remove a folder, renaming it first, so that a killed process never leaves a partial checkpoint."""
+    temporary = folder
     if folder.suffix != ".tmp":
         # A rename is atomic; removing file by file is not.
-        aside = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder = folder.rename(aside)
-    shutil.rmtree(folder, ignore_errors=True)
+        temporary = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            folder.rename(temporary)
+        except FileNotFoundError:  # another process that saves there has removed it
+            return
+    shutil.rmtree(temporary, ignore_errors=True)
+    _end_writing(temporary)
+
+
+def note_damage(folder: Path, reason: str | None) -> None:
+    """Write in a folder that it is damaged, so that no later save removes it; None removes the note."""
+    with suppress(OSError):  # a folder that cannot be written to cannot be removed either
+        if reason is None:
+            (folder / _NOTE).unlink(missing_ok=True)
+        elif _FOLDER.fullmatch(folder.name) and folder.is_dir():
+            write_text(folder / _NOTE, f"This checkpoint could not be loaded, and is not removed: {reason}\n")
+
+
+def _is_sound(folder: Path) -> bool:
+    """Return whether all files of a checkpoint are there, and no load has found damage in them."""
+    try:
+        return damage(folder, read_manifest(folder)) is None and not (folder / _NOTE).exists()
+    except FormatError:
+        return False
+
+
+# Descriptors of the locks of the folders that this process writes.
+_locks: dict[Path, int] = {}
+
+
+def _new_lock(path: Path) -> int:
+    """Make a lock file and hold its lock, by which other processes know that a folder is being written."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        hold_lock(descriptor)
+        if os.fstat(descriptor).st_nlink:  # else another process took it for abandoned, between these two lines
+            return descriptor
+        os.close(descriptor)
+
+
+def _end_writing(temporary: Path) -> None:
+    if (descriptor := _locks.pop(temporary, None)) is not None:
+        _release(temporary.with_suffix(_LOCK), descriptor)
+
+
+def _release(path: Path, descriptor: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove the temporary folders whose writers have ended; where there are no locks, only those without a lock."""
+    for leftover in directory.glob("step-*.tmp"):
+        if not leftover.with_suffix(_LOCK).exists():  # of a checkpoint that was being removed, or of an older Panther
+            remove(leftover)
+    for path in directory.glob(f"step-*{_LOCK}"):
+        with unlocked_file(path) as is_abandoned:
+            if is_abandoned:
+                remove(path.with_suffix(".tmp"))
+                path.unlink(missing_ok=True)

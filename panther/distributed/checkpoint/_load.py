@@ -14,14 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther.distributed.checkpoint import _state as states
-from panther.distributed.checkpoint._folders import folder_of, remove
+from panther.distributed.checkpoint._folders import folder_of, note_damage, remove
+from panther.distributed.checkpoint._manifest import MANIFEST, read_manifest
+from panther.distributed.checkpoint._restore import (
+    Restore,
+    check_optimizer_values,
+    check_random_state,
+    check_sketch_records,
+)
 from panther.distributed.checkpoint._save import save
-from panther.distributed.checkpoint._storage import empty, read_manifest, read_tensors, reader_of
+from panther.distributed.checkpoint._storage import empty, read_tensors, reader_of
 from panther.distributed.checkpoint._weights import check_architecture, saved_modules, with_saved_layers
 from panther.distributed.comm._agreement import gather_objects, run_on_all_ranks, run_on_first_rank
 from panther.distributed.comm.mesh import get_rank, get_world_size
 from panther.distributed.sync.replicas import built
-from panther.errors import CheckpointError
+from panther.errors import CheckpointError, FormatError
 from panther.nn._specs import TRAINED_SCALES, model_config
 from panther.nn.attention.record import optional_names
 from panther.nn.io import unwrapped, write_folder
@@ -54,8 +61,9 @@ def load(
 ) -> LoadedCheckpoint:
     """Load a checkpoint into a model and its optimizer, in any layout. Every rank must call it.
 
-    Everything is read and checked on all ranks before anything is changed. The model must have the sketched layers that
-    were saved: see :func:`restore_architecture`.
+    Everything is read and checked on all ranks before anything is changed, and put back if a load hook of a module or
+    the optimizer raises an error. The model must have the sketched layers that were saved: see
+    :func:`restore_architecture`.
 
     Args:
         path: Folder of a checkpoint, or the directory of checkpoints, whose latest is loaded.
@@ -71,9 +79,28 @@ def load(
         FormatError: On every rank, if a file is missing, foreign, truncated or damaged, or there is no checkpoint.
         CheckpointError: On every rank, if the checkpoint does not suit the model or the optimizer; names are given.
 
-    Cost: this rank's tensors are in memory twice while they are read.
+    Cost: this rank's tensors are in memory twice while they are read, and the model's once more if a module could
+        refuse to load, because it has a load hook or a ``load_state_dict`` of its own, or quantized weights.
     """
     folder = run_on_first_rank(lambda: folder_of(Path(path)), group)
+    try:
+        loaded = _load(folder, model, optimizer, random_state, group)
+    except FormatError as error:
+        if get_rank(group) == 0:
+            note_damage(folder, str(error))
+        raise
+    if get_rank(group) == 0:
+        note_damage(folder, None)
+    return loaded
+
+
+def _load(
+    folder: Path,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    random_state: bool,
+    group: dist.ProcessGroup | None,
+) -> LoadedCheckpoint:
     manifest = run_on_all_ranks(lambda: read_manifest(folder), group)
     parts = states.parts_of(model)
     # State by rank has a meaning only for the same number of ranks.
@@ -105,15 +132,38 @@ def load(
     targets = run_on_all_ranks(targets_of_rank, group)
     read_tensors(reader_of(folder, manifest), targets, group)
 
-    def fill() -> None:
-        states.fill_model(parts, states.decode(entries, targets))
-        if optimizer is not None:
-            states.fill_optimizer(optimizer, parts, manifest["optimizer"], targets)
-        if random_state and generators is not None:
-            states.set_random_state(states.decode(generators, targets))
+    values = states.decode(entries, targets)
+    generator_states = states.decode(generators, targets) if random_state else None
 
-    # Only now does anything change: all tensors have been read and their checksums hold.
-    run_on_all_ranks(fill, group)
+    def checked() -> tuple[dict[str, Any] | None, Restore]:
+        where = f"{folder / MANIFEST}"
+        check_sketch_records(parts, values, where)
+        if generator_states is not None:
+            check_random_state(generator_states, where)
+        if optimizer is None:
+            return None, Restore(parts, own, None)
+        saved_states, settings = (states.decode(manifest["optimizer"][key], targets) for key in ("states", "settings"))
+        parameters = states.named_parameters(optimizer, parts)
+        check_optimizer_values(parameters, saved_states, settings, optimizer.param_groups, where)
+        values_of_optimizer = states.optimizer_values(optimizer, parts, manifest["optimizer"], targets)
+        return values_of_optimizer, Restore(parts, own, optimizer)
+
+    optimizer_values, before = run_on_all_ranks(checked, group)
+
+    def fill() -> None:
+        # The optimizer first, because it is put back without a copy if it or the model refuses.
+        if optimizer is not None and optimizer_values is not None:
+            states.fill_optimizer(optimizer, optimizer_values)
+        states.fill_model(parts, values)
+        if generator_states is not None:
+            states.set_random_state(generator_states)
+
+    # Only now does anything change: all tensors were read, their checksums hold, and all values are of their kinds.
+    try:
+        run_on_all_ranks(fill, group)
+    except BaseException:
+        before.undo()
+        raise
     return LoadedCheckpoint(
         path=folder,
         step=manifest["step"],
@@ -271,7 +321,9 @@ def _check_names(own: dict[str, Any], names: list[set[str]], manifest: dict[str,
     wrong = []
     for name, value in own.items():
         entry = manifest["model"].get(name)
-        if isinstance(value, Tensor) and states.is_tensor(entry):
+        if name in saved and isinstance(value, Tensor) != states.is_tensor(entry):
+            wrong.append(f"{name} saved {'as a tensor' if states.is_tensor(entry) else 'without a tensor'}")
+        elif isinstance(value, Tensor) and states.is_tensor(entry):
             stored = manifest["tensors"][entry["$tensor"]]
             dtype = getattr(torch, stored["dtype"])
             # float32 may be loaded into bfloat16; a float into an integer is a different model.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -42,6 +43,8 @@ class Chunk(NamedTuple):
     key: str
     checksum: int | None = None
     """None where the file has none."""
+    kind: tuple[torch.dtype, tuple[int, ...]] | None = None
+    """The dtype and the shape that the file must have; None takes what it has."""
 
 
 class TensorReader(UnusedHooks, StorageReader):
@@ -78,6 +81,11 @@ class TensorReader(UnusedHooks, StorageReader):
             raise FormatError(f"{path} is damaged: it lacks {chunk.key!r}") from None
         except FormatError as error:
             raise FormatError(f"{error}: the checkpoint is damaged") from None
+        if chunk.kind not in (None, (stored.dtype, stored.shape)):
+            raise FormatError(
+                f"{path} is damaged: {chunk.key!r} is {stored.dtype}, {stored.shape} and should be "
+                f"{', '.join(map(str, chunk.kind))}"
+            )
         if chunk.checksum is not None and chunk not in self._checked:
             if stored_checksum(stored) != chunk.checksum:
                 raise FormatError(f"{path} is damaged: {chunk.key!r} does not match its checksum")

@@ -272,12 +272,12 @@ def _union(parts: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
 
 def _write(state: _Collected, group: Group) -> Path:
     """Write a checkpoint under a temporary name, and rename it when all ranks have finished."""
-    temporary, final = run_on_first_rank(lambda: folders.begin(state.directory, state.step), group)
+    temporary = run_on_first_rank(lambda: folders.begin(state.directory, state.step), group)
     try:
         failure = f"the checkpoint of step {state.step} is not written: "
         write_tensors(temporary, state.tensors, state.header, group, failure)
         # The rename makes it a checkpoint, so it comes after all ranks have synchronised their files.
-        run_on_first_rank(lambda: folders.publish(temporary, final), group)
+        final = run_on_first_rank(lambda: folders.publish(temporary), group)
     except BaseException:
         if get_rank(group) == 0:
             folders.remove(temporary)

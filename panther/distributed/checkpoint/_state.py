@@ -9,13 +9,13 @@ several pipeline stages.
 
 __all__ = [
     "are_stages", "decode", "encode", "fill_model", "fill_optimizer", "first_names", "is_tensor", "model_state",
-    "module_name", "optimizer_state", "optimizer_targets", "parts_of", "places", "plain", "random_state",
-    "set_random_state",
+    "module_name", "named_parameters", "numpy_state", "optimizer_state", "optimizer_targets", "optimizer_undo",
+    "optimizer_values", "parts_of", "places", "plain", "python_state", "random_state", "set_random_state",
 ]  # fmt: skip
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from panther._torch import sync_zero_groups
+from panther.distributed.checkpoint._manifest import DEEPEST
 from panther.distributed.checkpoint._storage import empty
 from panther.distributed.pipeline._modules import StageModules
 from panther.errors import CheckpointError
@@ -97,8 +98,12 @@ def _is_zero(optimizer: torch.optim.Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return the optimizer's parameters with their names, in the order of its own numbers."""
+    return _named(_inner(optimizer), parts)
+
+
+def _named(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     names = {parameter: plain(name) for part in parts for name, parameter in part.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strangers := sum(parameter not in names for parameter in parameters):
@@ -162,13 +167,14 @@ def _like(parameter: Tensor, entry: Mapping[str, Any]) -> Tensor:
     return target
 
 
-def fill_optimizer(
-    optimizer: torch.optim.Optimizer,
-    parts: Sequence[nn.Module],
-    saved: Mapping[str, Any],
-    loaded: Mapping[str, Tensor],
-) -> None:
-    """Load states and settings through the optimizer's own ``load_state_dict``."""
+def optimizer_values(
+    optimizer: torch.optim.Optimizer, parts: Sequence[nn.Module], saved: Mapping[str, Any], loaded: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return the state_dict for the optimizer, of saved states and settings whose tensors have been loaded.
+
+    Raises:
+        CheckpointError: If parameters of one group of the optimizer had different settings.
+    """
     inner = _inner(optimizer)
     names = [name for name, _ in _named(inner, parts)]
     whole = inner.state_dict()
@@ -184,9 +190,32 @@ def fill_optimizer(
             )
         if chosen:
             group.update(decode(chosen[0], loaded))
-    inner.load_state_dict(whole)
+    return whole
+
+
+def fill_optimizer(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+    """Load what :func:`optimizer_values` returned, through the optimizer's own ``load_state_dict``."""
+    inner = _inner(optimizer)
+    inner.load_state_dict(values)
     if _is_zero(optimizer):
         sync_zero_groups(optimizer, inner)
+
+
+def optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that puts the optimizer's states and settings of this moment back."""
+    inner = _inner(optimizer)
+    state, groups = inner.state, inner.param_groups
+    before = inner.state_dict()
+
+    def undo() -> None:
+        if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            inner.state, inner.param_groups = state, groups  # which it does not change, but replaces
+        else:
+            inner.load_state_dict(before)
+        if _is_zero(optimizer):
+            sync_zero_groups(optimizer, inner)
+
+    return undo
 
 
 def random_state(place: str, tensors: dict[str, Tensor]) -> Any:
@@ -208,20 +237,35 @@ def random_state(place: str, tensors: dict[str, Tensor]) -> Any:
 def set_random_state(states: Mapping[str, Any]) -> None:
     """Set the decoded states of :func:`random_state`."""
     torch.set_rng_state(states["torch"])
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(python_state(states["python"]))
+    np.random.set_state(numpy_state(states["numpy"]))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def python_state(saved: Any) -> tuple[Any, ...]:
+    """Return the decoded state of Python's generator as its ``setstate`` takes it."""
+    version, words, gauss = saved
+    return (version, tuple(words.tolist()), gauss)
+
+
+def numpy_state(saved: Any) -> tuple[Any, ...]:
+    """Return the decoded state of NumPy's generator for its ``set_state``, which does not check the position."""
+    kind, keys, position, *rest = saved
+    if type(position) is not int or not 0 <= position <= len(keys):
+        raise ValueError(f"the position of NumPy's generator is {position!r} of {len(keys)}")
+    return (kind, keys.numpy().astype(np.uint32), position, *rest)
+
+
+def encode(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     """Return a value for JSON. Tensors are added to ``tensors`` under names that begin with ``place``.
 
     Raises:
-        CheckpointError: If it has anything except numbers, strings, None, tensors, and lists, tuples, dicts of them.
+        CheckpointError: If it has anything except numbers, strings, None, tensors, and lists, tuples, dicts of them, or
+            too many levels of these.
     """
+    if depth > DEEPEST // 4:  # a dict whose keys are numbers takes three levels in the manifest
+        raise CheckpointError(f"{place[:60]} is nested more than {DEEPEST // 4} levels deep: store less")
     if value is None or isinstance(value, bool | str):
         return value
     # Before Real: integers of NumPy are both.
@@ -233,10 +277,13 @@ def encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         tensors[place] = value
         return {"$tensor": place}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{place}.{index}", tensors) for index, item in enumerate(value)]
+        items = [encode(item, f"{place}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        pairs = [[encode(key, place, {}), encode(item, f"{place}.{key}", tensors)] for key, item in value.items()]
+        pairs = [
+            [encode(key, place, {}, depth + 1), encode(item, f"{place}.{key}", tensors, depth + 1)]
+            for key, item in value.items()
+        ]
         # JSON has only string keys; others, and keys like the marks of this format, become pairs.
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return dict(pairs)

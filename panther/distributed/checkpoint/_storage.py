@@ -4,9 +4,9 @@ Nothing is pickled, and every chunk of a tensor has a checksum, so that a damage
 executed.
 """
 
-__all__ = ["MANIFEST", "damage", "empty", "placed", "read_manifest", "read_tensors", "reader_of", "write_tensors"]
+__all__ = ["empty", "placed", "read_tensors", "reader_of", "write_tensors"]
 
-import re
+import errno
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,17 +35,17 @@ from torch.futures import Future
 
 from panther._torch import local_offsets
 from panther._version import __version__
+from panther.distributed.checkpoint._manifest import FORMAT, MANIFEST, VERSION
 from panther.distributed.checkpoint._reader import Chunk, TensorReader, UnusedHooks
 from panther.distributed.comm._agreement import common_error
 from panther.distributed.comm._ranks import Group, in_process_group
 from panther.distributed.comm.mesh import get_world_size
 from panther.errors import CheckpointError, FormatError, PantherError
 from panther.files import write_json
-from panther.files.records import read_record, record_checksum
+from panther.files.records import record_checksum
 from panther.files.tensors import contents_checksum, write_file
 
-MANIFEST = "checkpoint.json"
-_FORMAT, _VERSION = "panther-checkpoint", 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_tensors(
@@ -88,16 +88,19 @@ def _errors_of_all_ranks(failure: str, world: int) -> Iterator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes alone
             yield
     except CheckpointException as error:
-        failed = {rank: _class_and_text(found) for rank, (found, _) in error.failures.items()}
+        failed = {rank: _class_and_text(found, writes=bool(failure)) for rank, (found, _) in error.failures.items()}
         told = common_error(failed, world)
         raise type(told)(f"{failure}{told}") from None
 
 
-def _class_and_text(error: BaseException) -> tuple[type[Exception], str]:
+def _class_and_text(error: BaseException, writes: bool) -> tuple[type[Exception], str]:
     if isinstance(error, PantherError):
         return type(error), str(error)
+    if isinstance(error, OSError) and not writes:
+        return FormatError, f"{error}: the checkpoint cannot be read"
     if isinstance(error, OSError):
-        return CheckpointError, f"{error}: make room there, or name another directory"
+        advice = "make room there, or name another directory" if error.errno in _FULL else "name another directory"
+        return CheckpointError, f"{error}: {advice}"
     return CheckpointError, f"{type(error).__name__}: {error}"
 
 
@@ -153,8 +156,8 @@ class _Writer(UnusedHooks, StorageWriter):
             tensors[name] = {"dtype": dtype, "shape": list(saved.size), "chunks": chunks}
         files = {path.name: path.stat().st_size for path in sorted(self.folder.glob("*.safetensors"))}
         manifest = {
-            "format": _FORMAT,
-            "format_version": _VERSION,
+            "format": FORMAT,
+            "format_version": VERSION,
             "panther_version": __version__,
             **self.header,
             "files": files,
@@ -184,39 +187,9 @@ def reader_of(folder: Path, manifest: Mapping[str, Any]) -> TensorReader:
         )
         for chunk in entry["chunks"]:
             index = MetadataIndex(name, chunk["offsets"])
-            chunks[index] = Chunk(folder / chunk["file"], chunk["key"], chunk["checksum"])
+            kind = getattr(torch, entry["dtype"]), tuple(chunk["shape"])
+            chunks[index] = Chunk(folder / chunk["file"], chunk["key"], chunk["checksum"], kind)
     return TensorReader(Metadata(tensors), chunks)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, checked so that the rest of the library can rely on it.
-
-    Raises:
-        FormatError: If it is missing, foreign, of another version, or damaged.
-    """
-    path = folder / MANIFEST
-    versions = range(_VERSION, _VERSION + 1)
-    manifest = read_record(path, _FORMAT, versions, "panther.distributed.checkpoint", "the checkpoint is damaged")
-    try:
-        chunks = [chunk for entry in manifest["tensors"].values() for chunk in entry["chunks"]]
-        names = {*manifest["files"], *(chunk["file"] for chunk in chunks)}
-    except (KeyError, TypeError, AttributeError):
-        raise FormatError(f"{path} is not valid: it does not list its files and tensors") from None
-    # A name such as ../x, which only somebody else can have written, would read outside of the folder.
-    if foreign := [name for name in names if not re.fullmatch(r"rank-\d{5,}\.safetensors", str(name))]:
-        raise FormatError(f"{path} is not valid: it names the file {foreign[0]!r}")
-    return manifest
-
-
-def damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Name a file that is missing or has the wrong size, without reading it; None if there is none."""
-    for name, size in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes and should have {size}"
-    return None
 
 
 def placed(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:

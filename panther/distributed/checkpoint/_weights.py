@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._folders import checkpoints, folder_of
+from panther.distributed.checkpoint._manifest import MANIFEST, read_manifest
 from panther.distributed.checkpoint._reader import Chunk, TensorReader
-from panther.distributed.checkpoint._storage import MANIFEST, read_manifest, read_tensors, reader_of
+from panther.distributed.checkpoint._storage import read_tensors, reader_of
 from panther.errors import CheckpointError, FormatError
 from panther.nn._specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, module_specs
 from panther.nn.attention.record import convert_as_saved_

@@ -1,0 +1,164 @@
+"""Load what was read, after all of it has been checked, and put everything back if a module or optimizer refuses it."""
+
+__all__ = ["Restore", "check_optimizer_values", "check_random_state", "check_sketch_records"]
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from panther._torch import load_hooks_of
+from panther.distributed.checkpoint import _state as states
+from panther.errors import FormatError, SketchMismatchError
+from panther.nn._sketch_record import read_record
+from panther.nn._sketched import SketchedModule
+
+# States of torch's optimizers that have the shape of their parameter.
+_LIKE_PARAMETER = {
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "sum",
+}  # fmt: skip
+
+# Modules whose methods and hooks take whatever passed the checks. Sketched layers refuse a record, which is checked.
+_TRUSTED = ("torch.", "panther.nn._sketched", "panther.distributed.tensor.")
+
+
+def check_sketch_records(parts: Sequence[nn.Module], values: Mapping[str, Any], where: str) -> None:
+    """Raise FormatError if the record of a sketch that would be loaded is not valid, as its layer would find."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if not isinstance(module, SketchedModule):
+                continue
+            key = states.plain(f"{name}.sketch_seed" if name else "sketch_seed")
+            record = values.get(key)
+            if isinstance(record, Tensor) and not isinstance(record, DTensor) and record.shape == (4,):
+                try:
+                    read_record(record, module.num_terms, key)
+                except SketchMismatchError as error:
+                    raise FormatError(f"{where} is damaged: {error}") from None
+
+
+def check_random_state(values: Any, where: str) -> None:
+    """Raise FormatError unless generators take the decoded states of :func:`_state.random_state`."""
+    try:
+        torch.Generator().set_state(values["torch"])
+        random.Random().setstate(states.python_state(values["python"]))
+        np.random.RandomState().set_state(states.numpy_state(values["numpy"]))
+        if "cuda" in values and (values["cuda"].dtype is not torch.uint8 or values["cuda"].dim() != 1):
+            raise TypeError("the state of CUDA's generator is not a row of bytes")
+    except Exception as error:  # of three libraries, each of its own kinds
+        raise FormatError(f"{where} is damaged: it has no valid states of the random generators ({error})") from None
+
+
+def check_optimizer_values(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    saved_states: Mapping[str, Any],
+    saved_settings: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    where: str,
+) -> None:
+    """Raise FormatError unless decoded states and settings, by parameter, are of the kinds that an optimizer has.
+
+    Args:
+        parameters: The optimizer's parameters with their names.
+        saved_states: The state of each parameter, such as its moments.
+        saved_settings: The settings of each parameter, such as ``lr``.
+        groups: The optimizer's own groups, whose settings tell the kinds.
+        where: The file, for the message.
+    """
+    group_of = {parameter: group for group in groups for parameter in group["params"]}
+    for name, parameter in parameters:
+        for key, value in saved_states.get(name, {}).items():
+            if key == "step" and not _is_number(value):
+                raise FormatError(f"{where} is damaged: the optimizer's 'step' of {name!r} is {value!r}, not a number")
+            shape = tuple(value.shape) if isinstance(value, Tensor) else None
+            if key in _LIKE_PARAMETER and value is not None and shape != tuple(parameter.shape):
+                kind = type(value).__name__ if shape is None else f"a tensor of the shape {shape}"
+                raise FormatError(
+                    f"{where} is damaged: the optimizer's {key!r} of {name!r} is {kind}, and the parameter has the "
+                    f"shape {tuple(parameter.shape)}"
+                )
+        for key, value in saved_settings[name].items():
+            if key in group_of[parameter] and not _is_same_kind(value, group_of[parameter][key]):
+                raise FormatError(f"{where} is damaged: the optimizer's {key!r} of {name!r} is {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_same_kind(value: Any, current: Any) -> bool:
+    """Return whether a saved setting can take the place of the optimizer's current one; None stands for a default."""
+    if value is None or current is None:
+        return True
+    if isinstance(current, tuple | list):
+        fits = isinstance(value, tuple | list) and len(value) == len(current)
+        return fits and all(map(_is_same_kind, value, current))
+    if isinstance(current, bool):
+        return isinstance(value, bool)
+    if isinstance(current, int | float | Tensor):
+        return _is_number(value)
+    return isinstance(value, type(current)) or not isinstance(current, str)
+
+
+class Restore:
+    """The state of a model, an optimizer and the random generators before a load, which :meth:`undo` puts back.
+
+    A copy of the model's tensors is made only if a module could refuse to load: one with a load hook or a method of its
+    own. torch's modules and Panther's sketched layers take whatever passed the checks.
+
+    Args:
+        parts: The model, or the stages of this rank.
+        state: The entries of its state_dict by global name.
+        optimizer: The optimizer, or None.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._parts, self._state = parts, state
+        refusing = any(_may_refuse(module) for part in parts for module in part.modules())
+        self._values = {name: _copy(value) for name, value in state.items()} if refusing else None
+        self._undo_optimizer = None if optimizer is None else states.optimizer_undo(optimizer)
+        self._random = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    def undo(self) -> None:
+        """Put everything back."""
+        if self._undo_optimizer is not None:
+            self._undo_optimizer()
+        if self._values is not None:
+            with torch.no_grad():
+                for name, value in self._values.items():
+                    if isinstance(value, Tensor):
+                        _local(self._state[name]).copy_(_local(value))
+            # What modules derive from their tensors, such as sketches. The one that refused may refuse again.
+            for part in self._parts:
+                with suppress(Exception):
+                    states.fill_model([part], self._values)
+        torch_state, python_state, numpy_state = self._random
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _may_refuse(module: nn.Module) -> bool:
+    methods = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")]
+    return any(
+        not (getattr(function, "__module__", None) or "").startswith(_TRUSTED)
+        for function in [*methods, *load_hooks_of(module)]
+    )
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,358 @@
+"""Damaged and forged checkpoints: refused by name before anything changes, and never removed."""
+
+import copy
+import json
+import os
+import random
+import re
+import threading
+import zlib
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from panther.distributed import checkpoint, data_parallel
+from panther.distributed.checkpoint._manifest import _gap
+from panther.errors import CheckpointError, FormatError
+from panther.files.records import record_checksum
+from panther.nn import SKLinear
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::panther.errors.PerformanceWarning")]
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(SKLinear(6, 8, 1, 2, seed=seed), nn.ReLU(), nn.Linear(8, 3))
+
+
+def trained(seed, optimizer_class=torch.optim.AdamW):
+    model = build(seed)
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    model(torch.ones(4, 6)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def everything(model, optimizer):
+    """Copy all that a load can change."""
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    return *state, model[0].U1.clone(), torch.get_rng_state(), random.getstate(), np.random.get_state()[1:3]
+
+
+def assert_same(before, after):
+    for one, other in zip(before, after, strict=True):
+        assert_same_value(one, other)
+
+
+def assert_same_value(one, other):
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        assert_same(one.values(), other.values())
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        assert_same(one, other)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert np.array_equal(one, other)
+
+
+def forge(folder, change):
+    """Change the manifest as somebody else could, with the right checksum."""
+    path = folder / "checkpoint.json"
+    manifest = json.loads(path.read_text())
+    del manifest["checksum"]
+    change(manifest)
+    path.write_text(json.dumps(manifest | {"checksum": record_checksum(manifest)}))
+
+
+def first_chunk(manifest, name="model.2.weight"):
+    return manifest["tensors"][name]["chunks"][0]
+
+
+def set_entry(*keys, value):
+    """Return a change of one entry of a manifest."""
+
+    def change(manifest):
+        for key in keys[:-1]:
+            manifest = manifest[key]
+        manifest[keys[-1]] = value
+
+    return change
+
+
+STEP = ("optimizer", "states", "2.weight")
+FORGERIES = {
+    "step is text": (set_entry("step", value="3"), "is of step '3'"),
+    "step is negative": (set_entry("step", value=-1), "is of step -1"),
+    "no ranks": (set_entry("world_size", value=0), "of 0 ranks"),
+    "more ranks": (set_entry("world_size", value=2), "'random' must have a value for each of 2 ranks"),
+    "modules are a list": (set_entry("modules", value=[]), "'modules' must map names to objects"),
+    "a module is text": (set_entry("modules", "0", value="x"), "'modules' must map names to objects"),
+    "model is a tensor": (set_entry("model", value={"$tensor": "model.2.bias"}), "'model' must map names to values"),
+    "a size of a file": (set_entry("files", "rank-00000.safetensors", value=None), "names the file 'rank-00000"),
+    "a dtype": (set_entry("tensors", "model.2.weight", "dtype", value="nn"), "has the dtype 'nn'"),
+    "a shape": (set_entry("tensors", "model.2.weight", "shape", value=[3, -8]), "'model.2.weight' has no shape"),
+    "a larger shape": (set_entry("tensors", "model.2.weight", "shape", value=[4, 8]), "have 24 of its 32 numbers"),
+    "another dtype": (
+        set_entry("tensors", "model.2.weight", "dtype", value="float64"),
+        "'model.2.weight at 0,0' is torch.float32, .* and should be torch.float64",
+    ),
+    "an offset": (lambda m: first_chunk(m).update(offsets=[1, 0]), "reach beyond its shape"),
+    "an overlap": (
+        lambda m: m["tensors"]["model.2.weight"].update(
+            chunks=[first_chunk(m) | {"offsets": [row, 0], "shape": [2, 6]} for row in (0, 1)]
+        ),
+        "overlap",
+    ),
+    "no chunks": (set_entry("tensors", "model.2.weight", "chunks", value=[]), "have 0 of its 24 numbers"),
+    "a chunk is text": (set_entry("tensors", "model.2.weight", "chunks", value=["x"]), "names the file 'x'"),
+    "a checksum is text": (lambda m: first_chunk(m).update(checksum="1"), "has no key or no checksum"),
+    "a tensor that is not listed": (
+        set_entry("model", "2.weight", value={"$tensor": "model.2.other"}),
+        "model.2.weight is the tensor 'model.2.other', which is not one of its tensors",
+    ),
+    "two marks": (set_entry("extra", value={"$tuple": [], "x": 1}), r"extra has the entries \$tuple, x"),
+    "an unknown mark": (set_entry("extra", value={"$pickle": "x"}), r"extra has the entries \$pickle"),
+    "a tuple is a number": (set_entry("extra", value={"$tuple": 5}), r"extra has a \$tuple that is not a list"),
+    "a key is a dict": (set_entry("extra", value={"$dict": [[{}, 1]]}), r"extra has a \$dict"),
+    "deep nesting": (set_entry("extra", value=json.loads("[" * 900 + "]" * 900)), "nested too deeply"),
+    "an optimizer of text": (set_entry("optimizer", value="AdamW"), "'optimizer' must have a class"),
+    "states are a list": (set_entry("optimizer", "states", value=[]), "'states' must map names to objects"),
+    "a step that is text": (set_entry(*STEP, "step", value="abc"), "'step' of '2.weight' is 'abc', not a number"),
+    "a step that is a row": (
+        set_entry(*STEP, "step", value={"$tensor": "model.2.bias"}),
+        "'step' of '2.weight' is tensor.*, not a number",
+    ),
+    "a moment of another shape": (
+        set_entry(*STEP, "exp_avg", value={"$tensor": "optimizer.2.bias.exp_avg"}),
+        r"'exp_avg' of '2.weight' is a tensor of the shape \(3,\), and the parameter has the shape \(3, 8\)",
+    ),
+    "a moment that is a number": (set_entry(*STEP, "exp_avg", value=0.5), "'exp_avg' of '2.weight' is float"),
+    "a rate of text": (
+        lambda m: [setting.update(lr="fast") for setting in m["optimizer"]["settings"].values()],
+        "the optimizer's 'lr' of '0.S1' is 'fast'",
+    ),
+    "betas of one": (
+        lambda m: [setting.update(betas={"$tuple": [0.5]}) for setting in m["optimizer"]["settings"].values()],
+        r"the optimizer's 'betas' of '0.S1' is \(0.5,\)",
+    ),
+    "generators of text": (set_entry("random", 0, value="x"), "no valid states of the random generators"),
+    "a generator that is missing": (lambda m: m["random"][0].pop("numpy"), "no valid states .*'numpy'"),
+    "torch's generator": (set_entry("random", 0, "torch", value=[1, 2]), "no valid states of the random generators"),
+    "Python's generator": (set_entry("random", 0, "python", 0, value=99), "no valid states of the random generators"),
+    "NumPy's position": (set_entry("random", 0, "numpy", 2, value=10**6), "position of NumPy's generator is 1000000"),
+    "another tensor for a seed": (
+        lambda m: m["tensors"]["model.0.sketch_seed"]["chunks"][0].update(checksum=1),
+        "rank-00000.safetensors is damaged: 'model.0.sketch_seed at 0' does not match its checksum",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return checkpoint.save(tmp_path_factory.mktemp("saved"), *trained(1), step=3)
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_manifest_is_refused_by_name_and_changes_nothing(tmp_path, saved, kind):
+    change, message = FORGERIES[kind]
+    folder = tmp_path / saved.name
+    folder.mkdir()
+    for path in saved.iterdir():
+        os.link(path, folder / path.name)
+    (folder / "checkpoint.json").unlink()
+    (folder / "checkpoint.json").write_bytes((saved / "checkpoint.json").read_bytes())
+    forge(folder, change)
+    model, optimizer = trained(2)
+    before = everything(model, optimizer)
+    with pytest.raises(FormatError, match=f"(?s){folder}/.*{message}"):
+        checkpoint.load(folder, model, optimizer)
+    assert_same(before, everything(model, optimizer))
+    assert re.search(message, (folder / "damaged.txt").read_text(), re.S)
+
+
+def test_a_seed_that_was_changed_with_its_checksum_is_refused(tmp_path):
+    folder = checkpoint.save(tmp_path, *trained(1), step=3)
+    file = folder / "rank-00000.safetensors"
+    tensors = load_file(file)
+    tensors["model.0.sketch_seed at 0"][0] += 1
+    save_file(tensors, file)
+    contents = tensors["model.0.sketch_seed at 0"].numpy().tobytes()
+
+    def change(manifest):
+        manifest["files"][file.name] = file.stat().st_size
+        manifest["tensors"]["model.0.sketch_seed"]["chunks"][0]["checksum"] = zlib.crc32(contents)
+
+    forge(folder, change)
+    model, optimizer = trained(2)
+    before = everything(model, optimizer)
+    with pytest.raises(FormatError, match=r"checkpoint.json is damaged: 0.sketch_seed"):
+        checkpoint.load(folder, model, optimizer)
+    assert_same(before, everything(model, optimizer))
+
+
+def test_groups_that_do_not_fit_are_refused_before_the_model_changes(tmp_path):
+    model, _ = trained(1)
+    groups = [{"params": list(model[0].parameters()), "lr": 0.1}, {"params": list(model[2].parameters()), "lr": 0.01}]
+    checkpoint.save(tmp_path, model, torch.optim.AdamW(groups), step=1)
+    model, optimizer = trained(2)
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError, match="group 0 had different settings"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert_same(before, everything(model, optimizer))
+
+
+class Refusing(nn.Linear):
+    """A module whose own method of loading raises an error, after it has taken its tensors."""
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        raise ArithmeticError("the weights are odd")
+
+
+def refuse_in_a_hook(model):
+    def hook(module, keys):
+        raise ArithmeticError("the weights are odd")
+
+    model[2].register_load_state_dict_post_hook(hook)
+
+
+def refuse_in_a_method(model):
+    model[2].__class__ = Refusing
+
+
+def refuse_in_the_optimizer(model):
+    pass
+
+
+@pytest.mark.parametrize("refuse", [refuse_in_a_hook, refuse_in_a_method, refuse_in_the_optimizer])
+def test_what_refuses_to_load_is_put_back(tmp_path, refuse):
+    checkpoint.save(tmp_path, *trained(1), step=1)
+    model, optimizer = trained(2)
+    refuse(model)
+    if refuse is refuse_in_the_optimizer:
+
+        def hook(optimizer):
+            raise ArithmeticError("the weights are odd")
+
+        optimizer.register_load_state_dict_post_hook(hook)
+    before, states = everything(model, optimizer), optimizer.state
+    with pytest.raises(CheckpointError, match="the weights are odd"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert_same(before, everything(model, optimizer))
+    assert optimizer.state is states
+
+
+def test_a_refusal_on_one_rank_puts_all_ranks_back(tmp_path):
+    def run():
+        model, optimizer = trained(1)
+        checkpoint.save(tmp_path, data_parallel(model), optimizer, step=1)
+        model, optimizer = trained(2)
+        if dist.get_rank() == 1:
+            refuse_in_a_hook(model)
+        else:
+            model.register_load_state_dict_post_hook(lambda module, keys: None)
+        before = everything(model, optimizer)
+        with pytest.raises(CheckpointError, match="the weights are odd"):
+            checkpoint.load(tmp_path, model, optimizer)
+        assert_same(before, everything(model, optimizer))
+
+    on_ranks(run)
+
+
+def test_chunks_cover_a_tensor_exactly():
+    """Against every number counted, for random boxes."""
+    generator = random.Random(0)
+    outcomes = set()
+    for _ in range(300):
+        shape = [generator.randint(1, 4) for _ in range(generator.randint(0, 3))]
+        chunks = []
+        for _ in range(generator.randint(1, 4)):
+            offsets = [generator.randint(0, size) for size in shape]
+            sizes = [generator.randint(0, size - offset) for size, offset in zip(shape, offsets, strict=True)]
+            chunks.append({"offsets": offsets, "shape": sizes})
+        if generator.random() < 0.5 and shape:  # a division, which covers it
+            size, axis = generator.randint(0, shape[0]), generator.randrange(len(shape))
+            size = min(size, shape[axis])
+            chunks = [
+                {
+                    "offsets": [begin if d == axis else 0 for d in range(len(shape))],
+                    "shape": [length if d == axis else s for d, s in enumerate(shape)],
+                }
+                for begin, length in ((size, shape[axis] - size), (0, size))
+            ]
+        counts = dict.fromkeys(product(*map(range, shape)), 0)
+        for chunk in chunks:
+            ranges = (range(o, o + s) for o, s in zip(chunk["offsets"], chunk["shape"], strict=True))
+            for place in product(*ranges):
+                counts[place] += 1
+        covers = all(count == 1 for count in counts.values())
+        assert (_gap(shape, chunks) is None) == covers, (shape, chunks)
+        outcomes.add((covers, sum(prod(chunk["shape"]) for chunk in chunks) == prod(shape)))
+    assert outcomes == {(True, True), (False, True), (False, False)}
+
+
+def test_values_that_are_nested_too_deeply_are_not_saved(tmp_path):
+    value = 1
+    for _ in range(60):
+        value = (value,)
+    with pytest.raises(CheckpointError, match="is nested more than 50 levels deep: store less"):
+        checkpoint.save(tmp_path, build(1), step=1, extra=value)
+    value = 1
+    for level in range(50):
+        value = {level: value} if level % 2 else (value,)
+    checkpoint.save(tmp_path, build(1), step=1, extra=value)
+    assert checkpoint.load(tmp_path, build(1)).extra == value
+
+
+# The filters of warnings, by which Panther hides this one, are those of all threads.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_runs_that_save_to_one_directory_leave_each_others_folders_alone(tmp_path):
+    """Threads, each as a process of one rank, save the same steps."""
+    models, errors, paths = [build(seed) for seed in range(3)], [], []
+
+    def save(model):
+        try:
+            paths.extend(checkpoint.save(tmp_path, model, step=step) for step in range(4))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(paths) == 12
+    left = checkpoint.checkpoints(tmp_path)
+    assert {path.name.partition(".")[0] for path in left} == {f"step-{step:08d}" for step in range(4)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in left)
+    for path in left:
+        checkpoint.load(path, build(5))
+
+
+def test_a_damaged_checkpoint_is_neither_removed_nor_counted(tmp_path):
+    model = build(1)
+    folders = [checkpoint.save(tmp_path, model, step=step) for step in (1, 2, 3)]
+    (folders[0] / "rank-00000.safetensors").unlink()
+    flipped = folders[2] / "rank-00000.safetensors"
+    contents = bytearray(flipped.read_bytes())
+    contents[-3] ^= 4
+    flipped.write_bytes(contents)
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        checkpoint.load(folders[2], model)
+    again = checkpoint.save(tmp_path, model, step=3, keep=1)  # also of the same step
+    assert checkpoint.checkpoints(tmp_path) == [folders[0], folders[2], again]
+    contents[-3] ^= 4
+    flipped.write_bytes(contents)
+    checkpoint.load(folders[2], model)  # it was copied from somewhere: the note goes
+    last = checkpoint.save(tmp_path, model, step=4, keep=1)
+    assert checkpoint.checkpoints(tmp_path) == [folders[0], last]
