@@ -27,7 +27,8 @@ The file is TOML or JSON. Its settings are:
   calibration = "module:function"  returns batches, unless the model's function does
   train = "module:function"        trains a model by a TrainConfig; the model's function is then called for each trial
 
-objective and constraint can be functions too, in the same form. The other settings are the arguments of panther.tune:
+objective and constraint can be functions too, in the same form, and catch names exceptions in it
+("torch:OutOfMemoryError"). The other settings are the arguments of panther.tune:
 trials, forms, seed, parallel, storage, ... The table [space] has a table of settings for each glob of names, or the
 text "auto":
 
@@ -83,7 +84,7 @@ def _search(settings: dict[str, Any], path: str) -> Any:
 
     _check(settings, path)
     functions = {name: settings.pop(name) for name in _FUNCTIONS if name in settings}
-    for name in ("objective", "constraint"):
+    for name in ("objective", "constraint", "catch"):
         if name in settings:
             settings[name] = _found(settings[name])
     evaluate = find(functions["evaluate"])

@@ -4,7 +4,7 @@ __all__ = ["tune"]
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,7 @@ def tune(
     pruner: Any = "median",
     storage: Any = None,
     repeats: int = 1,
+    catch: type[Exception] | Sequence[type[Exception]] = (),
     parallel: int | str = 1,
     heal: HealConfig | Mapping[str, Any] | None = None,
     forms: str | Sequence[str] | None = None,
@@ -123,8 +124,12 @@ def tune(
             smaller budget, in spaces that have one.
         pruner: ``"median"``, ``"asha"`` (successive halving), ``"none"``, or a pruner of Optuna.
         storage: A path, to which each trial is written as it ends; a URL of a database; or a storage of Optuna. The
-            same call continues what it holds. None keeps trials in memory.
+            same call continues what it holds, once no other search has it open: while one lives, another is refused.
+            None keeps trials in memory.
         repeats: Calls of ``evaluate`` for each model; the mean of the results counts. For functions that vary.
+        catch: Exceptions that your functions may raise in a trial, such as ``torch.OutOfMemoryError``: the trial has
+            then failed, the report says why, and the search continues. All others end the search, and so does one for
+            the unchanged model.
         parallel: Trials at a time: a number of processes of this machine, each with a copy of the model; or ``"ray"``,
             for as many as the cluster has cores, which Ray Tune runs. A trial whose process died is run again. Which
             trials there are then depends on the order in which they end.
@@ -147,8 +152,8 @@ def tune(
         The best model and all trials.
 
     Raises:
-        TuningError: If ``evaluate`` raises, returns no finite number, changes the model or varies for the same one; or
-            if no trial satisfies the constraints (the message names the best one).
+        TuningError: If ``evaluate`` raises what is not in ``catch``, returns no finite number, changes the model or
+            varies for the same one; or if no trial satisfies the constraints (the message names the best one).
         ConfigError: If an argument is not understood, or the storage holds another study.
         CompressionError: If the calibration batches cannot be used, or no layer is eligible.
         MissingExtraError: If Optuna is not installed.
@@ -187,7 +192,9 @@ def tune(
     _check_timeout(timeout_s)
     check_sampler(sampler)
     parallel = check_parallel(parallel)
-    run = Run(trials, first, timeout_s, began, sampler, pruner, storage, repeats, parallel, seed, progress)
+    run = Run(
+        trials, first, timeout_s, began, sampler, pruner, storage, repeats, parallel, seed, progress, _checked(catch)
+    )  # fmt: skip
     settings = Settings(Forms(), include, exclude, forward_fn, loss_fn, mask_fn, statistics_memory_bytes)
     # Gradients and plain tensors, whatever the caller's mode.
     with torch.inference_mode(False), torch.enable_grad():
@@ -255,7 +262,7 @@ def _compressed(
         runner = Runner(
             own.eval(), calibration, settings.forward_fn, settings.mask_fn, None, run.progress, settings.loss_fn
         )  # fmt: skip
-        evaluator = Evaluator(runner, seed, evaluate, goal, run.repeats)
+        evaluator = Evaluator(runner, seed, evaluate, goal, run.repeats, run.catch)
         unchanged, evaluate_s = evaluator.measure_unchanged()
         check_unchanged(goal, unchanged)
         check_agrees(opened, goal, unchanged, seed)
@@ -280,6 +287,16 @@ def _check_timeout(timeout_s: Any) -> None:
         raise TypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}")
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s={timeout_s} must be positive and finite: None is for no bound")
+
+
+def _checked(catch: Any) -> tuple[type[Exception], ...]:
+    """Return the exceptions of ``catch`` as a tuple."""
+    kinds = (catch,) if isinstance(catch, type) else catch
+    kinds = tuple(kinds) if isinstance(kinds, Iterable) and not isinstance(kinds, str) else (kinds,)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise TypeError(f"catch must be exception classes, such as torch.OutOfMemoryError, and has {kind!r}")
+    return kinds
 
 
 def _within(lines: Sequence[Line], include: Any) -> Selector:

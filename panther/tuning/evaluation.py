@@ -70,6 +70,7 @@ class Evaluator:
         evaluate: The user's function.
         goal: What is measured besides its result.
         repeats: How often it is called for one model; the mean counts.
+        catch: What the user's functions may raise in a trial, which is then a failed one.
         unchanged: Figures of the model as it is, once they are known.
         seen: Layers whose replacements are known to be called, or not to be.
     """
@@ -79,6 +80,7 @@ class Evaluator:
     evaluate: Callable[[nn.Module], Any]
     goal: Goal
     repeats: int = 1
+    catch: tuple[type[Exception], ...] = ()
     unchanged: Figures | None = None
     seen: set[nn.Module] = field(default_factory=set, repr=False)
 
@@ -130,12 +132,17 @@ class Evaluator:
         """Run one trial.
 
         Raises:
-            TuningError: If ``evaluate`` raises or changes the model, or an old layer still runs.
+            TuningError: If ``evaluate`` changes the model or raises what is not in ``catch``, or an old layer still
+                runs.
         """
         try:
             return self._run(prepared, plan, f"trial {number}", report)
         except TrialError as error:
             return failed(str(error))
+        except TuningError as error:  # what a user's function raised is its cause
+            if isinstance(error.__cause__, self.catch):
+                return failed(str(error).removesuffix(": correct it"))
+            raise
 
     def _run(self, prepared: Prepared, plan: Plan, where: str, report: Report) -> Outcome:
         assert self.unchanged is not None
@@ -244,14 +251,25 @@ class Evaluator:
     def _unchanging(self, model: nn.Module, name: str, where: str, before: dict[str, Any]) -> Iterator[None]:
         """Raise TuningError if a user's function changes the model; put the flags of training mode back."""
         flags = {module: module.training for module in model.modules()}
-        yield
+        try:
+            yield
+        except TuningError as error:
+            if not isinstance(error.__cause__, self.catch):
+                raise
+            # The search continues with this model, in which hooks or half of a training step may have been left.
+            self._check_unchanged(model, f"{name}, which raised {error.__cause__!r},", where, before)
+            raise
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
+        self._check_unchanged(model, name, where, before)
+
+    def _check_unchanged(self, model: nn.Module, name: str, where: str, before: dict[str, Any]) -> None:
         if changed := difference(before, fingerprint(model)):
             raise TuningError(
                 f"{name} changed {changed} of {where}, and must leave the model as it is: train or convert a "
                 "copy.deepcopy of it, and remove hooks"
             )
-        for module, flag in flags.items():
-            module.training = flag
 
     @contextmanager
     def _user(self, name: str, where: str, seed: int) -> Iterator[None]:

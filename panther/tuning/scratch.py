@@ -148,7 +148,7 @@ def tune_from_scratch(
         scratch = Scratch(model_fn, train, Runner(fresh, None, None, None, None, run.progress), seed)
         unsketched = scratch.made(plain, "the unchanged model")
         scratch = Scratch(model_fn, train, Runner(unsketched, None, None, None, None, run.progress), seed)
-        evaluator = Evaluator(scratch.runner, seed, evaluate, goal, run.repeats)
+        evaluator = Evaluator(scratch.runner, seed, evaluate, goal, run.repeats, run.catch)
         unchanged, evaluate_s = evaluator.measure_unchanged()
         check_unchanged(goal, unchanged)
         check_agrees(opened, goal, unchanged, seed)

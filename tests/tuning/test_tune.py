@@ -375,6 +375,47 @@ def test_a_storage_of_another_study(net, accuracy, data, tmp_path):
         pr.tune(net, accuracy, data, constraint=">= 80 %", **options)
 
 
+def test_what_is_caught_fails_its_trial_and_ends_nothing(net, accuracy, data):
+    """A model of one trial may need more memory than there is."""
+
+    def evaluate(model):
+        calls.append(model)
+        if len(calls) in (4, 6):
+            model.train()
+            raise MemoryError("of one trial")
+        return accuracy(model)
+
+    calls, options = [], QUICK | {"constraint": ">= 80 %", "trials": 5}
+    result = pr.tune(net, evaluate, data, catch=(MemoryError, ValueError), **options)
+    assert [trial.state for trial in result.trials] == ["complete", "failed", "complete", "failed", "complete"]
+    assert result.trials[1].reason.startswith("evaluate raised MemoryError: of one trial for trial 1 (test_tune.py")
+    assert any("failed: evaluate raised MemoryError" in note for note in result.notes)
+    assert result.best.feasible
+    calls = []
+    with pytest.raises(TuningError, match="evaluate raised MemoryError"):
+        pr.tune(net, evaluate, data, catch=ValueError, **options)
+    calls = [None] * 3
+    with pytest.raises(TuningError, match="raised MemoryError: of one trial for the unchanged model"):
+        pr.tune(net, evaluate, data, catch=MemoryError, **options)
+    for wrong in (3, "MemoryError", [int], KeyboardInterrupt):
+        with pytest.raises(TypeError, match="catch must be exception classes"):
+            pr.tune(net, evaluate, data, catch=wrong, **QUICK)
+
+
+def test_a_function_that_changes_the_model_before_it_raises_ends_the_search(net, accuracy, data):
+    def evaluate(model):
+        calls.append(model)
+        if len(calls) == 4:
+            with torch.no_grad():
+                next(model.parameters()).add_(1.0)
+            raise MemoryError
+        return accuracy(model)
+
+    calls = []
+    with pytest.raises(TuningError, match=r"evaluate, which raised MemoryError\(\), changed"):
+        pr.tune(net, evaluate, data, catch=MemoryError, constraint=">= 80 %", **QUICK)
+
+
 def test_a_storage_cut_short_by_a_kill_is_mended_and_open_in_one_search(net, accuracy, data, tmp_path):
     path = tmp_path / "study.log"
     options = {**QUICK, "trials": 5, "constraint": ">= 80 %", "storage": path}

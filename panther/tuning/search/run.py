@@ -27,6 +27,7 @@ class Run:
     parallel: int | str
     seed: int | None
     progress: bool | None
+    catch: tuple[type[Exception], ...]
     drawn: int = field(init=False)
     """The seed of a new study."""
 

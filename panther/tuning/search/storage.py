@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from panther.errors import ConfigError, require_extra
 from panther.tuning.goal import Figures, Goal
+from panther.tuning.search.claim import claimed
 from panther.tuning.search.samplers import make_pruner, quiet
 
 _NAME = "panther.tune"  # of the study in the storage
@@ -42,7 +43,7 @@ class Opened:
 
 @contextmanager
 def opened_study(storage: Any, goal: Goal, identity: Mapping[str, str], sampler: Any, pruner: Any) -> Iterator[Opened]:
-    """Make or continue the study of a storage, which no other search can open meanwhile if it is a file.
+    """Make or continue the study of a storage, which no other search can open meanwhile.
 
     Raises:
         ConfigError: If the storage cannot be opened, is open, or holds another study.
@@ -74,7 +75,8 @@ def opened_study(storage: Any, goal: Goal, identity: Mapping[str, str], sampler:
                 raise opened.other(shown)
         else:
             study.set_user_attr(_IDENTITY, json.dumps(dict(identity)))
-        yield opened
+        with claimed(study, storage) if storage is not None and not is_file else nullcontext():
+            yield opened
 
 
 def check_agrees(opened: Opened, goal: Goal, unchanged: Figures, seed: int) -> None:
