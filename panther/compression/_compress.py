@@ -82,7 +82,8 @@ def compress(
         budget: Bytes of the eligible layers' weights to keep, as a fraction in (0, 1]; layers that stay dense count in
             full, biases do not count. Give this, or one of the next five.
         calibration: Batches, in a list or a DataLoader; they are held in memory, a fifth of them for checks. A tensor
-            is fed to the model, a tuple or list as its arguments, a dict as its keywords.
+            is fed to the model, a tuple or list as its arguments, a dict as its keywords. Each forward gets a copy,
+            which it may change, and starts from the same random numbers, buffers and attributes.
         bits: The same as an average of bits for each eligible weight, scales and factors included.
         max_bytes: Bytes that all tensors of the whole model may take when saved.
         max_error: Relative error of the output that the held-out batches may show; the smallest budget is searched.
@@ -117,11 +118,13 @@ def compress(
         sequential: Fit every layer to its input in the model whose earlier layers are compressed, and to the mean of
             its own output there and of the original's. Keeps more, with two partial forwards over the batches for each
             set of layers with one input: 2.5 times the time for a transformer of four blocks.
-        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above; if the output
-            is a mapping, ``logits`` or ``last_hidden_state`` is kept, of a tuple the first floating tensor.
+        forward_fn: ``forward_fn(model, batch)`` returns the output to keep, instead of the call above. Of a mapping
+            ``logits``, ``sentence_embedding`` or ``last_hidden_state`` is kept, else the first floating tensor that is
+            not a single number, such as a loss; the report's ``output`` names it.
         loss_fn: ``loss_fn(output, batch)``, a scalar whose gradients make G, instead of random directions.
         mask_fn: ``mask_fn(batch)`` returns which positions count, (N, T) of booleans; the default is
-            ``batch["attention_mask"]`` if there is one.
+            ``batch["attention_mask"]`` and, for the positions of a decoder, ``batch["decoder_attention_mask"]``, where
+            a batch has them. One or two forwards of a shorter batch show which layers have which positions.
         heal: Distil the original into the compressed model afterwards; see :class:`HealConfig`.
         statistics_memory_bytes: Memory for moments; there are as many passes over the batches as needed. None is half
             of what is free on the model's device, up to a gigabyte (2^30 bytes), shared by the ranks of ``group``.
