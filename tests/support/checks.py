@@ -26,6 +26,7 @@ from instruction_sets import FILES, FOLDERS, instruction_set_variables
 from measured_seconds import (
     NUM_SHARES,
     ROOT,
+    SECONDS_FILE,
     START_SECONDS,
     Unit,
     divide,
@@ -253,7 +254,9 @@ class Progress:
 
     def __init__(self, path=STATE_FOLDER / "verified.json"):
         self._path = path
-        self._commit = "" if _git("status", "--porcelain") else _git("rev-parse", "HEAD")
+        # A run with --record writes the seconds while it goes on.
+        changed = _git("status", "--porcelain", "--", ".", f":!{SECONDS_FILE.relative_to(ROOT)}")
+        self._commit = "" if changed else _git("rev-parse", "HEAD")
         state = json.loads(path.read_text()) if path.exists() else {}
         self.passed = state.get("passed", []) if self._commit and state.get("commit") == self._commit else []
 
@@ -286,9 +289,14 @@ def main(arguments=None):
             num_workers=max(2, min(8, len(os.sched_getaffinity(0)))),
             limit_s=options.limit_s if options.checks == "ci" else None,
         )
-        queue.run(progress.add if progress else lambda outcome: None)
-    if options.record:
-        _record(queue.outcomes, paths, seconds)
+
+        def on_end(outcome):
+            if options.record:
+                _record(outcome, paths)
+            if progress is not None:
+                progress.add(outcome)
+
+        queue.run(on_end)
     return _summarise(queue)
 
 
@@ -310,16 +318,14 @@ def _options(arguments):
     return options
 
 
-def _record(outcomes, paths, seconds):
-    """Replace the seconds of the units that ran by the measured ones, and write the file."""
+def _record(outcome, paths):
+    """Replace the seconds of the units that a command ran by the measured ones in the file."""
     measured = Counter()
-    for outcome in outcomes:
-        set_name = outcome.command.name.partition(":")[0]
-        for file, value in outcome.file_seconds.items():
-            if path := unit_path(file, paths):
-                measured[set_name, path] += value
-    seconds = seconds | measured
-    write_seconds(seconds)
+    set_name = outcome.command.name.partition(":")[0]
+    for file, value in outcome.file_seconds.items():
+        if path := unit_path(file, paths):
+            measured[set_name, path] += value
+    write_seconds(read_seconds() | measured)
 
 
 def _summarise(queue):

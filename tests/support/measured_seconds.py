@@ -19,6 +19,8 @@ NUM_SHARES = 6
 
 # A unit that is not in the file, because it is new or takes less than a second, is counted with this many seconds.
 DEFAULT_SECONDS = 0.5
+# A unit of a set of which no unit was measured, so that a new set is not one command for one core.
+UNMEASURED_SECONDS = 15.0
 # Importing torch and collecting the tests, before the first test of a command runs.
 START_SECONDS = 8.0
 
@@ -77,7 +79,9 @@ def unit_path(test_file, paths):
 
 def units_of(set_name, paths, seconds):
     """Return the units of a set, in the order of their paths."""
-    return [Unit(set_name, path, seconds.get((set_name, path), DEFAULT_SECONDS)) for path in sorted(paths)]
+    is_measured = any(name == set_name for name, _ in seconds)
+    default = DEFAULT_SECONDS if is_measured else UNMEASURED_SECONDS
+    return [Unit(set_name, path, seconds.get((set_name, path), default)) for path in sorted(paths)]
 
 
 def divide(units, num_parts):
