@@ -22,6 +22,7 @@ from panther._text import counted, format_table
 from panther._version import __version__
 from panther.cli._arguments import non_negative_float, positive_float
 from panther.errors import PantherError
+from panther.files import write_json
 
 _DISTRIBUTION = "panther-sketch"
 _MESSAGES = (2**10, 2**20, 2**24)
@@ -99,7 +100,7 @@ def _check_nodes(args: argparse.Namespace) -> int:
     if rank == 0:
         print(report.text, flush=True)
     if args.result is not None and os.environ.get("LOCAL_RANK") == "0":
-        args.result.write_text(json.dumps(dataclasses.asdict(report) | {"has_rank_0": rank == 0}), encoding="utf-8")
+        write_json(args.result, dataclasses.asdict(report) | {"has_rank_0": rank == 0})
     if report.faults:
         return 0 if args.result is not None else 1
     # What the checks know of gloo and NCCL is a guess: let them do their work.

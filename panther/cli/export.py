@@ -3,7 +3,6 @@
 __all__ = ["add_parser", "run"]
 
 import argparse
-import json
 import logging
 import warnings
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from panther._text import counted
 from panther.cli._arguments import check_folder
 from panther.cli._user_function import call, current_folder_importable, explained, wrong_return
 from panther.errors import PantherError, require_extra
+from panther.files import new_file, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,7 +121,8 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
         warnings.simplefilter("ignore")  # of torch's own modules
         program = torch.export.export(model, (), sample, dynamic_shapes=shapes)
         if kind == "torch":
-            torch.export.save(program, out / "model.pt2")
+            with new_file(out / "model.pt2") as file:
+                torch.export.save(program, file)
         else:
             before = logging.root.manager.disable
             logging.disable(logging.WARNING)  # it would name optional packages of torch that are not installed
@@ -165,4 +166,4 @@ def _write_linears(model: "nn.Module", out: Path) -> None:
     pr.save_compressed(model, out)
     (out / "panther.json").unlink()  # what is left is plain, and made to be read without Panther
     record = {layer.name: layer.became for layer in report.replaced}
-    (out / "layers.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "layers.json", record)

@@ -11,7 +11,6 @@ arXiv:1804.04235. Scales of quantized weights are trained as logarithms, whose r
 
 __all__ = ["check_ranks", "heal", "shuffled"]
 
-import json
 import logging
 import math
 import os
@@ -38,6 +37,7 @@ from panther.compression.runner import Runner
 from panther.distributed import get_world_size
 from panther.distributed.comm._agreement import agree, gather_objects, in_words, run_on_first_rank
 from panther.errors import CompressionError, DistributedError, FormatError
+from panther.files import read_json, write_json
 from panther.nn._sketched import SketchedModule
 from panther.train import Callback, Trainer
 from panther.train.coordination import sum_over_ranks
@@ -275,14 +275,14 @@ def _check_identity(distillation: Distillation, config: HealConfig) -> None:
 def _check_folder(folder: Path, identity: dict[str, str]) -> None:
     path = folder / "healing.json"
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # no run began here, or one was killed as it began
+        known = dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:  # no run began here, or one was killed as it began
         if any(folder.glob("step-*")):
             raise FormatError(
                 f"checkpoint_dir={folder} has checkpoints of an unknown run ({error}): give a new folder"
             ) from None
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+        write_json(path, identity)
         return
     differing = [name for name in identity | known if known.get(name) != identity.get(name)]
     if differing:

@@ -2,7 +2,6 @@
 
 __all__ = ["CompressionReport", "HealResult", "LayerReport", "layer_reports"]
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from panther.compression.forms.options import Choice, total_loss
 from panther.compression.measurement import Measured
 from panther.compression.targets import SkippedLayer
 from panther.errors import require_extra
+from panther.files import write_json
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class CompressionReport:
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write :meth:`to_dict` to a file."""
         path = Path(path)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
         return path
 
     def plot(self, path: str | os.PathLike[str]) -> Path:

@@ -6,7 +6,6 @@ here: it has to stand around the main function of a script, and most scripts hav
 
 __all__ = ["record_failure", "record_uncaught_exceptions"]
 
-import json
 import os
 import sys
 import time
@@ -14,6 +13,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+from panther.files import write_json
 
 _installed = False
 
@@ -26,9 +27,8 @@ def record_failure(error: BaseException) -> None:
     extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with suppress(OSError):  # the launcher still has the exit code
-        draft = Path(f"{path}.draft")
-        draft.write_text(json.dumps({"message": message}))
-        draft.replace(path)  # at once: the launcher may end this process meanwhile, and torch fails on half a file
+        # At once: the launcher may end this process meanwhile, and torch fails on half a file.
+        write_json(path, {"message": message}, indent=None)
 
 
 def record_uncaught_exceptions() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import panther as pr
 from panther.compression import CompressionReport
+from panther.files import write_text
 
 
 def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLike[str], *, asked: str = "") -> Path:
@@ -59,5 +60,5 @@ def write_model_card(model: Any, report: CompressionReport, dir: str | os.PathLi
         f'model = transformers.{type(model).__name__}.from_pretrained("this folder")', "```", "",
     ]  # fmt: skip
     file = Path(dir) / "README.md"
-    file.write_text("\n".join(lines), encoding="utf-8")
+    write_text(file, "\n".join(lines))
     return file

@@ -14,6 +14,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from panther.distributed.comm._ranks import in_process_group
 from panther.distributed.sync.replicas import broadcast_model
 from panther.distributed.sync.sketches import sketched_layers
 from panther.errors import CheckpointError, ConfigError, PantherError, check_version, require_extra
+from panther.files import read_json, write_json
 from panther.integrations._deepspeed_settings import checked_settings
 from panther.integrations._extensions import check_locks, private_folder
 from panther.train import TrainConfig
@@ -37,7 +39,7 @@ check_version("deepspeed", deepspeed.__version__, 0, least=(0, 19))
 tensor_fragment: Any = require_extra("deepspeed.utils", "deepspeed")
 to_universal: Any = require_extra("deepspeed.checkpoint.ds_to_universal", "deepspeed")
 
-_OWN, _SUFFIX = "panther", "_universal"
+_OWN, _SUFFIX, _RECORD = "panther", "_universal", ".panther.json"
 
 
 def initialize(
@@ -153,6 +155,7 @@ def save_checkpoint(
     state = {**(client_state or {}), _OWN: {"buffers": kept, "stage": stage}}
     with _in_words(CheckpointError), watched("save_checkpoint"):
         engine.save_checkpoint(str(directory), tag, client_state=state)
+    run_on_first_rank(lambda: write_json(Path(directory) / f"{tag}{_RECORD}", {"stage": stage}), None)
     if stage > 0:
         run_on_first_rank(lambda: _convert(Path(directory), tag), None)
     return tag
@@ -160,6 +163,9 @@ def save_checkpoint(
 
 def load_checkpoint(engine: Any, directory: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_checkpoint`, also on another number of processes. Every rank must call it.
+
+    DeepSpeed opens its own files by unpickling, which can run code that they contain: load only checkpoints whose
+    writers you trust.
 
     Args:
         engine: An engine of the same model, optimizer and stage of ZeRO.
@@ -278,13 +284,31 @@ def _found(directory: Path, tag: str | None, stage: int) -> str:
             f"{folder} does not exist: {directory} has {', '.join(known) or 'none'}; a checkpoint of stage 0 is loaded "
             "by stage 0 alone, and one of another stage needs save_checkpoint of this module"
         )
-    saved = torch.load(next(iter(sorted(folder.glob("*model_states.pt")))), map_location="cpu", weights_only=False)
-    if (of := saved.get(_OWN, {}).get("stage", stage)) != stage and 3 in (of, stage):
+    if (of := _saved_stage(directory, tag)) not in (None, stage) and 3 in (of, stage):
         raise CheckpointError(
             f"{folder} is of ZeRO stage {of}, and this engine has stage {stage}, whose optimizer state has another "
             "layout: start with that stage, or export the model and load the weights alone"
         )
     return tag
+
+
+def _saved_stage(directory: Path, tag: str) -> int | None:
+    """Return the stage of ZeRO that a checkpoint was saved by; None if it cannot be known without running its code.
+
+    Earlier versions kept it only in DeepSpeed's file, which is a pickle. It is opened here for plain values alone.
+    """
+    record = directory / f"{tag}{_RECORD}"
+    try:
+        stage = read_json(record)["stage"]
+    except FileNotFoundError:
+        files = sorted((directory / tag).glob("*model_states.pt"))
+        try:
+            stage = torch.load(files[0], map_location="cpu", weights_only=True)[_OWN]["stage"]
+        except (IndexError, KeyError, TypeError, RuntimeError, UnpicklingError):
+            return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{record} cannot be read ({error}): copy the checkpoint again") from None
+    return stage if isinstance(stage, int) else None
 
 
 def _restore_buffers(module: nn.Module, saved: dict[str, Any]) -> None:

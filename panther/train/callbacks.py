@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import profiler
 
 from panther.distributed import get_rank
+from panther.files import write_text
 
 if TYPE_CHECKING:
     from panther.train.trainer import Trainer
@@ -83,4 +84,4 @@ class StepProfiler(BuiltInCallback):
         self._folder.mkdir(parents=True, exist_ok=True)
         measured.export_chrome_trace(str(self._folder / f"rank-{get_rank()}.json"))
         table = measured.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-        (self._folder / f"rank-{get_rank()}.txt").write_text(table, encoding="utf-8")
+        write_text(self._folder / f"rank-{get_rank()}.txt", table)

@@ -3,7 +3,6 @@
 __all__ = ["TrainConfig"]
 
 import dataclasses
-import json
 import math
 import os
 import tomllib
@@ -14,6 +13,7 @@ from typing import Any, Literal, Self
 
 from panther._settings import Settings, kinds
 from panther.errors import ConfigError
+from panther.files import parse_json, read_text, write_json
 from panther.train.strategy.rules import check_settings
 
 
@@ -270,7 +270,7 @@ class TrainConfig(Settings):
         """
         if Path(path).suffix != ".json":
             raise ConfigError(f"{path} must end in .json")
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_json(path, dataclasses.asdict(self), indent=2)
 
 
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -283,10 +283,10 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"{path} must end in .toml or .json")
     try:
-        text = path.read_text(encoding="utf-8")
-        settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = read_text(path)
+        settings = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a TOML or JSON file") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): give a TOML or JSON file") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()} ({error})") from None
     if not isinstance(settings, dict):

@@ -5,6 +5,7 @@ __all__ = ["History", "peak_memory"]
 import contextlib
 import csv
 import functools
+import io
 import math
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from panther.errors import require_extra
+from panther.files import write_text
 
 try:
     import resource
@@ -112,10 +114,11 @@ class History:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row per record and one column per quantity; missing values are empty."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.names)
-            writer.writeheader()
-            writer.writerows(self._records)
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, self.names)
+        writer.writeheader()
+        writer.writerows(self._records)
+        write_text(path, table.getvalue())
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Plot the losses, and in a second panel the metrics, over the steps.

@@ -17,6 +17,7 @@ from typing import Any
 
 from panther.distributed.comm._agreement import run_on_first_rank
 from panther.errors import TrainingError, require_extra
+from panther.files import read_text, write_text
 from panther.train.callbacks import BuiltInCallback, StepProfiler
 from panther.train.config import TrainConfig
 from panther.train.history import History
@@ -53,13 +54,10 @@ class _JsonLines(BuiltInCallback):
     """One line per record in ``log.jsonl``, written anew when a run resumes, from the history in its checkpoint."""
 
     def __init__(self, path: Path, history: History) -> None:
-        draft = path.with_suffix(".tmp")
         try:
-            draft.write_text("".join(map(_line, history)), encoding="utf-8")
-            draft.replace(path)  # atomic: a kill leaves the old log or the new one
+            write_text(path, "".join(map(_line, history)))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed with the run)
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise TrainingError(f"{path} cannot be written ({error}): remove it, or name another directory") from None
 
     def on_record(self, trainer: Any, record: Mapping[str, Any]) -> None:
@@ -110,10 +108,10 @@ class _MLflow(BuiltInCallback):
         kept = folder / "mlflow-run"
         known = kept.exists()
         try:
-            self._run = kept.read_text(encoding="utf-8").strip() if known else self._begin(config)
+            self._run = read_text(kept).strip() if known else self._begin(config)
             self._client.update_run(self._run, status="RUNNING")
             if not known:
-                kept.write_text(self._run, encoding="utf-8")
+                write_text(kept, self._run)
         except mlflow.exceptions.MlflowException as error:
             why = str(error).splitlines()[0]
             fix = f"remove {kept} to start another run there" if known else "see MLFLOW_TRACKING_URI"

@@ -2,7 +2,6 @@
 
 __all__ = ["Trial", "TuneResult"]
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch import nn
 from panther._text import counted, format_bytes, format_seconds, format_table
 from panther.compression.report import CompressionReport
 from panther.errors import MissingExtraError
+from panther.files import write_json
 from panther.tuning import plots
 from panther.tuning.goal import Figures
 from panther.tuning.prepared import Plan
@@ -178,7 +178,7 @@ class TuneResult:
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write :meth:`to_dict` to a file."""
         path = Path(path)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
         return path
 
     def plot(self, path: str | os.PathLike[str], x: str | None = None) -> Path:

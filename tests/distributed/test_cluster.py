@@ -116,6 +116,11 @@ def test_a_plan_says_where_its_times_are_from():
             '{"format": "panther-cluster-1", "gpus": 3, "memory_bytes": 1, "narrow_products": [[8, 1], [4, 2]]}',
             "must be pairs of a size and a factor above 0, by size",
         ),
+        ('{"format": "panther-cluster-1", "gpus": "3", "memory_bytes": 1}', "has a figure that is not valid"),
+        (
+            '{"format": "panther-cluster-1", "gpus": 3, "memory_bytes": 1, "collectives": 5}',
+            "has a figure that is not valid",
+        ),
     ],
 )
 def test_what_is_no_such_file_is_refused(tmp_path, content, message):

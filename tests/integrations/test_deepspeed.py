@@ -314,6 +314,33 @@ def lose_a_worker():
         steps_of(engine, step, step + 1)
 
 
+class Harm:
+    """An object that makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_checkpoint_is_not_unpickled_to_learn_its_stage(tmp_path):
+    from panther.integrations.deepspeed import _saved_stage
+
+    folder = tmp_path / "one"
+    folder.mkdir()
+    torch.save({"panther": {"stage": 3}, "more": Harm(tmp_path / "harm")}, folder / "mp_rank_00_model_states.pt")
+    assert _saved_stage(tmp_path, "one") is None
+    assert not (tmp_path / "harm").exists()
+    torch.save({"panther": {"stage": 3}}, folder / "mp_rank_00_model_states.pt")
+    assert _saved_stage(tmp_path, "one") == 3
+    (tmp_path / "one.panther.json").write_text('{"stage": 1}')
+    assert _saved_stage(tmp_path, "one") == 1
+    (tmp_path / "one.panther.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"one.panther.json cannot be read"):
+        _saved_stage(tmp_path, "one")
+
+
 def test_a_lost_worker_ends_the_run():
     with pytest.raises(DistributedError, match=r"rank 1 of 2 .*SIGKILL"):
         launch(lose_a_worker, nproc=2, start_method="fork")

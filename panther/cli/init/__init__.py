@@ -12,6 +12,7 @@ from panther.cli.init._files import write_files
 from panther.cli.init._job import OPTIONS, JobConfig
 from panther.cli.train import read_config
 from panther.errors import PantherError
+from panther.files import write_text
 
 _KINDS = {
     "slurm": "an sbatch script",
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text, "utf-8")
+        write_text(folder / name, text)
         usage = text.partition("panther init. ")[2].partition("\n")[0]
         print(f"{folder / name}: {usage}{'' if folder == Path() else f' (in {folder})'}")
     _print_notes(args.kind, job, folder)

@@ -2,7 +2,6 @@
 
 __all__ = ["LinearizationReport", "LinearizedLayer"]
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from panther._text import counted, format_seconds, format_table
 from panther.compression.report import HealResult
 from panther.compression.targets import SkippedLayer
+from panther.files import write_json
 
 
 @dataclass(frozen=True)
@@ -107,5 +107,5 @@ class LinearizationReport:
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write :meth:`to_dict` to a file."""
         path = Path(path)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
         return path

@@ -4,13 +4,13 @@ __all__ = ["ClusterSpec"]
 
 import bisect
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from panther.errors import check_size
+from panther.files import read_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class ClusterSpec:
 
     def save(self, path: str | Path) -> None:
         """Write the figures to a JSON file, for :meth:`load`. Call it on one rank."""
-        Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n")
+        write_json(path, {"format": _FORMAT, **dataclasses.asdict(self)}, indent=2)
 
     @classmethod
     def load(cls, path: str | Path, gpus: int | None = None, **changes: Any) -> Self:
@@ -171,7 +171,7 @@ class ClusterSpec:
             ValueError: If it is not a file of :meth:`save`, or a figure is not valid.
         """
         try:
-            kept = json.loads(Path(path).read_text())
+            kept = read_json(path)
         except ValueError as error:
             raise ValueError(f"{path} is not a file of ClusterSpec.save: it is not JSON ({error})") from error
         if not isinstance(kept, dict) or kept.pop("format", None) != _FORMAT:
@@ -181,8 +181,12 @@ class ClusterSpec:
             raise ValueError(f"{path} has fields that ClusterSpec does not have: {', '.join(unknown)}")
         if "gpus" not in kept or "memory_bytes" not in kept:
             raise ValueError(f"{path} must have gpus and memory_bytes")
-        for name in ("collectives", "narrow_products"):  # JSON has lists
-            kept[name] = tuple(map(tuple, kept.get(name, ())))
+        try:
+            for name in ("collectives", "narrow_products"):  # JSON has lists
+                kept[name] = tuple(map(tuple, kept.get(name, ())))
+            cls(**kept)
+        except TypeError as error:
+            raise ValueError(f"{path} has a figure that is not valid ({error}): measure the cluster again") from None
         return cls(**{**kept, **({} if gpus is None else {"gpus": gpus}), **changes})
 
     @property

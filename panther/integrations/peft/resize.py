@@ -6,7 +6,6 @@ is never formed: :math:`O((in + out) r^2)` in place of :math:`O(in\,out \min(in,
 
 __all__ = ["ResizeReport", "ResizedLayer", "resize_lora"]
 
-import json
 import math
 import re
 from collections import Counter
@@ -17,11 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from panther._text import counted, format_bytes, format_table
 from panther.errors import ConfigError, FormatError, check_size
+from panther.files import read_json, write_json
+from panther.files.tensors import write_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Suffixes of the factors that r x n and n x r matrices are stored under; convolutions are unfolded.
@@ -144,9 +145,9 @@ def resize_lora(
         share = tail / total if total else 0.0
         layers.append(ResizedLayer(name, len(state[A]), k, 1 - share, share**0.5))
     target.mkdir(parents=True, exist_ok=True)
-    save_file(new, target / _WEIGHTS, metadata={"format": "pt"})
+    write_file(target / _WEIGHTS, new, new.__getitem__)
     changed = config | _patterns(bool(config.get("use_rslora")), ranks, scales)
-    (target / _CONFIG).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+    write_json(target / _CONFIG, changed, indent=2)
     sizes = (sum(tensor.nbytes for tensor in tensors.values()) for tensors in (state, new))
     return ResizeReport(tuple(layers), (lost / whole) ** 0.5 if whole else 0.0, *sizes)
 
@@ -165,7 +166,7 @@ def _check(rank: Any, error: Any, allocate: Any) -> None:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors of a plain LoRA adapter."""
     try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / _CONFIG)
         state = load_file(folder / _WEIGHTS)
     except FileNotFoundError as error:
         missing = Path(error.filename).name if error.filename else _WEIGHTS

@@ -18,6 +18,7 @@ from typing import Any
 
 from panther.distributed.advisor.statistics.layer_stats import LayerStats, Line, Measured, Product, TensorStats
 from panther.errors import ShapeError
+from panther.files import read_json, write_json
 
 SHIPPED = Path(__file__).with_name("transformers.json.gz")
 _LINES = ("flops", "activations", "output", "largest", "tp_bytes", "tp_gathered", "moved", "recomputed")
@@ -90,7 +91,7 @@ def _key(sizes: dict[str, Any]) -> str:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
     except (OSError, ValueError):  # absent, or damaged: measured again
         return None
     whole = isinstance(found, dict) and ("refused" in found or "layers" in found)
@@ -98,10 +99,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, found: dict[str, Any]) -> None:
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(found))
-        partial.replace(file)  # another process reads the whole file or none
+        write_json(file, found, indent=None)
     except OSError:  # the statistics are measured again the next time
         return
