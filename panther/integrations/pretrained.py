@@ -3,14 +3,24 @@
 __all__ = ["from_pretrained"]
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from panther.errors import FormatError, require_extra
+from panther._torch import plain_name
+from panther.errors import FormatError, PantherError, require_extra
+from panther.files.reader import read_json
+from panther.nn._specs import QUANTIZATION_METHOD
 from panther.nn.attention.record import check_recorded
-from panther.nn.io import check_folder
+from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
+
+# Last parts of names that only compressed layers have.
+_COMPRESSED_TENSORS = ("S1", "S2", "sketch_seed", "codes", "scales", "record", "factor_scales", "skeleton", "order")
+# Arguments by which the loaded model has other tensors than the folder.
+_CHANGING = {"config", "quantization_config", "distributed_config", "tp_plan", "device_mesh", "state_dict"}
 
 
 def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -18,8 +28,10 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
 
     The folder is one of :func:`panther.save_compressed`, of ``panther compress``, or of ``save_pretrained``. Nothing is
     downloaded, pickles are not opened, and code that a folder brings is not run. Where the folder has checksums (one of
-    the first two) they are verified. transformers' own ``AutoModel*.from_pretrained`` loads such a folder too, in any
-    class, without checksums.
+    the first two) they are verified, also of config.json, and the model that transformers has built is compared with
+    what was saved, by names and values. A model is refused where weights would be new, or where weights of compressed
+    layers would not be used. transformers' own ``AutoModel*.from_pretrained`` loads such a folder too, in any class and
+    without checksums.
 
     Args:
         dir: The folder.
@@ -30,8 +42,8 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
 
     Raises:
         MissingExtraError: Without transformers.
-        FormatError: If the folder has no config.json, names a class that transformers does not have, or a file is
-            damaged.
+        FormatError: If the folder has no config.json, names a class that transformers does not have, a file is
+            damaged, or the weights do not fill the model.
 
     Example:
         >>> import tempfile, transformers, panther as pr
@@ -54,22 +66,141 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
             f"{folder} holds no config.json, which would name the architecture: build it, and call "
             "pr.load_compressed(folder, model)"
         )
-    if (folder / "panther.json").is_file():
+    manifest = None
+    if (folder / INFERENCE_MANIFEST).is_file():
         check_folder(folder)
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(folder, **local)
-    name = next(iter(config.architectures or ()), "AutoModel")
+        manifest = inference_manifest(folder)
+    config = _read_config(folder)
+    make = _model_class(transformers, config, folder)
+    argument_names = set(kwargs)
+    kwargs |= {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+    try:
+        model, info = make.from_pretrained(folder, **kwargs)
+    except SafetensorError as error:
+        raise FormatError(f"a weights file in {folder} is damaged ({error}): copy or write it again") from error
+    except (PantherError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # With arguments of the caller, which may be the cause too, only a config that describes no model is.
+        reason = _why_no_model(transformers, make, folder) if argument_names else error
+        if reason is None:
+            raise
+        text = " ".join(str(reason).split())
+        raise FormatError(
+            f"{type(reason).__name__}: {text[:300]}: {folder} cannot be loaded, because config.json or another of its "
+            "files is damaged or was written for a different version of transformers: copy or write the folder again"
+        ) from error
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    check_recorded({name for file in files for name in file.keys()}, model, folder)  # noqa: SIM118  not a mapping
+    with_new_sizes = bool(kwargs.get("ignore_mismatched_sizes"))
+    is_compressed = manifest is not None or _is_compressed(config)
+    _check_filled(model, info, folder, manifest, is_compressed=is_compressed, with_new_sizes=with_new_sizes)
+    if manifest is not None and not argument_names & _CHANGING and not with_new_sizes:
+        _check_as_saved(model, manifest, folder)
+    return model.eval()
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of config.json, whose entries that Panther reads have the right types."""
+    path = folder / "config.json"
+    try:
+        config = read_json(path)
+        if not isinstance(config, dict):
+            raise ValueError("it must be a JSON object")
+        names = config.get("architectures")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise ValueError(f"'architectures' is {names!r} and must be a list of names")
+        entry = config.get("quantization_config")
+        if entry is not None and not isinstance(entry, dict):
+            raise ValueError(f"'quantization_config' is {entry!r} and must be an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} cannot be used ({error}): copy or write the folder again") from None
+    return config
+
+
+def _is_compressed(config: Mapping[str, Any]) -> bool:
+    return (config.get("quantization_config") or {}).get("quant_method") == QUANTIZATION_METHOD
+
+
+def _model_class(transformers: Any, config: Mapping[str, Any], folder: Path) -> Any:
+    """Return the class of transformers that a folder's config.json names."""
+    name = next(iter(config.get("architectures") or ()), "AutoModel")
     make = getattr(transformers, name, None)
-    if not isinstance(make, type) or not hasattr(make, "from_pretrained"):
+    # The common base of the Auto classes is not public.
+    kinds = (transformers.PreTrainedModel, *transformers.AutoModel.__mro__[:-1])
+    if not isinstance(make, type) or not issubclass(make, kinds):
         raise FormatError(
             f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
             "does not have: build it, and call pr.load_compressed(folder, model)"
         )
-    kwargs |= {"use_safetensors": True, "local_files_only": True}
+    return make
+
+
+def _why_no_model(transformers: Any, make: Any, folder: Path) -> Exception | None:
+    """Return the error of building the model of a folder's config.json without weights; None if it is built."""
     try:
-        model = make.from_pretrained(folder, **kwargs).eval()
-        files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
-        check_recorded({name for file in files for name in file.keys()}, model, folder)  # noqa: SIM118  not a mapping
-        return model
-    except SafetensorError as error:
-        raise FormatError(f"a weights file in {folder} is damaged ({error}): copy or write it again") from error
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            (make.from_config if hasattr(make, "from_config") else make)(config)
+    except Exception as error:
+        return error
+    return None
+
+
+def _check_filled(
+    model: Any,
+    info: Mapping[str, Any],
+    folder: Path,
+    manifest: Mapping[str, Any] | None,
+    *,
+    is_compressed: bool,
+    with_new_sizes: bool,
+) -> None:
+    """Raise FormatError if weights of the model are new, or weights of compressed layers were not used."""
+    shared = set() if manifest is None else manifest["aliases"].keys()
+    missing = sorted(set(map(str, info["missing_keys"])) - shared)
+    unexpected = sorted(map(str, info["unexpected_keys"]))
+    resized = sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    if with_new_sizes:
+        missing, resized = sorted(set(missing) - set(resized)), []
+    if not is_compressed:  # dense folders often hold the weights of more heads than the class has
+        unexpected = [name for name in unexpected if name.rpartition(".")[2] in _COMPRESSED_TENSORS]
+    if missing or unexpected or resized:
+        raise FormatError(
+            f"{folder} does not fit the {type(model).__name__} that its config.json describes: missing "
+            f"{_some(missing)}; unexpected {_some(unexpected)}; of a different size {_some(resized)}. config.json was "
+            "damaged or changed, or the files are of different saves: copy or write the folder again. For weights that "
+            "are new on purpose call from_pretrained of transformers"
+        )
+
+
+def _check_as_saved(model: Any, manifest: Mapping[str, Any], folder: Path) -> None:
+    """Raise FormatError unless the model holds what was saved, by name and value, in its own dtypes."""
+    state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    changed = []
+    with safe_open(weights_path(folder, manifest), "pt") as weights:
+        saved_names = set(weights.keys())
+        if differing := sorted((saved_names | manifest["aliases"].keys()) ^ state.keys()):
+            raise FormatError(
+                f"the {type(model).__name__} that transformers builds for {folder} has other tensors than the saved "
+                f"one ({_some(differing)}): build the architecture, and call pr.load_compressed(folder, model)"
+            )
+        for name in sorted(saved_names):
+            tensor = state[name]
+            if type(tensor) is torch.Tensor and not tensor.is_meta:  # not sharded, and not on a disk
+                expected = weights.get_tensor(name).to(tensor.device, tensor.dtype)
+                if not torch.equal(tensor, expected) and not torch.allclose(tensor, expected, 0, 0, equal_nan=True):
+                    changed.append(name)
+    if changed:
+        raise FormatError(
+            f"transformers {_version()} changed tensors while it loaded {folder} ({_some(changed)}): build the "
+            "architecture, and call pr.load_compressed(folder, model)"
+        )
+
+
+def _version() -> str:
+    return str(require_extra("transformers", "transformers").__version__)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"

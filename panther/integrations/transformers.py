@@ -11,17 +11,17 @@ __all__ = [
 ]  # fmt: skip
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 import panther as pr
 from panther.distributed import TensorParallelReport, tensor_parallel
 from panther.errors import ConfigError, FormatError, check_version, require_extra
 from panther.integrations._model_card import write_model_card
+from panther.integrations._saved_weights import SavedWeights, read_saved_weights
 from panther.integrations._training import checked_options, compare_and_log, compress_and_log
 from panther.nn._sketch_record import read_record
 from panther.nn._sketched import CompressedModule, SketchedModule
@@ -109,6 +109,9 @@ class PantherQuantizer(_quantizers.HfQuantizer):
     report: pr.CompressionReport | None = None
     """That of the compression, where the model was compressed on loading."""
 
+    saved: SavedWeights | None = None
+    """What the weights files hold, while a model is loaded."""
+
     placements: TensorParallelReport | None = None
     """Where the layers are, with ``tp_plan="auto"``."""
 
@@ -142,13 +145,19 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             model._resolve_parallel_plans = lambda config: ({}, {}, {})  # type: ignore[assignment]
         if self.pre_quantized:
             self.quantization_config.modules = put_compressed_(model, self.quantization_config.modules or {})
-            _train_saved_scales_(model, kwargs.get("checkpoint_files") or ())
+            self.saved = read_saved_weights(kwargs.get("checkpoint_files"))
+            if self.saved is not None:
+                self.saved.train_scales_(model)
+                self.saved.check(model)
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Draw the sketches, which are not stored; or compress, if the folder was dense."""
         if not self.pre_quantized:
             self.report = pr.compress(model, **self.options)
+        if self.saved is not None:
+            self.saved.share_(model)
+            self.saved = None
         specs = self.quantization_config.modules or {}
         for name, module in model.named_modules():
             if isinstance(module, SketchedModule):
@@ -389,19 +398,6 @@ def _renamed(spec: Any, specs: Mapping[str, Any], found: Mapping[str, Any], pref
     if first is None or first in found:
         return spec
     return {"alias_of": first.removeprefix(prefix) if first in specs and first.startswith(prefix) else prefix + first}
-
-
-def _train_saved_scales_(model: nn.Module, files: Iterable[str]) -> None:
-    """Make the scales trainable of layers that were saved by ``save_pretrained`` in training, without the quantizer."""
-    trained = set()
-    for file in files:
-        if str(file).endswith(".safetensors"):
-            with safe_open(file, "pt") as tensors:
-                names = list(tensors.keys())
-            trained |= {name.rpartition(".")[0] for name in names if name.endswith("scale_logs")}
-    for name, module in model.named_modules() if trained else ():
-        if isinstance(module, QuantizedMatrix) and any(f".{saved}".endswith(f".{name}") for saved in trained):
-            module.train_scales_()
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -1,11 +1,13 @@
 """Compressed models of transformers, saved and loaded by transformers itself, in another process too."""
 
+import json
 import sys
 
 import pytest
 import torch
 import waits
 from ranks import on_ranks
+from safetensors.torch import load_file, save_file
 
 import panther as pr
 from panther.errors import CompressionError, ConfigError, FormatError
@@ -379,6 +381,110 @@ def test_a_folder_of_transformers_is_checked(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(FormatError, match=r"a weights file in .* is damaged"):
         pr.from_pretrained(tmp_path)
+
+
+def damaged_configs(config):
+    """Contents of config.json that are damaged, each with what was done."""
+    raw = json.dumps(config, indent=1).encode()
+    yield "the entry is removed", {key: value for key, value in config.items() if key != "quantization_config"}
+    entry = config["quantization_config"]
+    yield "of an unknown method", config | {"quantization_config": entry | {"quant_method": "panthes"}}
+    yield (
+        "a layer is removed",
+        config | {"quantization_config": entry | {"modules": dict(list(entry["modules"].items())[1:])}},
+    )
+    for wrong in (5, [5], ["AutoTokenizer"], ["NoSuchModel"], "BertForMaskedLM"):
+        yield f"architectures {wrong}", config | {"architectures": wrong}
+    for key in ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+        yield f"no {key}", {name: value for name, value in config.items() if name != key}
+        yield f"{key} of a wrong type", config | {key: [3]}
+    yield "more layers", config | {"num_hidden_layers": 3}
+    yield "fewer layers", config | {"num_hidden_layers": 1}
+    for cut in (0, 1, 40, len(raw) // 2, len(raw) - 2):
+        yield f"cut at {cut}", raw[:cut]
+    yield "not text", b"\xff\xfe" + raw
+    yield "an array", []
+
+
+@pytest.mark.parametrize("save", ["save_compressed", "save_pretrained"])
+def test_a_damaged_config_is_refused(save, tmp_path):
+    """A folder whose config had lost an entry loaded as a model with random layers, without a word."""
+    model, inputs = compressed(bert, ("int8", "low_rank"))
+    pr.save_compressed(model, tmp_path) if save == "save_compressed" else model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    good, expected = path.read_bytes(), logits(model, inputs)
+    cases, refused = [*damaged_configs(json.loads(good))], []
+    for name, damaged in cases:
+        path.write_bytes(damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode())
+        try:
+            assert torch.equal(logits(pr.from_pretrained(tmp_path), inputs), expected), name
+        except FormatError:
+            refused.append(name)
+    # The class that config.json names knows the type of its model; a folder of ours has a checksum.
+    assert len(refused) == len(cases) - (save == "save_pretrained")
+    path.write_bytes(good)
+    assert torch.equal(logits(pr.from_pretrained(tmp_path), inputs), expected)
+
+
+def test_errors_of_arguments_are_not_blamed_on_the_folder(tmp_path):
+    model, _ = compressed(bert, ("low_rank",))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="no_such_argument"):
+        pr.from_pretrained(tmp_path, no_such_argument=1)
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(tmp_path):
+    model, _ = compressed(bert, ("int8",))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(".codes"))
+    without = {key: tensor for key, tensor in tensors.items() if key != name}
+    save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
+    for load in (pr.from_pretrained, transformers.AutoModelForMaskedLM.from_pretrained):
+        with pytest.raises(
+            FormatError,
+            match=r"names \d+ compressed layers with 'codes', and the weights files hold \d+: the folder is damaged",
+        ):
+            load(tmp_path)
+    save_file(tensors | {"more": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=r"missing none; unexpected more; of a different size none"):
+        pr.from_pretrained(tmp_path)
+
+
+def test_a_dense_folder_may_hold_more_heads_than_its_class_has(tmp_path):
+    model, names = bert()
+    inputs = batch(names)
+    model.eval().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"cls.seq_relationship.weight": torch.ones(2, 32)}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    assert torch.equal(logits(pr.from_pretrained(tmp_path), inputs), logits(model, inputs))
+    del tensors["bert.encoder.layer.0.output.dense.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=r"missing bert\.encoder\.layer\.0\.output\.dense\.weight; unexpected none"):
+        pr.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("forms", [("low_rank",), ("int8",)])
+def test_a_folder_of_ours_holds_shared_weights_once(forms, tmp_path):
+    """transformers left the second layer without values, which gave NaN."""
+    torch.manual_seed(0)
+    model, names = bert()
+    attention = model.eval().bert.encoder.layer[0].attention.self
+    attention.key.weight = attention.query.weight
+    pr.compress(model, 0.5, [batch(names, 8) for _ in range(10)], forms=forms, measure_speed=False)
+    inputs = batch(names)
+    pr.save_compressed(model, tmp_path)
+    for load in (pr.from_pretrained, transformers.AutoModelForMaskedLM.from_pretrained):
+        loaded = load(tmp_path)
+        assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+        attention = loaded.bert.encoder.layer[0].attention.self
+        name = attention.query.stored_names()[0]
+        assert getattr(attention.key, name) is getattr(attention.query, name)
+    body = transformers.AutoModel.from_pretrained(tmp_path)
+    expected = model.bert(**inputs).last_hidden_state
+    assert torch.equal(body(**inputs).last_hidden_state, expected)
 
 
 def test_the_vocabulary_grows_with_a_compressed_head(tmp_path):
