@@ -258,7 +258,7 @@ def compress(
                 notes.append(
                     f"{wish.setting} was met when forms were chosen, and missed when the model was timed again"
                 )
-            notes += _self_differences(runner)
+            notes += _habits(runner)
             notes += (doubts := _doubts(fits, allocation, measured))
             if doubts:
                 warnings.warn("; ".join(doubts), NumericalWarning, stacklevel=2)
@@ -335,14 +335,20 @@ def sketch_layers_(
     )
 
 
-def _self_differences(runner: Runner) -> list[str]:
-    """Return that the model differs from itself, where it does."""
-    if runner.difference is None or runner.difference <= _SAME:
-        return []
-    return [
-        f"two outputs of the original model for one batch differ by {runner.difference:.2g}, with the same random "
-        "numbers of torch, NumPy and Python: the measured errors contain this difference"
-    ]
+def _habits(runner: Runner) -> list[str]:
+    """Return what the user should know of the original: that it differs from itself, or writes its parameters."""
+    notes = []
+    if runner.difference is not None and runner.difference > _SAME:
+        notes.append(
+            f"two outputs of the original model for one batch differ by {runner.difference:.2g}, with the same random "
+            "numbers of torch, NumPy and Python: the measured errors contain this difference"
+        )
+    if written := runner.written_parameters():
+        notes.append(
+            f"forwards of the model write its parameters in place ({', '.join(written[:3])}), as Panther does not: the "
+            "values are those after the calibration"
+        )
+    return notes
 
 
 def _doubts(fits: Fits, allocation: Allocation, measured: Measured) -> list[str]:

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from panther._random_state import preserved_generators, seed_cpu_generators
 from panther._torch import is_dynamo_loaded
 from panther.compression.calibration.batches import check_calibration, copy_batch, describe_batch, read_batches
-from panther.compression.calibration.masks import MASK_NAMES, Masks, Places, Shapes, counted, find_places
+from panther.compression.calibration.masks import MASK_NAMES, Masks, Places, Shapes, counted, find_places, positions_of
 from panther.compression.calibration.model_state import ModelState, deferred_interrupts
 from panther.errors import CompressionError
 
@@ -219,11 +219,15 @@ class Runner:
         for index in self._gpus:
             torch.cuda.default_generators[index].manual_seed(seed % 2**63)
 
+    def written_parameters(self) -> list[str]:
+        """Return the names of the parameters that forwards of this calibration have written in place."""
+        return [] if self._state is None else self._state.written_parameters()
+
     def output(self, batch: Any) -> Tensor:
         """Return the output of the model for a batch. The forward gets a copy of it."""
         number = next((n for n, stored in enumerate(chain(self.batches, self.held_out)) if stored is batch), 0)
-        self._seed_generators(self.seed + number)
-        if self._state is not None:
+        if self._state is not None:  # outside of a calibration the generators are the caller's
+            self._seed_generators(self.seed + number)
             self._state.restore_before_forward()  # not after a forward: backward reads what the forward has saved
         return self.plain_output(copy_batch(batch))
 
@@ -284,13 +288,16 @@ class Runner:
                 )
             return Masks((None if mask is None else mask.to(self.device, torch.bool),))
         values = [batch.get(name) if isinstance(batch, Mapping) else None for name in MASK_NAMES]
-        masks = [mask if isinstance(mask, Tensor) and mask.dim() == 2 else None for mask in values]
+        masks = [
+            positions_of(mask).to(self.device) if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            for mask in values
+        ]
         if all(mask is None or bool(mask.all()) for mask in masks):
             return Masks(())
         if self._places is None:
             first = next((each for each in self.batches if isinstance(each, Mapping)), batch)
             self._places = find_places(first, self._shapes)
-        return Masks(tuple(None if mask is None else mask.to(self.device, torch.bool) for mask in masks), self._places)
+        return Masks(tuple(masks), self._places)
 
     @torch.no_grad()
     def _shapes(self, batch: Any) -> Shapes:

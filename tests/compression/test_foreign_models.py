@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import panther as pr
 from panther.compression.calibration.batches import copy_batch, entries_of
+from panther.compression.calibration.masks import positions_of
 from panther.errors import CompressionError, NumericalWarning
 
 WIDTH = 32
@@ -246,6 +247,39 @@ def test_a_model_that_differs_from_itself_is_named():
     steps = iter(range(10**6))
     report, _, _ = compressed(Drifting(), inputs())
     assert any(note.startswith("two outputs of the original model for one batch differ by") for note in report.notes)
+
+
+def test_a_forward_that_writes_its_parameters_is_named():
+    class Renormalized(Model):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.scale.mul_(1.0)
+            return self.network(x) * self.scale
+
+    report, _, _ = compressed(Renormalized(), inputs())
+    assert any("write its parameters in place (scale)" in note for note in report.notes)
+    assert not any("write its parameters" in note for note in compressed(Model(), inputs())[0].notes)
+
+
+def test_random_numbers_outside_of_a_calibration_are_the_callers():
+    from panther.compression.runner import Runner
+
+    runner = Runner(Model(), inputs(), None, None, None, False)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    runner.output(runner.batches[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.long, torch.float32, "added"])
+def test_masks_of_every_kind(kind):
+    kept = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = torch.where(kept, 0.0, -1e4) if kind == "added" else kept.to(kind)
+    assert torch.equal(positions_of(mask), kept)
 
 
 class Stateful(Model):

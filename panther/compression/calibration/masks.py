@@ -6,7 +6,7 @@ as long as the encoder's, the sequence can come first, and an image can have as 
 model is run once more with each side one position shorter, and what becomes shorter has the positions of that side.
 """
 
-__all__ = ["MASK_NAMES", "Masks", "Place", "counted", "find_places"]
+__all__ = ["MASK_NAMES", "Masks", "Place", "Places", "Shapes", "counted", "find_places", "positions_of"]
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -70,6 +70,12 @@ def _matching(x: Tensor, mask: Tensor, axis: int | None) -> Tensor | None:
         return mask.mT if axis in (None, 0) and x.shape[:2] == mask.shape[::-1] else None
     is_flat = x.dim() == 2 and len(x) == mask.numel() != len(mask)
     return mask.flatten() if is_flat and axis in (None, 0) else None
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Return which positions a mask keeps, as booleans; a mask that is added to scores has zeros there."""
+    is_added = mask.is_floating_point() and not bool((mask > 0).any())
+    return mask == 0 if is_added else mask != 0
 
 
 def counted(x: Tensor, masks: Masks | None, module: nn.Module | None = None) -> Tensor:  # (*, n) -> (rows, n)

@@ -108,6 +108,11 @@ class ModelState:
             tensors |= {id(tensor): tensor for tensor in writable if tensor is not None and _is_written(tensor)}
         aliases = self._use_normal_tensors()
         self._contents = [_Contents(aliases.get(key, tensor)) for key, tensor in tensors.items()]
+        self._writes = [
+            (name, parameter, version_of(parameter))
+            for name, parameter in model.named_parameters()
+            if not parameter.is_inference()
+        ]
         self._present_buffers = {module: dict(buffers_of(module)) for module in self._attributes}
 
     def _use_normal_tensors(self) -> dict[int, Tensor]:
@@ -125,6 +130,10 @@ class ModelState:
                         aliases[id(tensor)] = nn.Parameter(alias, requires_grad=False) if is_parameter else alias
                     tensors[name] = aliases[id(tensor)]  # type: ignore[assignment]
         return aliases
+
+    def written_parameters(self) -> list[str]:
+        """Return the names of the parameters that were written in place since this object was made."""
+        return [name for name, parameter, writes in self._writes if version_of(parameter) != writes]
 
     def restore_before_forward(self) -> None:
         """Put back what the last forward changed, not what calibration itself changes, such as hooks and flags."""
