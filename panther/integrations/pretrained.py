@@ -61,15 +61,15 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     folder = Path(dir)
     if not folder.is_dir():
         raise FormatError(f"there is no folder {folder}: give one that pr.save_compressed or save_pretrained wrote")
+    manifest = None
+    if (folder / INFERENCE_MANIFEST).is_file():
+        check_folder(folder)  # first, because it gives the files of a save that was cut off their names
+        manifest = inference_manifest(folder)
     if not (folder / "config.json").is_file():
         raise FormatError(
             f"{folder} holds no config.json, which would name the architecture: build it, and call "
             "pr.load_compressed(folder, model)"
         )
-    manifest = None
-    if (folder / INFERENCE_MANIFEST).is_file():
-        check_folder(folder)
-        manifest = inference_manifest(folder)
     config = _read_config(folder)
     make = _model_class(transformers, config, folder)
     argument_names = set(kwargs)

@@ -209,7 +209,9 @@ def _load_module(name: str, spec: dict[str, Any], old: nn.Module, state: dict[st
     except SketchMismatchError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FormatError(f"module {name!r} cannot be built from the folder: {error}") from error
+        # torch writes a line for each tensor that does not fit, below a title.
+        text = "; ".join(line.strip() for line in str(error).splitlines() if not line.startswith("Error(s) in loading"))
+        raise FormatError(f"module {name!r} cannot be built from the folder: {text.rstrip('.')}") from error
     dtypes, mode = _dtypes_of(module), _mode_of(module)
     if mode != spec.get("mode") or dtypes != {dtype}:
         found = ", ".join(sorted(map(str, dtypes)))

@@ -625,3 +625,34 @@ def test_a_plan_for_a_dense_folder_that_is_to_be_compressed_is_refused(tmp_path)
     wanted = PantherConfig(bits=5, calibration=[batch(names)])
     with pytest.raises(ConfigError, match="compressed layers know tp_plan='auto'"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", config=config, quantization_config=wanted)
+
+
+def test_a_save_that_was_cut_off_loads_as_the_new_model_with_its_config(tmp_path):
+    """A process was killed after the rename of panther.json, before weights and config.json had their names."""
+    from panther.nn.io import inference_manifest
+
+    models = []
+    for rank in (2, 4):
+        torch.manual_seed(rank)
+        config = transformers.BertConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        )
+        models.append(transformers.BertModel(config).eval())
+        pr.sketch_layers_(models[-1], pr.SketchConfig(low_rank=rank))
+    pr.save_compressed(models[0], tmp_path / "old")
+    new = pr.save_compressed(models[1], tmp_path / "new")
+    commit = inference_manifest(new)["commit"]
+    for name in ("model.safetensors", "config.json"):
+        (new / name).rename(tmp_path / "old" / f".{name}.{commit}.new")
+    (new / "panther.json").rename(tmp_path / "old" / "panther.json")
+    loaded = pr.from_pretrained(tmp_path / "old")
+    assert all(torch.equal(value, models[1].state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert sorted(path.name for path in (tmp_path / "old").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "panther.json",
+    ]
+    changed = json.loads((tmp_path / "old" / "config.json").read_text()) | {"hidden_act": "relu"}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(FormatError, match=r"config.json does not match its checksum in panther.json"):
+        pr.from_pretrained(tmp_path / "old")
