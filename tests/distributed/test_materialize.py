@@ -16,6 +16,7 @@ from panther.distributed import checkpoint, data_parallel, make_mesh, materializ
 from panther.errors import CheckpointError, FormatError
 from panther.files.tensors import stored_tensors
 from panther.nn import RandMultiHeadAttention, SKConv1d, SKLinear, sinSRPE
+from panther.nn.io import inference_manifest
 
 pytestmark = [
     pytest.mark.distributed,
@@ -221,6 +222,19 @@ def test_the_model_s_own_initialisation_comes_last():
         ValueError, match="'weight' of a Nothing was not drawn by its model's or its own initialisation"
     ):
         materialize_(other)
+
+
+def test_a_save_that_was_cut_off_is_read_where_its_weights_are(tmp_path):
+    """A process was killed after the rename of panther.json, before the new weights had their name."""
+    old, new = nn.Linear(3, 2), nn.Linear(3, 2)
+    folder = pr.save_compressed(old, tmp_path / "old")
+    pr.save_compressed(new, tmp_path / "new")
+    commit = inference_manifest(tmp_path / "new")["commit"]
+    (tmp_path / "new/panther.json").rename(folder / "panther.json")
+    (tmp_path / "new/model.safetensors").rename(folder / f".model.safetensors.{commit}.new")
+    model = materialize_(nn.Linear(3, 2, device="meta"), folder)
+    assert torch.equal(model.weight, new.weight)
+    assert torch.equal(model.bias, new.bias)
 
 
 def test_what_is_refused(tmp_path):

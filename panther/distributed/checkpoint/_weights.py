@@ -8,7 +8,6 @@ __all__ = [
     "with_saved_layers",
 ]
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from panther.distributed.checkpoint import _state as states
 from panther.distributed.checkpoint._folders import checkpoints, folder_of
@@ -27,9 +32,11 @@ from panther.distributed.checkpoint._manifest import MANIFEST, read_manifest
 from panther.distributed.checkpoint._reader import Chunk, TensorReader
 from panther.distributed.checkpoint._storage import read_tensors, reader_of
 from panther.errors import CheckpointError, FormatError
+from panther.files import read_json
+from panther.files.tensors import stored_tensors
 from panther.nn._specs import QUANTIZATION_METHOD, TRAINED_SCALES, build_modules, module_specs
 from panther.nn.attention.record import convert_as_saved_
-from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
+from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
 
 
 @dataclass
@@ -107,6 +114,8 @@ def stored_weights(folder: Path) -> StoredWeights:
     if (folder / ".metadata").is_file():
         files = _DCPReader(folder)
         return StoredWeights(folder, files, {}, {name: name for name in files.read_metadata().state_dict_metadata})
+    if (folder / INFERENCE_MANIFEST).is_file():
+        return _inference_weights(folder)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} holds no weights: give a folder with safetensors, a checkpoint of "
@@ -115,9 +124,24 @@ def stored_weights(folder: Path) -> StoredWeights:
     metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
     chunks = {index: Chunk(Path(info.relative_path), index.fqn) for index, info in metadata.storage_data.items()}
     places = {name: name for name in metadata.state_dict_metadata}
-    if (folder / INFERENCE_MANIFEST).is_file():
-        places |= inference_manifest(folder)["aliases"]
     return StoredWeights(folder, TensorReader(metadata, chunks), saved_modules(folder), places)
+
+
+def _inference_weights(folder: Path) -> StoredWeights:
+    """Return what a folder of ``save_compressed`` holds: of one file, which its manifest names."""
+    manifest = inference_manifest(folder)
+    path = weights_path(folder, manifest)
+    tensors: dict[str, Any] = {}
+    chunks = {}
+    for name, stored in stored_tensors(path).items():
+        shape, offsets = torch.Size(stored.shape), torch.Size([0] * len(stored.shape))
+        kind = TensorProperties(dtype=stored.dtype)
+        tensors[name] = TensorStorageMetadata(kind, shape, [ChunkStorageMetadata(offsets, shape)])
+        chunks[MetadataIndex(name, offsets)] = Chunk(path, name)
+    places = {name: name for name in tensors} | manifest["aliases"]
+    if strangers := sorted(set(places.values()) - tensors.keys()):
+        raise FormatError(f"{folder / INFERENCE_MANIFEST} names the tensor {strangers[0]!r}, which {path} lacks")
+    return StoredWeights(folder, TensorReader(Metadata(tensors), chunks), manifest["modules"], places)
 
 
 def _has_checkpoint(folder: Path) -> bool:
@@ -143,8 +167,8 @@ def saved_modules(folder: Path) -> Mapping[str, Any]:
         )
     config = folder / "config.json"
     try:
-        entry = json.loads(config.read_text(encoding="utf-8")).get("quantization_config") if config.is_file() else None
-    except ValueError as error:
+        entry = read_json(config).get("quantization_config") if config.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
         raise FormatError(f"{config} cannot be read as JSON ({error}): write the folder again") from None
     if isinstance(entry, dict) and entry.get("quant_method") == QUANTIZATION_METHOD:
         return entry.get("modules") or {}  # of transformers' save_pretrained

@@ -46,6 +46,7 @@ def materialize_(
             ``[stage.submod for stage in stages]``.
         weights: A folder of safetensors (one file or several), as transformers and :func:`panther.save_compressed`
             write it, a checkpoint of ``torch.distributed.checkpoint``, or one of Panther's. None draws new values.
+            torch unpickles the file ``.metadata`` of its own checkpoints, which can run code: trust their writers.
         seed: Of the values that are drawn.
         device: Where to allocate; None is the device of this rank, :func:`get_distributed_info`.
 
