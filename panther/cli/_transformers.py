@@ -5,9 +5,11 @@ Weights are read from safetensors alone, and code that a folder brings is not ru
 
 __all__ = ["copy_beside", "empty_model", "load_model", "quietly", "sample_inputs", "text_batches"]
 
+import fnmatch
 import inspect
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from panther._text import counted
 from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
+from panther.integrations._weight_files import PICKLES, check_weight_files
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _LEAST_SAMPLES = 5  # a fifth is held out
@@ -25,8 +28,13 @@ _VOCABULARIES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_NOT_COPIED = (*_PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".py")
+_NOT_COPIED = (*PICKLES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".py")
+# Of training, which a compressed model does not continue, and the model's weights in forms of other programs.
+_LEFT_OUT = (
+    ".*", "__pycache__", "trainer_state.json", "optimizer*", "scheduler*", "scaler*", "rng_state*", "events.out.*",
+    "latest", "checkpoint-*", "global_step*", "runs", "logs", "wandb", "onnx", "openvino", "coreml", "original",
+)  # fmt: skip
+_MODULES = "modules.json"  # of sentence-transformers: its modules, each in a folder with weights of its own
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -54,14 +62,7 @@ def load_model(folder: Path) -> nn.Module:
             f"{folder / 'config.json'} names the architecture {name}, which transformers {transformers.__version__} "
             "does not have: build the model in a function of your own, and give module:function"
         )
-    if not any(folder.glob("*.safetensors")):
-        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
-            raise PantherError(
-                f"{folder} holds {pickles[0]}, a pickle, which can run code and is not opened: if you trust it, "
-                f"convert it once with transformers.{name}.from_pretrained({str(folder)!r})"
-                f".save_pretrained({str(folder)!r})"
-            )
-        raise PantherError(f"{folder} holds no model.safetensors: {saved}")
+    check_weight_files(folder, name)
     with quietly(f"the weights in {folder} cannot be loaded"):
         model, info = make.from_pretrained(
             folder,
@@ -72,8 +73,9 @@ def load_model(folder: Path) -> nn.Module:
         )
     bad = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if bad:
+        named = "which config.json names" if config.architectures else "built as config.json names no architecture"
         raise PantherError(
-            f"the weights in {folder} do not fill a {type(model).__name__}, which config.json names: "
+            f"the weights in {folder} do not fill a {type(model).__name__}, {named}: "
             f"{', '.join(bad[:3])}{f' and {len(bad) - 3} more' if len(bad) > 3 else ''} missing or of another size: "
             "load the folder with the class that wrote it, and save_pretrained it again"
         )
@@ -194,11 +196,39 @@ def _lines(path: Path) -> list[str]:
 
 
 def copy_beside(folder: Path, out: Path) -> None:
-    """Copy the folder's own files except weights and code: config.json, the tokenizer's files and the like."""
-    for path in folder.iterdir():
-        weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
-        if path.is_file() and not weights and not (out / path.name).exists():
-            shutil.copyfile(path, out / path.name)
+    """Copy what belongs to the model, without its weights, code and what is of training alone.
+
+    That is config.json, the tokenizer's files, chat templates and the like, also in folders. The folders that
+    sentence-transformers puts beside the model are copied whole, because they hold modules of their own.
+    """
+    _copy(folder, out, _module_folders(folder), out.resolve())
+
+
+def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path) -> None:
+    """Copy the files of a folder, and of folders in it except ``unread``; those named in ``modules`` whole."""
+    for path in sorted(folder.iterdir()):
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT) or path.resolve() == unread:
+            continue
+        target = out / path.name
+        if path.is_dir() and not path.is_symlink():
+            if path.name in modules:
+                shutil.copytree(path, target, dirs_exist_ok=True)
+            else:
+                _copy(path, target, (), unread)
+            continue
+        is_weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and not target.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def _module_folders(folder: Path) -> set[str]:
+    """Return the folders of the modules that follow the model, by the modules.json of sentence-transformers."""
+    try:
+        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
+        return {str(module["path"]).split("/")[0] for module in modules if module["path"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 @contextmanager

@@ -5,6 +5,8 @@ __all__ = ["add_parser", "run"]
 import argparse
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,8 @@ from panther.files import new_file, write_json
 if TYPE_CHECKING:
     from torch import nn
 
-_MOST_ERROR = 1e-4
+_MOST_ERROR = 1e-4  # relative, of a float32 file
+_MORE_ERROR = 4.0  # times the error that the model itself has in its dtype, for files of half precision
 _SAMPLE = "give --sample module:function, which returns a mapping of the forward's arguments to tensors"
 
 
@@ -38,6 +41,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", metavar="FUNCTION", help=text)
     text = "module:function, which returns inputs by name (default: tokens or an image, by config.json)"
     parser.add_argument("--sample", metavar="FUNCTION", help=text)
+    text = "dtype of the weights (default: as they were saved)"
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=text)
     parser.set_defaults(run=run)
 
 
@@ -52,22 +57,48 @@ def run(args: argparse.Namespace) -> int:
     if args.to == "onnx":
         for module in ("onnx", "onnxscript"):
             require_extra(module, "onnx")
-    import torch
-
-    with current_folder_importable():
-        model = _load(folder, args.model).eval()
-        if args.to == "linears":
-            _write_linears(model, out)
-        else:
-            sample = _sample(model, args.sample)
-            given = f"those of --sample {args.sample}" if args.sample else "tokens or an image of its sizes"
-            with explained(f"{type(model).__name__} does not run on its inputs, {given}"), torch.no_grad():
-                model(**sample)
-            with explained(f"{type(model).__name__} cannot be exported"):
-                _write_program(model, sample, args.to, out)
+    with current_folder_importable(), _empty_after_an_error(out):
+        _export(args, _load(folder, args.model).eval(), out)
     for path in sorted(out.iterdir()):
         print(f"{path}  {path.stat().st_size:,} bytes")
     return 0
+
+
+@contextmanager
+def _empty_after_an_error(out: Path) -> Iterator[None]:
+    """Remove what was written if an error ends the export: such files are not to be used, and keep the next try off."""
+    existed = out.is_dir()
+    try:
+        yield
+    except BaseException:
+        for path in out.iterdir() if out.is_dir() else ():
+            path.unlink()
+        if out.is_dir() and not existed:
+            out.rmdir()
+        raise
+
+
+def _export(args: argparse.Namespace, model: Any, out: Path) -> None:
+    """Write the model in the form that was asked for."""
+    import torch
+
+    if args.dtype is not None:
+        model = model.to(getattr(torch, args.dtype))
+    if args.to == "linears":
+        _write_linears(model, out)
+        return
+    sample = _sample(model, args.sample)
+    given = f"those of --sample {args.sample}" if args.sample else "tokens or an image of its sizes"
+    with explained(f"{type(model).__name__} does not run on its inputs, {given}"), torch.no_grad():
+        model(**sample)
+    for module in model.modules():  # a module may have its own configuration, as the decoder of T5 has
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False  # a cache is an output that other programs cannot hand back
+    with explained(f"{type(model).__name__} cannot be exported"):
+        _write_program(model, sample, args.to, out)
+    if args.to == "onnx":
+        _compare(model, sample, out / "model.onnx")
 
 
 def _load(folder: Path, function: str | None) -> "nn.Module":
@@ -98,7 +129,9 @@ def _sample(model: Any, function: str | None) -> dict[str, Any]:
     from panther.cli._transformers import sample_inputs
 
     if function is None:
-        return sample_inputs(model, 2, 7, _SAMPLE)
+        sample = sample_inputs(model, 2, 7, _SAMPLE)
+        dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.items()}
     made = call(function)
     if not isinstance(made, dict) or not all(isinstance(value, torch.Tensor) for value in made.values()):
         raise wrong_return(function, made, "a mapping of the forward's arguments to tensors")
@@ -109,8 +142,6 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
     """Export with a batch that may change, and a length where an input is a matrix of integers."""
     import torch
 
-    if (config := getattr(model, "config", None)) is not None and hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache is an output that other programs cannot hand back
     dynamic = torch.export.Dim.DYNAMIC
     shapes = {
         name: {0: dynamic} | ({1: dynamic} if tensor.dim() == 2 and not tensor.is_floating_point() else {})
@@ -130,27 +161,60 @@ def _write_program(model: Any, sample: dict[str, Any], kind: str, out: Path) -> 
                 torch.onnx.export(program, (), str(out / "model.onnx"), dynamo=True, verbose=False)
             finally:
                 logging.disable(before)
-            _compare(model, sample, out / "model.onnx")
 
 
 def _compare(model: Any, sample: dict[str, Any], path: Path) -> None:
-    """Run the file by onnxruntime, if there is one, and print how far its first output is from the model's."""
+    """Run the file by onnxruntime, if there is one, and print how far its first output is from the model's.
+
+    A file of half precision is compared with the model in float32, from which the model's own output in that precision
+    is as far as its rounding is. The model is in float32 afterwards.
+    """
     import torch
 
     if find_spec("onnxruntime") is None:
         print("not run: onnxruntime is not installed (pip install onnxruntime), so nothing was compared")
         return
-    session: Any = require_extra("onnxruntime", "onnx").InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (found, *_) = session.run(None, {entry.name: sample[entry.name].numpy() for entry in session.get_inputs()})
-    output = model(**sample)
-    first = output if isinstance(output, torch.Tensor) else next(iter(getattr(output, "values", lambda: output)()))
-    error = torch.linalg.vector_norm(torch.from_numpy(found) - first) / torch.linalg.vector_norm(first)
-    if not error <= _MOST_ERROR:
-        raise PantherError(
-            f"{path} gives other outputs than the model, with a relative difference of {error:.1e}: do not use it, and "
-            "write --to torch"
+    with torch.no_grad():
+        own_output = _first_output(model(**sample))
+    if own_output.dtype is torch.bfloat16:
+        print(
+            "not compared: onnxruntime has no kernels for bfloat16 on CPUs (--dtype float32 writes a file that is "
+            "compared)"
         )
-    print(f"onnxruntime gives the model's output, with a relative difference of {error:.1e}")
+        return
+    runtime: Any = require_extra("onnxruntime", "onnx")
+    arrays = {name: tensor.numpy() for name, tensor in sample.items()}
+    with explained(f"onnxruntime does not run {path}"):
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        (file_output, *_) = session.run(None, {entry.name: arrays[entry.name] for entry in session.get_inputs()})
+    reference, limit = own_output, _MOST_ERROR
+    if own_output.dtype is torch.float16:
+        wide = {name: x.float() if x.is_floating_point() else x for name, x in sample.items()}
+        with torch.no_grad():
+            reference = _first_output(model.float()(**wide))
+        own_error = _distance(own_output, reference)
+        limit = max(_MORE_ERROR * own_error, _MORE_ERROR * torch.finfo(torch.float16).eps)
+    error = _distance(torch.from_numpy(file_output), reference)
+    if not error <= limit:
+        raise PantherError(
+            f"{path} gives other outputs than the model, with a relative difference of {error:.1e}, more than "
+            f"{limit:.1e}: nothing was kept, write --to torch"
+        )
+    compared = "the model's output" if reference is own_output else "the output of the model in float32"
+    print(f"onnxruntime gives {compared}, with a relative difference of {error:.1e}")
+
+
+def _first_output(output: Any) -> Any:
+    import torch
+
+    return output if isinstance(output, torch.Tensor) else next(iter(getattr(output, "values", lambda: output)()))
+
+
+def _distance(output: Any, reference: Any) -> float:
+    import torch
+
+    difference = torch.linalg.vector_norm(output.double() - reference.double())
+    return float(difference / torch.linalg.vector_norm(reference.double()))
 
 
 def _write_linears(model: "nn.Module", out: Path) -> None:

@@ -63,6 +63,8 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
     """Return the tree of a folder's files: no weight is read, and no class of the model is needed."""
     from panther.distributed.checkpoint._folders import folder_of
     from panther.distributed.checkpoint._manifest import MANIFEST
+    from panther.integrations._weight_files import weight_files
+    from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
     from panther.tuning._tree import tree_of_tensors
 
     files = sorted(folder.glob("*.safetensors"))
@@ -71,6 +73,10 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
     if not files:
         raise PantherError(f"{folder} holds no .safetensors file and no checkpoint: give {_KINDS}")
     tensors: dict[str, tuple[tuple[int, ...], int, bool]] = {}
+    if (folder / INFERENCE_MANIFEST).is_file():
+        files = [weights_path(folder, inference_manifest(folder))]
+    else:
+        files = weight_files(folder)
     for file in files:
         for name, entry in _header(file).items():
             begin, end = entry["data_offsets"]

@@ -66,12 +66,16 @@ def run(args: argparse.Namespace) -> int:
 
         check_plot(args.plot)
     with current_folder_importable():
-        result = _search(settings, args.config)
+        result = _search(dict(settings), args.config)
         print(result)
         if out is not None:
             import panther as pr
 
             pr.save_compressed(result.model, out)
+            if isinstance(model := settings.get("model"), str) and Path(model).is_dir():
+                from panther.cli._transformers import copy_beside
+
+                copy_beside(Path(model), out)
     if args.json is not None:
         result.to_json(args.json)
     if args.plot is not None:

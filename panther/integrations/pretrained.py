@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from panther._torch import plain_name
 from panther.errors import FormatError, PantherError, require_extra
 from panther.files.reader import read_json
+from panther.integrations._weight_files import check_weight_files
 from panther.nn._specs import QUANTIZATION_METHOD
 from panther.nn.attention.record import check_recorded
 from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
@@ -43,7 +44,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     Raises:
         MissingExtraError: Without transformers.
         FormatError: If the folder has no config.json, names a class that transformers does not have, a file is
-            damaged, or the weights do not fill the model.
+            damaged or missing, or the weights do not fill the model.
 
     Example:
         >>> import tempfile, transformers, panther as pr
@@ -72,6 +73,8 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
         )
     config = _read_config(folder)
     make = _model_class(transformers, config, folder)
+    if manifest is None:
+        check_weight_files(folder, make.__name__, kwargs.get("variant"))
     argument_names = set(kwargs)
     kwargs |= {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     try:

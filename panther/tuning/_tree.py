@@ -56,6 +56,8 @@ class ModuleTree:
 
     rows: tuple[TreeRow, ...]
     """The rows, parents before their children."""
+    changed: int = 0
+    """Number of modules that were sketched, quantized or given linear attention, also below the listed levels."""
 
     def __str__(self) -> str:
         """Return the table, children indented below their parents."""
@@ -64,9 +66,8 @@ class ModuleTree:
             (row.label, row.kind, row.shapes, f"{row.parameters:,}", _trained(row), format_bytes(row.bytes), row.form)
             for row in self.rows
         ]
-        changed = sum(bool(row.form) and not row.form.startswith("shares") for row in self.rows)
         text = format_table(lines, align="<<<><><")
-        return f"{text}\n{counted(changed, 'module')} sketched, quantized or with linear attention"
+        return f"{text}\n{counted(self.changed, 'module')} sketched, quantized or with linear attention"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows as plain numbers and strings."""
@@ -160,11 +161,13 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
         raise TypeError(f"tree takes an nn.Module, not a {type(model).__name__}")
     check_depth(depth)
     rows: list[TreeRow] = []
+    names: set[str] = set()
     owners: dict[int, str] = {}
 
-    def visit(module: nn.Module, name: str, level: int) -> None:
-        if any(row.name == name for row in rows):
+    def visit(module: nn.Module, name: str) -> None:
+        if name in names:
             return
+        names.add(name)
         form = _form(module)
         parameters = {p: 0 if is_lazy(p) else p.numel() for p in module.parameters()}
         own = {key: None if is_lazy(p) else tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
@@ -178,12 +181,13 @@ def tree(model: nn.Module, depth: int | None = None) -> ModuleTree:
                 sum(number for parameter, number in parameters.items() if parameter.requires_grad),
             )
         )  # fmt: skip
-        if not isinstance(module, CompressedModule) and (depth is None or level < depth):
+        if not isinstance(module, CompressedModule):
             for key, child in module.named_children():
-                visit(child, f"{name}.{key}".lstrip("."), level + 1)
+                visit(child, f"{name}.{key}".lstrip("."))
 
-    visit(model, "", 0)
-    return ModuleTree(tuple(rows))
+    visit(model, "")
+    changed = sum(bool(row.form) and not row.form.startswith("shares") for row in rows)
+    return ModuleTree(tuple(row for row in rows if _is_listed(row.name, depth)), changed)
 
 
 def tree_of_tensors(
@@ -215,11 +219,15 @@ def tree_of_tensors(
             entry[1] += nbytes
     rows = []
     for name, (numbers, nbytes) in sums.items():
-        if depth is None or not name or name.count(".") < depth:
+        if _is_listed(name, depth):
             record = forms.get(name, {})
             kind, form = str(record.get("class", "")), _recorded_form(record)
             rows.append(TreeRow(name, kind, numbers, nbytes, form, _shapes(shapes.get(name, {}))))
-    return ModuleTree(tuple(_ordered(rows)))
+    return ModuleTree(tuple(_ordered(rows)), sum(name in forms for name in sums))
+
+
+def _is_listed(name: str, depth: int | None) -> bool:
+    return depth is None or not name or name.count(".") < depth
 
 
 def check_depth(depth: int | None) -> None:

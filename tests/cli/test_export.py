@@ -121,6 +121,36 @@ def test_a_model_of_transformers_to_onnx(name, form, tmp_path, capsys):
 
 
 @pytest.mark.extra
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_half_precision_to_onnx(dtype, tmp_path, capsys):
+    """A file of float16 is as good as the model in float16, and was refused for its rounding."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**TRANSFORMERS["Bert"][1])).eval()
+    model.to(torch.bfloat16 if dtype == "float32" else getattr(torch, dtype)).save_pretrained(tmp_path / "model")
+    command = ["export", str(tmp_path / "model"), "--to", "onnx", "--out", str(tmp_path / "out")]
+    assert main(command if dtype != "float32" else [*command, "--dtype", dtype]) == 0
+    words = {
+        "float16": "gives the output of the model in float32, with",
+        "bfloat16": "not compared: onnxruntime has no kernels for bfloat16",
+        "float32": "gives the model's output",
+    }
+    assert words[dtype] in capsys.readouterr().out
+
+
+@pytest.mark.extra
+@pytest.mark.slow
+def test_an_encoder_and_a_decoder_without_their_caches(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(**TRANSFORMERS["T5"][1], decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).eval().save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), "--to", "torch", "--out", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.extra
 def test_a_file_with_other_outputs_is_named(tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
@@ -129,3 +159,4 @@ def test_a_file_with_other_outputs_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("panther.cli.export._MOST_ERROR", -1.0)
     assert main(["export", str(tmp_path / "small"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 2
     assert "gives other outputs than the model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # so that the next try is not refused for what is left

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import panther as pr
@@ -132,6 +133,56 @@ def test_shared_weights_are_counted_once_and_attention_is_named():
     assert by_name[""].parameters == by_name["a"].parameters + by_name["c"].parameters
     with torch.device("meta"):
         assert tree(nn.Linear(3, 4)).rows[0].bytes == 64
+
+
+def test_a_sharded_folder_is_counted_as_its_index_says(capsys, tmp_path):
+    """People have folders with shards that were not downloaded, and with the weights a second time in another form."""
+    shards = {f"model-0000{i}-of-00003.safetensors": {f"layers.{i}.weight": torch.ones(4, i)} for i in (1, 2, 3)}
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name)
+    command = ["tree", str(tmp_path), "--json"]
+    assert main(command) == 0  # without an index all shards count, if all are there
+    assert json.loads(capsys.readouterr().out)["rows"][0]["parameters"] == 24
+    places = {key: name for name, tensors in shards.items() for key in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    save_file({"all": torch.ones(24)}, tmp_path / "consolidated.safetensors")
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["parameters"] == 24
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    assert main(command) == 2
+    expected = "names 3 files, and model-00002-of-00003.safetensors is missing: copy them too"
+    assert expected in capsys.readouterr().err
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "consolidated.safetensors").unlink()
+    assert main(command) == 2
+    assert "holds 2 of 3 shards, and model-00002-of-00003.safetensors is missing" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert main(command) == 2
+    assert "is a pointer of Git LFS and no weights: run git lfs pull" in capsys.readouterr().err
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert main(command) == 2
+    assert "is not an index of safetensors files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", [None, 0, 1, 3])
+def test_all_modules_are_counted_at_every_depth(depth, tmp_path, capsys):
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
+    pr.sketch_layers_(model, pr.SketchConfig(low_rank=2))
+    last = "3 modules sketched, quantized or with linear attention"
+    assert str(tree(model, depth)).splitlines()[-1] == last
+    pr.save_compressed(model, tmp_path)
+    assert main(["tree", str(tmp_path), *([] if depth is None else ["--depth", str(depth)])]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_linear_attention_is_named_in_a_folder(tmp_path, capsys):
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2)})
+    pr.linearize_(model, num_features=4, window=3)
+    pr.save_compressed(model, tmp_path)
+    assert main(["tree", str(tmp_path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("linear_attention")]
+    assert line.endswith("linear attention, 4 features, window 3")
+    assert "linear attention, 4 features, window 3" in str(tree(model))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""Which files of a folder hold the weights of its model, and what to do where these files are not all there."""
+
+__all__ = ["PICKLES", "check_weight_files", "weight_files"]
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from panther.errors import FormatError
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SOME = 3  # names in a message
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder of transformers or diffusers, without copies in other forms.
+
+    Raises:
+        FormatError: If an index or the numbers of shards name a file that is missing, or a file is a pointer of Git
+            LFS.
+    """
+    index = folder / _INDEX
+    if not index.is_file() and not (folder / _WEIGHTS).is_file():
+        indices = sorted(folder.glob("*.safetensors.index.json"))
+        index = indices[0] if len(indices) == 1 else index
+    if index.is_file():
+        names = _indexed(index)
+    elif (folder / _WEIGHTS).is_file():
+        names = [_WEIGHTS]
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        _check_numbers(folder, names)
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise FormatError(f"{index} names {len(names)} files, and {_listed(missing)} missing: copy them too")
+    for name in names:
+        with (folder / name).open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise FormatError(f"{folder / name} is a pointer of Git LFS and no weights: run git lfs pull there")
+    return [folder / name for name in names]
+
+
+def check_weight_files(folder: Path, name: str, variant: str | None = None) -> None:
+    """Raise FormatError where the class ``name`` of transformers would find no weights in a folder, with the fix."""
+    names = [path.name for path in weight_files(folder)]
+    if variant is not None or _WEIGHTS in names or (folder / _INDEX).is_file():
+        return
+    if shards := [name for name in names if _SHARD.fullmatch(name)]:
+        raise FormatError(
+            f"{folder} holds {len(shards)} shards and no {_INDEX}, which tells the tensors of each: copy it too"
+        )
+    if variants := [name.split(".")[1] for name in names if re.fullmatch(r"model\.[^.]+\.safetensors", name)]:
+        raise FormatError(
+            f"{folder} holds no {_WEIGHTS}, and {names[0]} is a variant: give variant={variants[0]!r}, or rename it"
+        )
+    if pickle := _pickled_weights(folder):
+        raise FormatError(
+            f"{folder} holds {pickle}, a pickle, which can run code and is not opened: if you trust it, convert it "
+            f"once with transformers.{name}.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise FormatError(f"{folder} holds an adapter of PEFT and no model: merge it into its model, and save that")
+    raise FormatError(f"{folder} holds no {_WEIGHTS}: give a folder that save_pretrained of transformers wrote")
+
+
+def _pickled_weights(folder: Path) -> str | None:
+    """Return the name of a file in a folder that holds weights as a pickle; None without one."""
+    return next((path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLES), None)
+
+
+def _indexed(index: Path) -> list[str]:
+    """Return the names of the files that an index names."""
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise FormatError(f"{index} is not an index of safetensors files: copy or write it again") from None
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise FormatError(f"{index} names files outside of its folder: copy or write it again")
+    return names
+
+
+def _check_numbers(folder: Path, names: Sequence[str]) -> None:
+    """Raise FormatError if the numbers in the names of shards tell that shards are missing."""
+    numbers: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for name in names:
+        if shard := _SHARD.fullmatch(name):
+            numbers[shard[1], int(shard[3])].add(int(shard[2]))
+    for (stem, count), present in numbers.items():
+        if missing := [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1) if i not in present]:
+            raise FormatError(
+                f"{folder} holds {len(present)} of {count} shards, and {_listed(missing)} missing: copy them too"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names with a verb."""
+    rest = f" and {len(names) - _SOME} more" if len(names) > _SOME else ""
+    return f"{', '.join(names[:_SOME])}{rest} {'is' if len(names) == 1 else 'are'}"
