@@ -294,6 +294,8 @@ def _refusal(
         return "has no weight yet: run the model once first"
     if weight.layout is not torch.strided:
         return f"has a sparse weight ({weight.layout}): make it dense first, with weight.to_dense()"
+    if not weight.numel():
+        return "has a weight without entries"
     if kind not in (nn.Linear, nn.Conv2d) and not is_conv1d(module) and not named:
         return "is a subclass, whose forward may be different: name its type in include= if it is not"
     if not any(_matches(one, names, module) for one in wanted):

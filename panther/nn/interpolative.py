@@ -144,7 +144,8 @@ class InterpolativeLinear(CompressedModule):
             raise TypeError(f"the input must be a tensor, not {type(input).__name__}: use torch.as_tensor")
         if input.dtype is not self.skeleton.dtype and not is_autocasting(input.device.type):
             raise DTypeError(f"the input is {input.dtype} and the layer {self.dtype}: cast one of them")
-        if input.is_nested:  # which have no columns to select: the factors, with the unit matrix filled in
+        if input.is_nested or input.layout is not torch.strided:
+            # It has no columns to select: the factors, with the unit matrix filled in.
             left, right = self.factors()
             return F.linear(F.linear(input, right), left, self.bias)
         if not torch.jit.is_tracing() and (not input.dim() or input.shape[-1] != self.in_features):

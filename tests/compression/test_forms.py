@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -384,3 +385,20 @@ def test_the_report_has_the_form_of_every_layer(tmp_path):
     assert all(layer.time_s > 0 for layer in report.layers if layer.form != "dense")
     assert all(layer.form in str(report) for layer in report.layers)
     assert report.plot(tmp_path / "report.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("size", [(32, 0), (0, 32)])
+def test_a_layer_without_entries_is_kept(size):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole, self.empty = nn.Linear(32, 32), nn.Linear(*size)
+
+        def forward(self, x):
+            return self.whole(x) + self.empty(x[:, : size[0]]).sum()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors", UserWarning)
+        model = Model()
+    report = pr.compress(model, 0.5, list(torch.randn(40, 32).split(8)), measure_speed=False, seed=0)
+    assert [(entry.name, entry.reason) for entry in report.skipped] == [("empty", "has a weight without entries")]

@@ -453,6 +453,12 @@ def test_what_is_refused():
     for error, message, call in (
         (TypeError, "a module needs sample_input", lambda: plan_parallelism(model, cluster, batch=4)),
         (TypeError, "model must be an nn.Module or ModelStats, not int", lambda: plan_parallelism(3, cluster, batch=4)),
+        (TypeError, "cluster must be a ClusterSpec, not a NoneType", lambda: plan_parallelism(model, None, batch=4)),
+        (
+            TypeError,
+            "cluster must be a ClusterSpec, not a Tensor",
+            lambda: plan_parallelism(model, torch.ones(2), batch=4),
+        ),
         (ValueError, "objective='cost' is unknown", lambda: plan_it(model, cluster, objective="cost")),
         (ValueError, "schedule 'fast' is unknown", lambda: plan_it(model, cluster, schedules=("fast",))),
         (ShapeError, "batch=3 cannot be divided over 2 ranks", lambda: plan_it(nn.Linear(64, 2), cluster, batch=3)),

@@ -304,6 +304,32 @@ def test_from_mha_copies(same, bias, batch_first, dtype):
     assert all(torch.equal(before[name], value) for name, value in mha.state_dict().items())
 
 
+@pytest.mark.parametrize("kernel_fn", KERNELS)
+@pytest.mark.parametrize("lengths", [(1, 9), (3, 9), (9, 3), (9, 1), (0, 9)])
+def test_causal_attention_of_other_lengths_is_refused(kernel_fn, lengths):
+    """One query would be broadcast over all keys, and its output have the shape of the keys."""
+    layer = RandMultiHeadAttention(E, H, 40, kernel_fn=kernel_fn, iscausal=True, seed=0)
+    query, key = (torch.randn(2, length, E) for length in lengths)
+    for padding in (None, torch.zeros(2, lengths[1], dtype=torch.bool)):
+        with pytest.raises(ShapeError, match=f"as many keys as queries, and got {lengths[1]} and {lengths[0]}"):
+            layer(query, key, key, key_padding_mask=padding)
+        assert layer(query, key, key, is_causal=False)[0].shape == query.shape
+    with pytest.raises(ShapeError, match="as many keys as queries"):
+        layer.approximation_error(query, key)
+
+
+def test_what_is_not_a_tensor_is_named():
+    layer, x = RandMultiHeadAttention(E, H, 40, seed=0), torch.randn(2, 5, E)
+    for arguments, name in (
+        ((3.5, x, x), "query"),
+        ((x, [x], x), "key"),
+        ((x, x, None), "value"),
+        ((x, x, x, 1), "key_"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}.* must be a tensor, not"):
+            layer(*arguments)
+
+
 def test_from_mha_refuses_what_it_cannot_keep():
     with pytest.raises(TypeError, match=r"takes an nn.MultiheadAttention, not Linear"):
         make_performer(nn.Linear(3, 3), 8)

@@ -200,3 +200,12 @@ def test_an_order_that_is_no_permutation_is_refused(size, assign, tmp_path):
 def test_extra_repr():
     layer = InterpolativeLinear(64, 48, 9)
     assert repr(layer) == "InterpolativeLinear(in_features=64, out_features=48, low_rank=9, bias=True)"
+
+
+@pytest.mark.parametrize("convert", ["to_sparse_coo", "to_sparse_csr"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_sparse_input_gives_what_a_dense_one_gives(size, convert):
+    torch.manual_seed(0)
+    layer, x = InterpolativeLinear(*size, 9), torch.randn(7, size[0]).relu()
+    torch.testing.assert_close(layer(getattr(x, convert)()), layer(x), rtol=1e-4, atol=1e-5)

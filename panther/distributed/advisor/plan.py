@@ -216,7 +216,7 @@ def plan_parallelism(
     Raises:
         ValueError: If ``objective`` or a schedule is unknown, an argument for a module is given with statistics, or the
             length of the run is in tokens and the model's tokens per sample are not known.
-        TypeError: If ``model`` has the wrong type, or is a module without ``sample_input``.
+        TypeError: If ``model`` or ``cluster`` has the wrong type, or is a module without ``sample_input``.
         ShapeError: If a size is not positive, no mesh divides the batch, or all layouts are refused.
 
     Cost: the model runs without arithmetic, twice for every size of tp; hundreds of layouts take up to some seconds.
@@ -230,6 +230,11 @@ def plan_parallelism(
         >>> print(plan.best.layout)
         dp=4 ddp
     """
+    if not isinstance(cluster, ClusterSpec):
+        raise TypeError(
+            f"cluster must be a ClusterSpec, not a {type(cluster).__name__}: use ClusterSpec.preset('h100-80gb', "
+            "gpus=8), or ClusterSpec.load of a measured file"
+        )
     given = {
         "loss_fn": loss_fn,
         "mixed_precision": mixed_precision,

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther.errors import SketchMismatchError
+from panther.errors import ShapeError, SketchMismatchError
 from panther.kernels.reference.attention import no_autocast
 from panther.nn._sketch_record import has_values, read_integers
 from panther.nn.attention._features import (
@@ -166,6 +166,11 @@ class FeatureMap(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, exponent: Tensor | None, causal: bool) -> Tensor:
         """Return the heads' outputs (N, H, L, d), from queries and keys that are not yet scaled."""
+        if causal and q.shape[-2] != k.shape[-2]:  # before features are broadcast over the other length
+            raise ShapeError(
+                f"causal attention needs as many keys as queries, and got {k.shape[-2]} and "
+                f"{q.shape[-2]}: pass is_causal=False for attention to a different sequence, or queries for all keys"
+            )
         root = self.head_dim**-0.25
         # Contiguous: a product of strided heads with few directions takes up to 6 times as long.
         dtype, q, k = q.dtype, (q * root).contiguous(), (k * root).contiguous()

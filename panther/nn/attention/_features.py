@@ -119,6 +119,9 @@ def taylor_features(x: Tensor) -> Tensor:  # (*batch, d) -> (*batch, 1 + d + d (
 
 def check_inputs(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Raise unless queries, keys, values and the mask of keys fit an attention layer and one another."""
+    for name, x in (("query", query), ("key", key), ("value", value), ("key_padding_mask", mask)):
+        if not isinstance(x, Tensor) and not (name == "key_padding_mask" and x is None):
+            raise TypeError(f"{name} must be a tensor, not {type(x).__name__}: use torch.as_tensor")
     widths = (layer.embed_dim, layer.kdim, layer.vdim)
     shapes = tuple(tuple(x.shape) for x in (query, key, value))
     if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
