@@ -41,11 +41,12 @@ test-engines-slow: .venv-horovod/.stamp
 	    echo "Slurm could not be installed" >&2
 	OMP_NUM_THREADS=1 .venv-horovod/bin/python tests/support/engine_results.py $(ARGS)
 
-# The property tests with 2,000 examples each, tests of minutes, and a hundred runs that are killed and resumed: more
-# than an hour.
+# The property tests with 2,000 examples each, tests of minutes, a thousand damaged files of each format and as many
+# kills of a process that saves, and a hundred runs that are killed and resumed: more than an hour.
 torture: .venv/.all-stamp
 	OMP_NUM_THREADS=1 PANTHER_FUZZ_EXAMPLES=2000 .venv/bin/pytest -m fuzz --timeout 3000 $(ARGS)
 	OMP_NUM_THREADS=1 .venv/bin/pytest -m 'torture and not gpu' --timeout 3000 $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_files
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.train.trial_survival
 
 lint: .venv/.all-stamp
