@@ -88,9 +88,9 @@ def test_lstsq_beats_random_and_leaves_what_the_sketch_cannot_reach():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_random_is_unbiased(groups):
-    """The mean over n seeds of an unbiased estimator leaves the kernel by 6 standard errors with probability < 1e-8."""
+    """The mean over n seeds of an unbiased estimator leaves the kernel by 6 standard errors with probability < 1e-7."""
     dense = conv(4, 6, groups=groups)
-    draws = torch.stack([SKConv2d.from_conv(dense, 2, 2, init="random", seed=s).weight.detach() for s in range(400)])
+    draws = torch.stack([SKConv2d.from_conv(dense, 2, 2, init="random", seed=s).weight.detach() for s in range(200)])
     z = (draws.mean(0) - dense.weight) / (draws.std(0) / len(draws) ** 0.5)
     assert z.abs().max() < 6
     assert z.square().mean() < 1.5

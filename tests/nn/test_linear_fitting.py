@@ -116,9 +116,9 @@ def test_lstsq_residual_is_what_the_sketches_cannot_reach():
 
 
 def test_random_is_unbiased():
-    """The mean over n seeds of an unbiased estimator leaves the weight by 6 standard errors with probability < 1e-8."""
+    """The mean over n seeds of an unbiased estimator leaves the weight by 6 standard errors with probability < 1e-7."""
     dense = linear(12, 10)
-    draws = torch.stack([SKLinear.from_linear(dense, 2, 2, init="random", seed=s).weight.detach() for s in range(400)])
+    draws = torch.stack([SKLinear.from_linear(dense, 2, 2, init="random", seed=s).weight.detach() for s in range(200)])
     z = (draws.mean(0) - dense.weight) / (draws.std(0) / len(draws) ** 0.5)
     assert z.abs().max() < 6
     assert z.square().mean() < 1.5
