@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from panther._text import counted
 from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
+from panther.files import copy_file
 from panther.integrations._weight_files import PICKLES, check_weight_files
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -212,14 +213,14 @@ def _copy(folder: Path, out: Path, modules: Collection[str], unread: Path) -> No
         target = out / path.name
         if path.is_dir() and not path.is_symlink():
             if path.name in modules:
-                shutil.copytree(path, target, dirs_exist_ok=True)
+                shutil.copytree(path, target, copy_function=copy_file, dirs_exist_ok=True)
             else:
                 _copy(path, target, (), unread)
             continue
         is_weights = path.suffix in _NOT_COPIED or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and not target.exists():
             out.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            copy_file(path, target)
 
 
 def _module_folders(folder: Path) -> set[str]:

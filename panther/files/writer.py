@@ -6,6 +6,7 @@ they are on the disk, one rename gives the draft the name of the file.
 
 __all__ = [
     "Draft",
+    "copy_file",
     "hold_lock",
     "new_file",
     "remove_abandoned",
@@ -19,13 +20,14 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from panther.files.reader import UnsafeFileError, describe_kind
+from panther.files.reader import UnsafeFileError, describe_kind, open_file
 
 try:
     import fcntl
@@ -121,6 +123,17 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         remove_abandoned(draft.target.parent, [draft.target.name])
     finally:
         draft.close()
+
+
+def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copy the contents of a regular file to another file, and replace an old one, at once.
+
+    Raises:
+        UnsafeFileError: If the source is not a regular file, or the target is a link, a FIFO, a device or a folder.
+        OSError: If a file cannot be read or written. An old target stays.
+    """
+    with open_file(source) as contents, new_file(target) as copy:
+        shutil.copyfileobj(contents, copy)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

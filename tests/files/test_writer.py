@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from panther.errors import PantherError
-from panther.files import Draft, UnsafeFileError, new_file, open_file, read_json, read_text, write_json, write_text
+from panther.files import (
+    Draft,
+    UnsafeFileError,
+    copy_file,
+    new_file,
+    open_file,
+    read_json,
+    read_text,
+    write_json,
+    write_text,
+)
 from panther.files.writer import remove_abandoned
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="locks and FIFOs of POSIX")
@@ -134,6 +144,20 @@ def test_of_many_writers_the_last_one_wins_and_none_fails(tmp_path):
             assert values == [values[0]] * 1000
     assert errors == []
     assert names(tmp_path) == ["file"]
+
+
+def test_a_copy_is_whole_or_not_there(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(range(256)) * 1000)
+    copy_file(source, target)
+    assert target.read_bytes() == source.read_bytes()
+    target.unlink()
+    target.symlink_to(source)
+    with pytest.raises(UnsafeFileError, match="target is a link"):
+        copy_file(source, target)
+    with pytest.raises(UnsafeFileError, match="is a folder"):
+        copy_file(tmp_path, tmp_path / "more")
+    assert names(tmp_path) == ["source", "target"]
 
 
 def test_a_long_name_has_a_draft_too(tmp_path):
