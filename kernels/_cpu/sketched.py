@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import are_transforms_active, is_differentiated_forward
 from ..reference.packing import unpack_signs
 from ..reference.sketched_halves import scaled_product
 
@@ -123,7 +124,10 @@ class JoinedProduct(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
         *tensors, _, ctx.scale = inputs
         ctx.save_for_backward(*tensors, outputs[1])
-        ctx.save_for_forward(*tensors, outputs[1])  # torch's vmap rule wants both lists to be one
+        # Only where it can be read. Activation checkpointing ends a recomputation by an exception, after which torch
+        # does not release what is saved here: the output and its node would hold each other until garbage is collected.
+        if is_differentiated_forward() or are_transforms_active():
+            ctx.save_for_forward(*tensors, outputs[1])  # torch's vmap rule wants both lists to be one
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,7 @@
 """What every compressed layer computes under what users do to a layer of torch: one contract suite."""
 
 import copy
+import gc
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from tolerances import KERNEL_RMS, assert_close, rms_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from panther.compression.memory import LiveBytes
 from panther.errors import DTypeError, ShapeError
 
 # A warning of torch about its own convolution, which the exact twin of conv1d is.
@@ -322,3 +324,30 @@ def test_training_lowers_the_loss_and_leaves_the_buffers(kind):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in layer.named_buffers())
+
+
+@every_layer()
+def test_checkpointing_holds_one_call_at_a_time(kind):
+    """What a call computes anew in backward is released before the next one, without the garbage collector."""
+    layer = kind.trained()
+    x = kind.x(20 if len(kind.sample) == 1 else 3, requires_grad=True)
+
+    def peak_and_rest(calls):
+        with LiveBytes() as live:
+            total = sum(checkpoint(layer, x, use_reentrant=False).square().mean() for _ in range(calls))
+            before = live.now
+            total.backward()
+            del total
+            x.grad = None
+            layer.zero_grad()
+        return live.peak - before, live.now
+
+    peak_and_rest(1)  # caches of the first call
+    gc.disable()
+    try:
+        (few, rest), (many, rest_of_many) = peak_and_rest(2), peak_and_rest(8)
+    finally:
+        gc.enable()
+    assert rest_of_many <= rest
+    # The output of a call is held until its backward, and its gradient until the next one.
+    assert many <= few + 2 * layer(x).nbytes
