@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ def run(number: int, saves: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="panther-files-") as name:
         folder = Path(name)
-        trials = {f"damaged {kind}": lambda kind=kind: _damage(folder, kind, number) for kind in survival.FORMATS}
-        trials["killed saves"] = lambda: survival.survive_kills(_made(folder / "kills"), number, seed=1)
-        trials["saves at once"] = lambda: survival.save_at_once(_made(folder / "saves"), saves, processes=3)
+        trials = {f"damaged {kind}": partial(_damage, folder, kind, number) for kind in survival.FORMATS}
+        trials["killed saves"] = partial(survival.survive_kills, _made(folder / "kills"), number, seed=1)
+        trials["saves at once"] = partial(survival.save_at_once, _made(folder / "saves"), saves, processes=3)
         for trial, start in trials.items():
             rows += [{"trial": trial, "outcome": outcome, "number": count} for outcome, count in start().items()]
             print_table([row for row in rows if row["trial"] == trial])

@@ -85,6 +85,8 @@ class Draft:
 
     def rename(self, name: str) -> None:
         """Give the finished draft a name in its folder, and replace the file of that name."""
+        if os.name == "nt":  # which renames no open file
+            self.file.close()
         os.replace(self.path, self.path.with_name(name))
 
     def close(self) -> None:

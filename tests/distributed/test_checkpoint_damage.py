@@ -339,6 +339,14 @@ def test_runs_that_save_to_one_directory_leave_each_others_folders_alone(tmp_pat
         checkpoint.load(path, build(5))
 
 
+def test_an_export_removes_what_a_killed_one_left(tmp_path):
+    killed = tmp_path / ".export.0123456789abcdef.tmp"
+    (killed / "step-00000000").mkdir(parents=True)
+    killed.with_suffix(".lock").touch()
+    checkpoint.export(build(1), tmp_path / "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
 def test_a_damaged_checkpoint_is_neither_removed_nor_counted(tmp_path):
     model = build(1)
     folders = [checkpoint.save(tmp_path, model, step=step) for step in (1, 2, 3)]

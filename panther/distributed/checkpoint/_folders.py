@@ -4,7 +4,7 @@ A folder is written under a name that ends in ``.tmp``, and renamed once it is c
 written, a file beside it is locked, so that processes which save to one directory leave each other's folders alone.
 """
 
-__all__ = ["begin", "checkpoints", "folder_of", "latest", "note_damage", "publish", "remove", "tidy"]
+__all__ = ["begin", "checkpoints", "folder_of", "latest", "make_temporary", "note_damage", "publish", "remove", "tidy"]
 
 import errno
 import os
@@ -88,10 +88,15 @@ def folder_of(path: Path) -> Path:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make a temporary folder, which nobody else writes to, and remove the folders that killed processes left."""
+    """Make a temporary folder for a checkpoint, and remove those that killed processes left."""
+    return make_temporary(directory, f"step-{step:08d}", "step-*")
+
+
+def make_temporary(directory: Path, name: str, pattern: str) -> Path:
+    """Make a temporary folder, which nobody else writes to; remove abandoned ones whose names match the pattern."""
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(directory)
-    name = f"step-{step:08d}.{secrets.token_hex(8)}"
+    _remove_abandoned(directory, pattern)
+    name = f"{name}.{secrets.token_hex(8)}"
     lock = _new_lock(directory / f"{name}{_LOCK}")
     temporary = directory / f"{name}.tmp"
     try:
@@ -198,12 +203,12 @@ def _release(path: Path, descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _remove_abandoned(directory: Path) -> None:
+def _remove_abandoned(directory: Path, pattern: str) -> None:
     """Remove the temporary folders whose writers have ended; where there are no locks, only those without a lock."""
-    for leftover in directory.glob("step-*.tmp"):
+    for leftover in directory.glob(f"{pattern}.tmp"):
         if not leftover.with_suffix(_LOCK).exists():  # of a checkpoint that was being removed, or of an older Panther
             remove(leftover)
-    for path in directory.glob(f"step-*{_LOCK}"):
+    for path in directory.glob(f"{pattern}{_LOCK}"):
         with unlocked_file(path) as is_abandoned:
             if is_abandoned:
                 remove(path.with_suffix(".tmp"))

@@ -3,7 +3,6 @@
 __all__ = ["LoadedCheckpoint", "export", "load", "restore_architecture"]
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from panther.distributed.checkpoint import _state as states
-from panther.distributed.checkpoint._folders import folder_of, note_damage, remove
+from panther.distributed.checkpoint._folders import folder_of, make_temporary, note_damage, remove
 from panther.distributed.checkpoint._manifest import MANIFEST, read_manifest
 from panther.distributed.checkpoint._restore import (
     Restore,
@@ -213,12 +212,8 @@ def export(
         _consolidate(folder_of(Path(model)), target)
         return target
 
-    def beside() -> str:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix=".export-", suffix=".tmp", dir=target.parent)
-
     # Beside the target, so that renaming does not cross file systems.
-    temporary = Path(run_on_first_rank(beside, group))
+    temporary = run_on_first_rank(lambda: make_temporary(target.parent, ".export", ".export.*"), group)
     try:
         saved = save(temporary, model, step=0, group=group)
         whole = unwrapped(model) if isinstance(model, nn.Module) else None  # not the stages of a pipeline

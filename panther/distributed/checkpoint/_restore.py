@@ -128,6 +128,8 @@ class Restore:
         self._values = {name: _copy(value) for name, value in state.items()} if refusing else None
         self._undo_optimizer = None if optimizer is None else states.optimizer_undo(optimizer)
         self._random = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._cuda_state = torch.cuda.get_rng_state() if uses_cuda else None
 
     def undo(self) -> None:
         """Put everything back."""
@@ -146,6 +148,8 @@ class Restore:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        if self._cuda_state is not None:
+            torch.cuda.set_rng_state(self._cuda_state)
 
 
 def _may_refuse(module: nn.Module) -> bool:
