@@ -161,6 +161,15 @@ def test_a_folder_without_records_loads_into_a_converted_model():
         torch.testing.assert_close(again(expected["input"]), expected["output"])
 
 
+def test_a_model_on_the_meta_device_is_converted_and_filled(tmp_path):
+    model = linear()
+    pr.save_compressed(model, tmp_path)
+    restored = checkpoint.restore_architecture(tmp_path, lambda: Model().eval())
+    assert restored.first.linear_attention.record.is_meta
+    pr.distributed.materialize_(restored, tmp_path)
+    torch.testing.assert_close(output(restored), output(model), rtol=0, atol=0)
+
+
 def test_a_training_checkpoint_builds_linear_attention_again(tmp_path):
     model = linear()
     checkpoint.save(tmp_path, model, step=1)

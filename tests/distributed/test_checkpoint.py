@@ -415,6 +415,19 @@ def test_the_architecture_is_built_from_the_checkpoint(tmp_path):
         checkpoint.restore_architecture(tmp_path, nn.Bilinear(2, 2, 2))
 
 
+def test_rounding_of_inputs_is_part_of_the_architecture(tmp_path):
+    """The tensors of a quantized layer have the same shapes with it and without it."""
+    torch.manual_seed(0)
+    dense, x = nn.Linear(24, 8), torch.randn(4, 24)
+    model = nn.Sequential(pr.nn.QuantizedLinear.from_linear(dense, bits=8, activations="int8")).eval()
+    other = nn.Sequential(pr.nn.QuantizedLinear.from_linear(dense, bits=8)).eval()
+    checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(CheckpointError, match="activations is None and was int8"):
+        checkpoint.load(tmp_path, other)
+    checkpoint.load(tmp_path, restored := checkpoint.restore_architecture(tmp_path, other).eval())
+    assert torch.equal(restored(x), model(x))
+
+
 def test_asynchronous_checkpoints_hold_what_was_there_when_they_were_asked_for(tmp_path):
     def run():
         model = nn.Linear(40, 40)

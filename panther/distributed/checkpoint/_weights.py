@@ -205,7 +205,8 @@ def _differing(parts: Sequence[nn.Module], saved: Mapping[str, Any]) -> dict[str
                 found[name] = f"a {type(present[name]).__name__} is not the {saved[name].get('class')} that was saved"
                 continue
             spec, was = own[name], saved.get(name, {})
-            differ = [key for key in ("class", "args", "mode", TRAINED_SCALES) if spec.get(key) != was.get(key)]
+            compared = ("class", "args", "mode", "activations", TRAINED_SCALES)
+            differ = [key for key in compared if spec.get(key) != was.get(key)]
             if differ:
                 found[name] = "; ".join(f"{key} is {spec.get(key)} and was {was.get(key)}" for key in differ)
     return found

@@ -237,13 +237,12 @@ class LearnedLinearAttention(nn.Module):
             if first is None:
                 return self._attend_all(q, k, v, key_mask, is_causal)
             # The operator counts blocks from position 0, so padding before a sequence is moved behind it.
-            order = (torch.arange(k.shape[-2], device=k.device) + first[:, None]) % k.shape[-2]
-            q, k, v = (take_positions(x, order) for x in (q, k, v))
-            moved_mask = None if key_mask is None else key_mask.expand(order.shape).gather(-1, order)
-            y = self._attend_all(q, k, v, moved_mask, is_causal)
-            y = take_positions(y, order.argsort(-1))
+            positions, first = torch.arange(k.shape[-2], device=k.device), first[:, None]
+            q, k, v = (take_positions(x, (positions + first) % k.shape[-2]) for x in (q, k, v))
+            moved_mask = None if key_mask is None else key_mask.gather(-1, (positions + first) % k.shape[-2])
+            y = take_positions(self._attend_all(q, k, v, moved_mask, is_causal), (positions - first) % k.shape[-2])
             # Behind the sequence a padding query sees keys; in its own place it sees none.
-            is_padding = torch.arange(k.shape[-2], device=k.device) < first[:, None]
+            is_padding = positions < first
             return y.masked_fill(is_padding[:, None, :, None], 0) if is_causal else y
         if positions is None:
             positions = torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2], device=q.device)
