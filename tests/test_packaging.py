@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def wheel(tmp_path_factory):
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
     (built,) = out.glob("*.whl")
     return built
+
+
+def test_every_package_is_shipped():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {"panther": ROOT / "panther", "panther.kernels": ROOT / "kernels"}
+    packages = {
+        ".".join((name, *path.parent.relative_to(folder).parts))
+        for name, folder in folders.items()
+        for path in folder.rglob("__init__.py")
+    }
+    assert sorted(listed) == sorted(packages)
 
 
 @pytest.mark.tool
