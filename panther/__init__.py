@@ -107,3 +107,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+import_module(f"{__name__}.integrations.import_hook").register_with_transformers()

@@ -65,7 +65,7 @@ class SavedWeights:
                     owner_name, _, owner_key = first.rpartition(".")
                     owner = model.get_submodule(owner_name)
                     held = parameters_of if key in parameters_of(module) else buffers_of
-                    held(module)[key] = held(owner)[owner_key]  # type: ignore[index, assignment, operator]
+                    held(module)[key] = held(owner)[owner_key]  # type: ignore[assignment]
 
     def _saved_name(self, model: Any, name: str, saved: Iterable[str]) -> str | None:
         """Return the name under which a tensor of the model was saved, perhaps with or without a head."""

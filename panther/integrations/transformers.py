@@ -1,8 +1,8 @@
 """Compressed models in transformers: ``save_pretrained``, ``from_pretrained`` and everything that builds on them.
 
-Importing this module registers the quantization method "panther". A folder that ``save_pretrained`` then writes holds
-transformers' own config.json and sharded safetensors; config.json says which layers are compressed, and
-``AutoModel*.from_pretrained`` builds them, in any process that has imported this module.
+``import panther`` registers the quantization method "panther", and this module is imported when transformers uses it. A
+folder that ``save_pretrained`` writes holds transformers' own config.json and sharded safetensors; config.json says
+which layers are compressed, and ``AutoModel*.from_pretrained`` builds them, in any process that has imported Panther.
 """
 
 __all__ = [
@@ -405,5 +405,6 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module)
 
 
-_auto.register_quantization_config(QUANTIZATION_METHOD)(PantherConfig)
-_auto.register_quantizer(QUANTIZATION_METHOD)(PantherQuantizer)
+# In place of what `import panther` has registered, which transformers' own functions for this would refuse to replace.
+_auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANTIZATION_METHOD] = PantherConfig
+_auto.AUTO_QUANTIZER_MAPPING[QUANTIZATION_METHOD] = PantherQuantizer
