@@ -23,7 +23,7 @@ LIMITS = {
     "kernels": 38,
     "panther": 27,
     "panther/cli": 64,
-    "panther/compression": 180,
+    "panther/compression": 172,
     "panther/distributed": 308,
     "panther/integrations": 60,
     "panther/linalg": 17,
