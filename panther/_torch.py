@@ -51,7 +51,7 @@ __all__ = [
     "is_mutable_operator",
     "is_this_host",
     "is_view",
-    "load_hooks_of",
+    "loading_code_of",
     "local_offsets",
     "number_of_entries",
     "operator_name",
@@ -282,13 +282,14 @@ def put_forward_pre_hooks(module: nn.Module, hooks: Any) -> None:
     module._forward_pre_hooks = hooks
 
 
-def load_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the functions that a module's ``load_state_dict`` calls before and after it.
+def loading_code_of(module: nn.Module) -> list[Any]:
+    """Return the functions that run when a module loads a state: its class's methods and its hooks.
 
     There is no public fallback; without them a load would be undone from a copy of the model every time.
     """
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
-    return [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps those before it
+    methods = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")]
+    return [*methods, *(getattr(hook, "hook", hook) for hook in hooks)]  # torch wraps the hooks before it
 
 
 def has_hooks(module: nn.Module, *, beside_forward_pre: bool = False) -> bool:

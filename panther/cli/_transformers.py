@@ -21,7 +21,7 @@ from panther._text import counted
 from panther.cli._user_function import explained
 from panther.errors import PantherError, require_extra
 from panther.files import copy_file
-from panther.integrations._weight_files import PICKLES, check_weight_files
+from panther.files.weights import PICKLES, check_weight_files
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _LEAST_SAMPLES = 5  # a fifth is held out

@@ -97,6 +97,12 @@ def run(args: argparse.Namespace) -> int:
         raise PantherError(f"{error.filename or out} cannot be written: {error.strerror or error}") from None
     print(report)
     print(f"\n{out} holds the result. To load it:")
+    if Path(args.model).is_dir():
+        print(
+            "import panther, transformers  # without panther, transformers fills compressed layers with random numbers"
+        )
+        print(f"model = transformers.{type(model).__name__}.from_pretrained({str(out)!r})")
+        print("or, with checksums verified:")
     print(f"import panther as pr{imports}")
     print(f"model = {load}")
     return 0

@@ -63,7 +63,7 @@ def _read_folder(folder: Path, depth: int | None) -> "ModuleTree":
     """Return the tree of a folder's files: no weight is read, and no class of the model is needed."""
     from panther.distributed.checkpoint._folders import folder_of
     from panther.distributed.checkpoint._manifest import MANIFEST
-    from panther.integrations._weight_files import weight_files
+    from panther.files.weights import weight_files
     from panther.nn.io import INFERENCE_MANIFEST, inference_manifest, weights_path
     from panther.tuning._tree import tree_of_tensors
 

@@ -1,6 +1,6 @@
 """The weights files from which transformers loads a compressed model, compared with the layers that they are for."""
 
-__all__ = ["SavedWeights", "read_saved_weights"]
+__all__ = ["MARKS", "SavedWeights", "read_saved_weights"]
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import nn
 
 from panther._torch import buffers_of, parameters_of
 from panther.errors import FormatError
@@ -16,15 +17,23 @@ from panther.nn._sketched import CompressedModule
 from panther.nn.io import INFERENCE_MANIFEST, inference_manifest
 from panther.nn.quantized.state import SCALE_LOGS, QuantizedState
 
+# Last parts of the names of tensors that only compressed layers have.
+MARKS = ("S1", "S2", "sketch_seed", "codes", "scales", "factor_scales", "skeleton")
+
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The names of the tensors in weights files, and in panther.json the names of shared tensors."""
+    """The names and shapes of the tensors in weights files, and the names of shared tensors in panther.json."""
 
     folder: Path
-    names: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
     """Names that have no tensor in the files, each with the name of the tensor that it shares."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the tensors in the files."""
+        return frozenset(self.shapes)
 
     def train_scales_(self, model: Any) -> None:
         """Make the scales of layers trainable that were saved by ``save_pretrained`` in training."""
@@ -32,6 +41,22 @@ class SavedWeights:
             logs = [f"{name}.{logs_name}" for logs_name in SCALE_LOGS.values()]
             if isinstance(module, QuantizedState) and any(self._saved_name(model, each, self.names) for each in logs):
                 module.train_scales_()
+
+    def prefixes_of(self, part_names: Iterable[str]) -> list[str]:
+        """Return what the files' names may have before the names that compressed layers have in a part."""
+        names = list(part_names)
+        tensor_names = self.names | self.aliases.keys()
+        layers = {name.rpartition(".")[0] for name in tensor_names if name.rpartition(".")[2] in MARKS}
+        prefixes = {layer.removesuffix(names[0]) for layer in layers if f".{layer}".endswith(f".{names[0]}")}
+        return sorted(prefix for prefix in prefixes if all(prefix + name in layers for name in names))
+
+    def holds(self, layers: Mapping[str, nn.Module]) -> bool:
+        """Return whether the files hold the tensors of these layers, by name and shape."""
+        return all(
+            f"{name}.{key}" in self.aliases or self.shapes.get(f"{name}.{key}") == tuple(tensor.shape)
+            for name, layer in layers.items()
+            for key, tensor in layer.state_dict().items()
+        )
 
     def check(self, model: Any) -> None:
         """Raise FormatError if the files lack tensors of compressed layers, which would have random numbers.
@@ -45,6 +70,15 @@ class SavedWeights:
             for key in module.state_dict()
             if key != "bias" and not self._saved_name(model, f"{name}.{key}", self.aliases)
         )
+        by_name = dict(model.named_modules(remove_duplicate=False))
+        for tensor_name in sorted(self.names):
+            layer, _, key = tensor_name.rpartition(".")
+            own_name = self._saved_name(model, layer, by_name) if key in MARKS else None
+            if own_name is not None and not isinstance(by_name[own_name], CompressedModule):
+                raise FormatError(
+                    f"the weights files in {self.folder} hold the compressed layer {layer!r}, which config.json does "
+                    "not name: the whole model was not saved together, save it by pr.save_compressed"
+                )
         saved = Counter(name.rpartition(".")[2] for name in self.names)
         for key, count in needed.items():
             if saved[key] < count:
@@ -93,10 +127,10 @@ def read_saved_weights(files: Iterable[str] | None) -> SavedWeights | None:
     paths = [Path(file) for file in files or () if str(file).endswith(".safetensors")]
     if not paths:
         return None
-    names: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         with safe_open(path, "pt") as tensors:
-            names |= set(tensors.keys())
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in list(tensors.keys())}
     folder = paths[0].parent
     aliases = inference_manifest(folder)["aliases"] if (folder / INFERENCE_MANIFEST).is_file() else {}
-    return SavedWeights(folder, frozenset(names), aliases)
+    return SavedWeights(folder, shapes, aliases)

@@ -13,13 +13,12 @@ from safetensors import SafetensorError, safe_open
 from panther._torch import plain_name
 from panther.errors import FormatError, PantherError, require_extra
 from panther.files.reader import read_json
-from panther.integrations._weight_files import check_weight_files
+from panther.files.weights import check_weight_files
+from panther.integrations._saved_weights import MARKS
 from panther.nn._specs import QUANTIZATION_METHOD
 from panther.nn.attention.record import check_recorded
 from panther.nn.io import INFERENCE_MANIFEST, check_folder, inference_manifest, weights_path
 
-# Last parts of names that only compressed layers have.
-_COMPRESSED_TENSORS = ("S1", "S2", "sketch_seed", "codes", "scales", "record", "factor_scales", "skeleton", "order")
 # Arguments by which the loaded model has other tensors than the folder.
 _CHANGING = {"config", "quantization_config", "distributed_config", "tp_plan", "device_mesh", "state_dict"}
 
@@ -32,7 +31,7 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
     the first two) they are verified, also of config.json, and the model that transformers has built is compared with
     what was saved, by names and values. A model is refused where weights would be new, or where weights of compressed
     layers would not be used. transformers' own ``AutoModel*.from_pretrained`` loads such a folder too, in any class and
-    without checksums.
+    without checksums. Weights that ``save_pretrained(folder, variant="panther")`` wrote are found, too.
 
     Args:
         dir: The folder.
@@ -73,9 +72,12 @@ def from_pretrained(dir: str | os.PathLike[str], **kwargs: Any) -> Any:
         )
     config = _read_config(folder)
     make = _model_class(transformers, config, folder)
+    argument_names = set(kwargs)
+    usual = [name for name in ("model.safetensors", "model.safetensors.index.json") if (folder / name).exists()]
+    if not usual and any(folder.glob(f"model.{QUANTIZATION_METHOD}*.safetensors")):
+        kwargs.setdefault("variant", QUANTIZATION_METHOD)  # a folder that transformers alone refuses
     if manifest is None:
         check_weight_files(folder, make.__name__, kwargs.get("variant"))
-    argument_names = set(kwargs)
     kwargs |= {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     try:
         model, info = make.from_pretrained(folder, **kwargs)
@@ -167,7 +169,7 @@ def _check_filled(
     if with_new_sizes:
         missing, resized = sorted(set(missing) - set(resized)), []
     if not is_compressed:  # dense folders often hold the weights of more heads than the class has
-        unexpected = [name for name in unexpected if name.rpartition(".")[2] in _COMPRESSED_TENSORS]
+        unexpected = [name for name in unexpected if name.rpartition(".")[2] in MARKS]
     if missing or unexpected or resized:
         raise FormatError(
             f"{folder} does not fit the {type(model).__name__} that its config.json describes: missing "

@@ -11,7 +11,7 @@ __all__ = [
 ]  # fmt: skip
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from panther.integrations._training import checked_options, compare_and_log, com
 from panther.nn._sketch_record import read_record
 from panther.nn._sketched import CompressedModule, SketchedModule
 from panther.nn._specs import CONFIG_VERSION, QUANTIZATION_METHOD, build_modules, module_specs, note_in_config_
-from panther.nn.attention.record import check_attention, convert_as_saved_
+from panther.nn.attention.record import check_attention, convert_as_saved_, is_attention_record
 from panther.nn.interpolative import InterpolativeLinear
 from panther.nn.linear import SKLinear
 from panther.nn.linears import LinearPair
@@ -53,6 +53,7 @@ class PantherConfig(_configs.QuantizationConfigMixin):
         version: Version of this entry.
         quant_method: Name of the method, always ``"panther"``.
         panther_version: Version of the Panther that wrote the entry.
+        parts: The same for parts of the model that were compressed alone, by the names that layers have in the part.
         options: Arguments of :func:`panther.compress`, without the model, by name. They are not saved.
 
     Raises:
@@ -70,20 +71,22 @@ class PantherConfig(_configs.QuantizationConfigMixin):
         self,
         *,
         modules: Mapping[str, Any] | None = None,
-        version: int = CONFIG_VERSION,
+        version: int = 1,
         quant_method: str = QUANTIZATION_METHOD,
         panther_version: str = pr.__version__,
+        parts: Sequence[Mapping[str, Any]] = (),
         **options: Any,
     ) -> None:
         if quant_method != QUANTIZATION_METHOD:
             raise ConfigError(f"quant_method is {quant_method!r}, and this class is for {QUANTIZATION_METHOD!r} only")
-        if version != CONFIG_VERSION:
+        if version not in range(1, CONFIG_VERSION + 1):
             raise FormatError(
-                f"the model's quantization_config has version {version!r} and this Panther reads {CONFIG_VERSION}: use "
-                f"the Panther that wrote it ({panther_version}), or a newer one"
+                f"the model's quantization_config has version {version!r} and this Panther reads 1 to "
+                f"{CONFIG_VERSION}: use the Panther that wrote it ({panther_version}), or a newer one"
             )
-        if modules is not None and not (
-            isinstance(modules, Mapping) and all(isinstance(spec, Mapping) for spec in modules.values())
+        records = [modules, *(part.get("modules") if isinstance(part, Mapping) else None for part in parts)]
+        if modules is not None and not all(
+            isinstance(each, Mapping) and all(isinstance(spec, Mapping) for spec in each.values()) for each in records
         ):
             raise FormatError(
                 "the model's quantization_config is damaged, 'modules' must name each layer with its class and "
@@ -93,12 +96,13 @@ class PantherConfig(_configs.QuantizationConfigMixin):
         self.version = version
         self.panther_version = panther_version
         self.modules = None if modules is None else dict(modules)
+        self.parts = list(parts)
         self.options = checked_options(options, "PantherConfig") if modules is None else options
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json holds: without options, which may be tensors or functions."""
         names = ("quant_method", "version", "panther_version", "modules")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | ({"parts": self.parts} if self.parts else {})
 
 
 class PantherQuantizer(_quantizers.HfQuantizer):
@@ -144,12 +148,44 @@ class PantherQuantizer(_quantizers.HfQuantizer):
             # Its rules shard a parameter called "weight". Every rank loads the whole, and Panther shards it afterwards.
             model._resolve_parallel_plans = lambda config: ({}, {}, {})  # type: ignore[assignment]
         if self.pre_quantized:
-            self.quantization_config.modules = put_compressed_(model, self.quantization_config.modules or {})
+            config = self.quantization_config
             self.saved = read_saved_weights(kwargs.get("checkpoint_files"))
+            config.modules = (config.modules or {}) | self._modules_of_parts(model)
+            config.modules = put_compressed_(model, config.modules)
+            config.parts, config.version = [], 1
             if self.saved is not None:
                 self.saved.train_scales_(model)
                 self.saved.check(model)
         return model
+
+    def _modules_of_parts(self, model: Any) -> dict[str, Any]:
+        """Return the records of parts by the names in the whole model, which the weights files tell."""
+        modules: dict[str, Any] = {}
+        for part in self.quantization_config.parts:
+            prefixes = [] if self.saved is None else self.saved.prefixes_of(part["modules"])
+            places = [
+                {prefix + name: _with_prefix(spec, prefix) for name, spec in part["modules"].items()}
+                for prefix in prefixes
+            ]
+            places = [records for records in places if records.keys().isdisjoint(modules)]
+            if len(places) > 1:  # several parts with the same names, such as the blocks of an encoder
+                places = [records for records in places if self._are_saved(model, records)]
+            if not places:
+                raise FormatError(
+                    f"the layers of the part {part.get('class')}, which was compressed alone, are not found in the "
+                    "weights files: save the whole model by pr.save_compressed"
+                )
+            modules |= places[0]
+        return modules
+
+    def _are_saved(self, model: Any, records: Mapping[str, Any]) -> bool:
+        """Return whether the weights files hold layers of these records, by shape."""
+        layers = {name: spec for name, spec in records.items() if not is_attention_record(spec)}
+        own = _specs_for(model, layers)
+        if len(own) < len(layers):
+            return False
+        built = build_modules(own, model, device="meta")
+        return self.saved is not None and self.saved.holds(dict(zip(layers, built.values(), strict=True)))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Draw the sketches, which are not stored; or compress, if the folder was dense."""
@@ -352,6 +388,7 @@ def set_quantization_config_(model: Any) -> Any:
         quantizer = PantherQuantizer(PantherConfig(modules=specs))
         model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, QUANTIZATION_METHOD
     quantizer.quantization_config.modules = specs
+    quantizer.quantization_config.parts = []
     model.config.quantization_config = quantizer.quantization_config
     return model
 
@@ -387,15 +424,19 @@ def _specs_for(model: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     # A compressed head that this class does not have is left out, as transformers leaves out its tensors.
     shared = {name: spec for name, spec in specs.items() if name in present or name.startswith(prefix)}
     bodies = [body, {prefix + name: spec for name, spec in specs.items()}]
-    for found in [shared, *bodies] if body else bodies:
-        if found and found.keys() <= present:
-            return {name: _renamed(spec, specs, found, prefix) for name, spec in found.items()}
+    for records in [shared, *bodies] if body else bodies:
+        if records and records.keys() <= present:
+            return {name: _renamed(spec, specs, records, prefix) for name, spec in records.items()}
     return dict(specs)  # build_modules names what is missing
 
 
-def _renamed(spec: Any, specs: Mapping[str, Any], found: Mapping[str, Any], prefix: str) -> Any:
+def _with_prefix(spec: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return dict(spec) | ({"alias_of": prefix + spec["alias_of"]} if "alias_of" in spec else {})
+
+
+def _renamed(spec: Any, specs: Mapping[str, Any], records: Mapping[str, Any], prefix: str) -> Any:
     first = spec.get("alias_of") if isinstance(spec, dict) else None
-    if first is None or first in found:
+    if first is None or first in records:
         return spec
     return {"alias_of": first.removeprefix(prefix) if first in specs and first.startswith(prefix) else prefix + first}
 

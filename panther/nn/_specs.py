@@ -13,9 +13,11 @@ __all__ = [
 ]
 
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +42,9 @@ _CLASSES: dict[str, type[Any]] = {
 _LARGEST_SIZE = 1 << 40  # beyond it, products of sizes need not fit the integers of torch
 
 # Of the entry ``quantization_config`` in transformers' config.json, which panther.integrations.transformers reads.
-QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 1
+# Version 2 has parts, which name their layers as the part does.
+QUANTIZATION_METHOD, CONFIG_VERSION = "panther", 2
+_PARTS: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 # Of a record in a training checkpoint: the layer has parameters that train its scales. Inference files have no others.
 TRAINED_SCALES = "trained_scales"
@@ -89,23 +93,53 @@ def module_specs(model: nn.Module, *, in_training: bool = False) -> dict[str, di
 def note_in_config_(model: nn.Module) -> None:
     """Make the config of a transformers model name its compressed layers, so that ``save_pretrained`` does.
 
-    transformers is not imported: a class that is not one of its models has no such config, and is left. So is a model
-    with a quantizer, which writes the entry itself, or one with an entry of another method.
+    transformers is not imported. A config belongs to the PreTrainedModel that has it: of a wrapper around such models,
+    as of sentence-transformers or a value head, the config of each inner model is written, with the names that its
+    layers have in that model. A part of a transformers model, such as an encoder, shares the config of the whole, where
+    it is listed as a part, because the names in the whole are not known here. A model with a quantizer, which writes
+    the entry itself, or one with an entry of another method is left.
     """
-    config = getattr(model, "config", None)
-    if not _has_config(model) or getattr(model, "hf_quantizer", None) is not None:
+    owners = _owners_of_configs(model)
+    for owner in owners:
+        _note_modules_(owner)
+    if not owners and _pretrained_class() is not None and hasattr(getattr(model, "config", None), "to_json_string"):
+        _note_part_(model)
+
+
+def _note_modules_(model: nn.Module) -> None:
+    config: Any = model.config
+    if getattr(model, "hf_quantizer", None) is not None or not _may_note(config):
         return
-    entry = getattr(config, "quantization_config", None)
-    if entry is not None and not (isinstance(entry, dict) and entry.get("quant_method") == QUANTIZATION_METHOD):
-        return
-    try:
-        specs: dict[str, Any] | None = module_specs(model)
-    except (FormatError, SketchMismatchError):  # a layer that cannot be saved: an entry that cannot be loaded either
-        specs = None
+    specs = _specs_or_none(model)
     if specs != {}:
-        config.quantization_config = _config_entry(specs)  # type: ignore[union-attr]
-    elif entry is not None:
-        del config.quantization_config  # type: ignore[union-attr]
+        config.quantization_config = _config_entry(specs)
+    elif getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+
+
+def _note_part_(part: nn.Module) -> None:
+    config: Any = part.config
+    specs = _specs_or_none(part)
+    if not _may_note(config) or not specs:
+        return
+    entry = getattr(config, "quantization_config", None) or _config_entry({})
+    record = _PARTS.setdefault(part, {})
+    record.update({"class": type(part).__name__, "modules": specs})
+    others = [each for each in entry.get("parts", ()) if each is not record]
+    config.quantization_config = entry | {"version": CONFIG_VERSION, "parts": [*others, record]}
+
+
+def _may_note(config: Any) -> bool:
+    entry = getattr(config, "quantization_config", None)
+    return entry is None or (isinstance(entry, dict) and entry.get("quant_method") == QUANTIZATION_METHOD)
+
+
+def _specs_or_none(model: nn.Module) -> dict[str, Any] | None:
+    """Return the records; None if a layer cannot be saved, which makes an entry that cannot be loaded either."""
+    try:
+        return module_specs(model)
+    except (FormatError, SketchMismatchError):
+        return None
 
 
 def model_config(model: nn.Module, specs: dict[str, Any]) -> dict[str, Any] | None:
@@ -121,14 +155,28 @@ def model_config(model: nn.Module, specs: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _has_config(model: nn.Module) -> bool:
-    config = getattr(model, "config", None)
-    return hasattr(model, "save_pretrained") and hasattr(config, "to_json_string")
+    return model in _owners_of_configs(model)
+
+
+def _pretrained_class() -> Any:
+    """Return the base class of transformers' models; None where transformers has not loaded it, so has no models."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
+def _owners_of_configs(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost transformers models in a model, which may be one itself."""
+    kind = _pretrained_class()
+    if kind is None:
+        return []
+    if isinstance(model, kind):
+        return [model]
+    return [owner for child in model.children() for owner in _owners_of_configs(child)]
 
 
 def _config_entry(specs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "quant_method": QUANTIZATION_METHOD,
-        "version": CONFIG_VERSION,
+        "version": 1,
         "panther_version": __version__,
         "modules": specs,
     }
@@ -246,23 +294,23 @@ def _checked_spec(name: str, spec: dict[str, Any], old: nn.Module) -> tuple[type
 
 def _matched(name: str, make: type[Any], old: nn.Module, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments, unless the architecture has a different kind of module there, or one of other sizes."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if isinstance(old, make | make.dense_class):
-        found = arguments_of(old, make.dense_arguments)
+        arguments = arguments_of(old, make.dense_arguments)
     elif make.dense_class is nn.Linear:  # such as transformers' Conv1D, whose weight is (in, out)
         shape = tuple(getattr(parameters_of(old).get("weight"), "shape", ()))
         if shape == (args["out_features"], args["in_features"]):
             shape = shape[::-1]
-        found = dict(zip(("in_features", "out_features"), shape, strict=False)) if len(shape) == 2 else {}
-        found["bias"] = parameters_of(old).get("bias") is not None
-    differ = {key: args[key] for key in make.dense_arguments if found.get(key) != args[key]}
+        arguments = dict(zip(("in_features", "out_features"), shape, strict=False)) if len(shape) == 2 else {}
+        arguments["bias"] = parameters_of(old).get("bias") is not None
+    differ = {key: args[key] for key in make.dense_arguments if arguments.get(key) != args[key]}
     if differ:
-        there = {key: found[key] for key in differ if key in found} or "no such sizes"
+        there = {key: arguments[key] for key in differ if key in arguments} or "no such sizes"
         raise FormatError(
             f"module {name!r} was saved for a {make.dense_class.__name__} with {differ}, and the model has a "
             f"{type(old).__name__} there, with {there}: give the architecture that was saved"
         )
-    return args | found  # equal, but those of the model have the types that a constructor takes: 1 == True == 1.0
+    return args | arguments  # equal, but those of the model have the types that a constructor takes: 1 == True == 1.0
 
 
 def _is_size(value: Any, optional: bool) -> bool:

@@ -133,7 +133,9 @@ def test_a_folder_of_transformers(bert, here, transformers, capsys):
     out = capsys.readouterr().out
     assert out.startswith("whole model")
     assert "kept dense: embeddings.word_embeddings (Embedding)" in out
-    *_, first, second = out.splitlines()
+    *_, imports, by_transformers, _, first, second = out.splitlines()
+    assert imports.startswith("import panther, transformers  # without panther, ")
+    assert by_transformers == "model = transformers.BertModel.from_pretrained('small')"
     assert second == "model = pr.from_pretrained('small')"
     names: dict = {}
     exec(f"{first}\n{second}", names)

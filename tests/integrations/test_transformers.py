@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -365,8 +366,10 @@ def test_our_folder_is_checked(tmp_path):
     weights.write_bytes(data)
     with pytest.raises(FormatError, match="does not match its checksum"):
         pr.from_pretrained(tmp_path)
+    data[-1] ^= 1
+    weights.write_bytes(data)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FormatError, match=r"holds no config\.json.* call pr\.load_compressed"):
+    with pytest.raises(FormatError, match=r"config\.json is missing: copy or write the folder again"):
         pr.from_pretrained(tmp_path)
 
 
@@ -424,6 +427,88 @@ def test_a_damaged_config_is_refused(save, tmp_path):
     assert len(refused) == len(cases) - (save == "save_pretrained")
     path.write_bytes(good)
     assert torch.equal(logits(pr.from_pretrained(tmp_path), inputs), expected)
+
+
+class ValueHead(torch.nn.Module):
+    """As TRL and sentence-transformers wrap a model: with its config, and with a save_pretrained of its own."""
+
+    def __init__(self):
+        super().__init__()
+        config = transformers.BertConfig(vocab_size=WORDS, **SIZES)
+        self.pretrained_model = transformers.BertModel(config)
+        self.value, self.config = torch.nn.Linear(32, 1), config
+
+    def forward(self, input_ids):
+        return self.value(self.pretrained_model(input_ids).last_hidden_state)
+
+    def save_pretrained(self, folder):
+        self.pretrained_model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_wrapper_does_not_own_the_config_of_the_model_in_it(depth, tmp_path):
+    """The config of the inner model got the wrapper's names, and no folder that was saved could be loaded."""
+    torch.manual_seed(0)
+    wrapper = ValueHead().eval()
+    outer = torch.nn.Sequential(wrapper) if depth else wrapper
+    pr.compress(
+        outer, 0.5, [batch(TOKENS)["input_ids"] for _ in range(6)], forms=("int8",), measure_speed=False, seed=0
+    )
+    wrapper.save_pretrained(tmp_path)
+    ids = batch(TOKENS)["input_ids"]
+    expected = wrapper.pretrained_model(ids).last_hidden_state
+    for load in (pr.from_pretrained, transformers.AutoModel.from_pretrained):
+        assert torch.equal(load(tmp_path)(ids).last_hidden_state, expected)
+    pr.save_compressed(outer, tmp_path / "whole")
+    assert not (tmp_path / "whole" / "config.json").exists()
+
+
+@pytest.mark.parametrize("save", ["save_compressed", "save_pretrained", "quantizer"])
+@pytest.mark.parametrize("parts", [("bert.encoder",), ("bert.encoder.layer.1", "bert.encoder.layer.0", "bert.pooler")])
+def test_parts_of_a_model_are_compressed_and_the_whole_is_saved(parts, save, tmp_path):
+    """The config named none of the layers, which were random numbers after loading."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=WORDS, **SIZES)
+    model = transformers.BertForSequenceClassification(config).eval()
+    for name in parts:
+        part = model.get_submodule(name)
+        part.config = getattr(part, "config", config)
+        pr.sketch_layers_(part, pr.SketchConfig(low_rank=3, init="random"), seed=0)
+    if save == "quantizer":
+        set_quantization_config_(model)
+    pr.save_compressed(model, tmp_path) if save == "save_compressed" else model.save_pretrained(tmp_path)
+    inputs = batch(TOKENS)
+    for load in (pr.from_pretrained, transformers.AutoModelForSequenceClassification.from_pretrained):
+        loaded = load(tmp_path)
+        assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(pr.from_pretrained(tmp_path / "again"), inputs), logits(model, inputs))
+    body = transformers.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(body(**inputs).last_hidden_state, model.bert(**inputs).last_hidden_state)
+
+
+def test_a_config_that_names_some_of_the_layers_is_refused(tmp_path):
+    torch.manual_seed(0)
+    model, _ = bert()
+    pr.sketch_layers_(model.eval(), pr.SketchConfig(low_rank=3, init="random"), seed=0)
+    modules = model.config.quantization_config["modules"]
+    modules.pop("bert.encoder.layer.0.output.dense")
+    model.save_pretrained(tmp_path)
+    message = r"hold the compressed layer 'bert\.encoder\.layer\.0\.output\.dense', which config\.json does not name"
+    for load in (pr.from_pretrained, transformers.AutoModelForMaskedLM.from_pretrained):
+        with pytest.raises(FormatError, match=message):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["30KB", "1GB"])
+def test_a_variant_is_found_by_us_and_refused_by_transformers(shard, tmp_path):
+    model, inputs = compressed(bert, ("int8",))
+    model.save_pretrained(tmp_path, variant="panther", max_shard_size=shard)
+    loads = (pr.from_pretrained, partial(transformers.AutoModelForMaskedLM.from_pretrained, variant="panther"))
+    for load in loads:
+        assert torch.equal(logits(load(tmp_path), inputs), logits(model, inputs))
+    with pytest.raises(OSError, match="no file named"):
+        transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
 
 
 def test_errors_of_arguments_are_not_blamed_on_the_folder(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from panther._torch import load_hooks_of
+from panther._torch import loading_code_of
 from panther.distributed.checkpoint import _state as states
 from panther.errors import FormatError, SketchMismatchError
 from panther.nn._sketch_record import read_record
@@ -153,10 +153,8 @@ class Restore:
 
 
 def _may_refuse(module: nn.Module) -> bool:
-    methods = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")]
     return any(
-        not (getattr(function, "__module__", None) or "").startswith(_TRUSTED)
-        for function in [*methods, *load_hooks_of(module)]
+        not (getattr(function, "__module__", None) or "").startswith(_TRUSTED) for function in loading_code_of(module)
     )
 
 
