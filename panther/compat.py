@@ -122,7 +122,10 @@ def load_panther_ml(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if layer is not None:
             found = True
             taken = {*_LINEAR, *_ATTENTION, *_BIASES}
-            tensors = {name: value for name, value in tensors.items() if name not in taken} | layer.state_dict()
+            state = layer.state_dict()
+            if isinstance(layer, RandMultiHeadAttention):
+                state["_extra_state"][2] = 0  # the tensors do not tell the kernel, so that none is compared
+            tensors = {name: value for name, value in tensors.items() if name not in taken} | state
         converted |= {f"{prefix}.{name}" if prefix else name: value for name, value in tensors.items()}
     if not found:
         inner = [name for name, value in state_dict.items() if isinstance(value, Mapping)]

@@ -111,7 +111,7 @@ class ModelState:
         self._writes = [
             (name, parameter, version_of(parameter))
             for name, parameter in model.named_parameters()
-            if not parameter.is_inference()
+            if not is_lazy(parameter) and not parameter.is_inference()
         ]
         self._present_buffers = {module: dict(buffers_of(module)) for module in self._attributes}
 

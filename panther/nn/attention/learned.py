@@ -13,8 +13,8 @@ linearizing of large language models", ICLR 2025, arXiv:2410.10254.
 
 __all__ = ["RECORD", "LearnedLinearAttention"]
 
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -257,6 +257,13 @@ class LearnedLinearAttention(nn.Module):
         if key_mask is not None:
             options["key_mask"] = key_mask[:, None]
         return windowed_linear_attention(q, k, v, phi_q.to(q.dtype), phi_k.to(q.dtype), log_q, log_k, **options)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply ``fn``, and keep the record in integers, which ``module.type(dtype)`` casts too."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.record.is_floating_point():
+            self.record = torch.tensor([_RECORD_VERSION, self.window], device=self.record.device)
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore, also in a process whose transformers does not know of linear attention yet."""
