@@ -248,7 +248,9 @@ def train_scales_(layers: Iterable[QuantizedState], train: bool = True) -> None:
             new_tensors[key] = fold_scales(scales, logs), None
         new_scales, new_logs = new_tensors[key]
         setattr(layer, name, new_scales)
-        setattr(layer, SCALE_LOGS[name], new_logs)
+        # Behind the bias: the first parameter of a model has the dtype in which the model computes.
+        parameters_of(layer).pop(SCALE_LOGS[name])
+        layer.register_parameter(SCALE_LOGS[name], new_logs)
 
 
 @torch.no_grad()
