@@ -4,6 +4,7 @@ A batch of sequences has a mask (N, T) of the positions that are no padding, and
 each side. That a tensor begins with (N, T) does not say that it has the positions of a mask: the decoder's input can be
 as long as the encoder's, the sequence can come first, and an image can have as many patches as a text has words. So the
 model is run once more with each side one position shorter, and what becomes shorter has the positions of that side.
+All tensors of a batch that begin with the (N, T) of a side are shortened together.
 """
 
 __all__ = ["MASK_NAMES", "Masks", "Place", "Places", "Shapes", "counted", "find_places", "positions_of"]
