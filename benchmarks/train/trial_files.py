@@ -2,15 +2,20 @@
 
 1,000 kills of a process that saves, 1,000 damaged files of each format, and 300 saves of three processes to one folder.
 The trials are those of tests/support/file_survival.py. The exit status is 1 if a model was lost, loaded wrong or torn.
+
+Each trial runs in parts with seeds of their own. With ``--progress FILE`` the counts are written to a file after each
+part, and a run that was interrupted continues after its last complete part.
 """
 
 __all__ = ["run"]
 
 import argparse
+import json
 import sys
 import tempfile
 import warnings
-from functools import partial
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +23,61 @@ import torch
 
 from benchmarks.harness import print_table, test_support, write_csv
 from panther.errors import PerformanceWarning
+from panther.files import write_json
 
 survival = test_support("file_survival")
-EXPECTED = {
-    "the old model", "a new model", "refused", "loaded right", "whole models loaded", "files left over",
-    "processes that failed", "torn or failed loads",
+FAULTLESS = {
+    "the old model", "a new model", "kills in the middle of a save", "refused", "loaded right", "whole models loaded",
 }  # fmt: skip
-FAULTS = {"files left over", "processes that failed", "torn or failed loads"}
+PARTS = 10
 
 
-def run(number: int, saves: int) -> list[dict[str, Any]]:
-    """Run the trials; return a row for each outcome of each."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="panther-files-") as name:
-        folder = Path(name)
-        trials = {f"damaged {kind}": partial(_damage, folder, kind, number) for kind in survival.FORMATS}
-        trials["killed saves"] = partial(survival.survive_kills, _made(folder / "kills"), number, seed=1)
-        trials["saves at once"] = partial(survival.save_at_once, _made(folder / "saves"), saves, processes=3)
-        for trial, start in trials.items():
-            rows += [{"trial": trial, "outcome": outcome, "number": count} for outcome, count in start().items()]
-            print_table([row for row in rows if row["trial"] == trial])
-    return rows
+def run(number: int, saves: int, progress: Path | None = None) -> list[dict[str, Any]]:
+    """Run the trials, continue those of an earlier run, and return a row for each outcome of each trial."""
+    trials: dict[str, tuple[Callable[[Path, int, int], dict[str, int]], int]] = {
+        f"damaged {kind}": (
+            lambda folder, size, seed, kind=kind: survival.damage_files(folder, kind, size, seed),
+            number,
+        )
+        for kind in survival.FORMATS
+    }
+    trials["killed saves"] = survival.survive_kills, number
+    trials["saves at once"] = lambda folder, size, seed: survival.save_at_once(folder, size, processes=3), saves
+    sizes = {"number": number, "saves": saves}
+    record: dict[str, Any] = {**sizes, "parts": {}}
+    if progress is not None and progress.exists():
+        record = json.loads(progress.read_text())
+        if {key: record[key] for key in sizes} != sizes:
+            raise SystemExit(f"{progress} is of a run of other sizes: give another file")
+    for trial, (start, count) in trials.items():
+        counts = record["parts"].setdefault(trial, [])
+        for part in range(len(counts), PARTS):
+            size = count * (part + 1) // PARTS - count * part // PARTS
+            with tempfile.TemporaryDirectory(prefix="panther-files-") as folder:
+                counts.append(start(Path(folder, "part"), size, part + 1))
+            if progress is not None:
+                write_json(progress, record)
+        print_table(_rows(trial, counts))
+    return [row for trial, counts in record["parts"].items() for row in _rows(trial, counts)]
 
 
-def _damage(folder: Path, kind: str, number: int) -> Any:
-    return survival.damage_files(folder / kind.replace(" ", "-"), kind, number, seed=1)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
+def _rows(trial: str, counts: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """Return the sums over the parts of a trial, a row for each outcome."""
+    sums: Counter[str] = Counter()
+    for part in counts:
+        sums.update(part)
+    return [{"trial": trial, "outcome": outcome, "number": number} for outcome, number in sums.items()]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=1000, help="kills, and damaged files of each format")
     parser.add_argument("--saves", type=int, default=300, help="saves to one folder at the same time")
+    parser.add_argument("--progress", type=Path, help="a file that keeps the counts of the parts that have ended")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PerformanceWarning)  # the model is small, and a save is to be short
-    results = run(options.number, options.saves)
+    results = run(options.number, options.saves, options.progress)
     if (options.number, options.saves) == (1000, 300):
         print(f"written to {write_csv('file-survival', results, device='cpu')}")
-    faults = [row for row in results if row["outcome"] not in EXPECTED or (row["outcome"] in FAULTS and row["number"])]
-    sys.exit(1 if faults else 0)
+    sys.exit(1 if any(row["number"] for row in results if row["outcome"] not in FAULTLESS) else 0)

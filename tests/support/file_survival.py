@@ -47,15 +47,19 @@ def survive_kills(folder, number, seed):
     pr.save_compressed(filled_model(0.0), folder)
     last = 0.0
     for _ in range(number):
+        names_before = set(os.listdir(folder))
+        reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            value = last
-            while True:
-                value += 1.0
-                pr.save_compressed(filled_model(value), folder)
+            _save_forever(folder, last, writer)
+        os.close(writer)
+        os.read(reader, 1)  # The child is ready to save now. On a busy machine this takes longer than any save.
+        os.close(reader)
         time.sleep(generator.uniform(0, _LONGEST_WAIT_S))  # so that the kill comes at any moment
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        outcomes["savers that failed"] += not os.WIFSIGNALED(status)
+        outcomes["kills in the middle of a save"] += not names_before.issuperset(os.listdir(folder))
         values = _outcome(lambda: loaded_values(folder))
         if not isinstance(values, set) or len(values) != 1 or min(values) < last:
             outcomes["lost" if isinstance(values, str) else "wrong"] += 1
@@ -65,6 +69,17 @@ def survive_kills(folder, number, seed):
     pr.save_compressed(filled_model(last), folder)
     outcomes["files left over"] += len(list(folder.iterdir())) - 2
     return outcomes
+
+
+def _save_forever(folder, value, ready):
+    """Save models of rising values in a forked process, which ends by a kill or by an error and never returns."""
+    try:
+        os.write(ready, b"!")
+        while True:
+            value += 1.0
+            pr.save_compressed(filled_model(value), folder)
+    finally:
+        os._exit(1)
 
 
 def save_at_once(folder, number, processes):
