@@ -72,6 +72,11 @@ def test_recently_changed_folders_come_first():
     assert all(command.optional for command in recent)
 
 
+def test_what_has_no_test_in_a_set_does_not_start_pytest():
+    units = [Unit("all", "panther/nn", 0.5), Unit("all", "tests/nn/test_new.py", 0.5), Unit("isa", "panther/nn", 2.0)]
+    assert checks.recent_units(units, ["panther/nn/linear.py"]) == units[1:]
+
+
 def test_folders_are_packed_into_commands_of_about_equal_seconds():
     units = [Unit("test", f"tests/{folder}/test_{name}.py", 30.0) for folder in ("a", "b", "nn") for name in "abcd"]
     groups = pack([*units, Unit("test", "tests/c/test_x.py", 1.0)], command_seconds=60)

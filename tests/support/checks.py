@@ -24,6 +24,7 @@ from pathlib import Path
 from command_queue import Command, CommandQueue
 from instruction_sets import FILES, FOLDERS, instruction_set_variables
 from measured_seconds import (
+    DEFAULT_SECONDS,
     NUM_SHARES,
     ROOT,
     SECONDS_FILE,
@@ -100,8 +101,13 @@ def longer_units(sets, seconds):
 
 
 def recent_units(units, changed_files):
-    """Return the units of the folders that ``changed_files`` are in, in the order of these files."""
+    """Return the units of the folders that ``changed_files`` are in, in the order of these files.
+
+    Docstrings and pages without measured seconds are left out: they have next to no test in the set, and starting pytest
+    takes longer. Test files without measured seconds stay, because they may be new.
+    """
     folders = dict.fromkeys(_tested_folder(file) for file in changed_files)
+    units = [unit for unit in units if unit.path.startswith("tests/") or unit.seconds > DEFAULT_SECONDS]
     return [unit for folder in folders for unit in units if unit.path and unit.folder == folder]
 
 
