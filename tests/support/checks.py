@@ -103,8 +103,8 @@ def longer_units(sets, seconds):
 def recent_units(units, changed_files):
     """Return the units of the folders that ``changed_files`` are in, in the order of these files.
 
-    Docstrings and pages without measured seconds are left out: they have next to no test in the set, and starting pytest
-    takes longer. Test files without measured seconds stay, because they may be new.
+    Docstrings and pages without measured seconds are left out: they have next to no test in the set, and starting
+    pytest takes longer. Test files without measured seconds stay, because they may be new.
     """
     folders = dict.fromkeys(_tested_folder(file) for file in changed_files)
     units = [unit for unit in units if unit.path.startswith("tests/") or unit.seconds > DEFAULT_SECONDS]
